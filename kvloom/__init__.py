@@ -1,0 +1,1 @@
+"""kvloom: client SDK and what every process shares (see ARCHITECTURE.md)."""

@@ -1,0 +1,153 @@
+"""Configuration: one typed tree for every process, from a TOML (or JSON) file.
+
+    config = load_config(Path("kvloom.toml"))
+
+Unknown keys and wrong types are errors that name the key. Command-line flags and their environment twins
+(`KVLOOM_...`) are applied on top by `tools`; services get the result as one file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class ConfigError(Exception):
+    """The file cannot be used; the message names the file, the key and what is wrong."""
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ModelConfig(Section):
+    name: str = "smollm2-135m-instruct"
+    """What clients call it."""
+    path: str = ""
+    """Directory with config.json, *.safetensors, tokenizer.json and chat template. Empty: `kvloom up` provides the
+    built-in model."""
+
+
+class EdgeConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    max_body_bytes: PositiveInt = 4 * 2**20
+    max_header_bytes: PositiveInt = 16 * 2**10
+    max_messages: PositiveInt = 4096
+    max_buffered_bytes: PositiveInt = 256 * 2**10
+    """What may wait for a slow reader, per stream; beyond that the request is cancelled."""
+    max_concurrent_requests: PositiveInt = 8192
+    request_timeout_seconds: PositiveFloat = 600.0
+    drain_timeout_seconds: PositiveFloat = 30.0
+
+
+class PlacementConfig(Section):
+    policy: str = "ect"
+    """A name in router/core/placement: "ect", "round_robin", "least_requests" ..."""
+
+
+class RouterConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 8081
+    max_queued_requests: PositiveInt = 1024
+    """Waiting for a shard to take them; beyond that a request is refused at once."""
+    max_queue_seconds: PositiveFloat = 60.0
+    request_timeout_seconds: PositiveFloat = 600.0
+    max_attempts: PositiveInt = 3
+    max_prompt_tokens: PositiveInt = 262_144
+    drain_timeout_seconds: PositiveFloat = 30.0
+    placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
+
+
+class SimConfig(Section):
+    """Timing of the simulated engine."""
+
+    step_ms: Annotated[float, Meta(ge=0)] = 20.0
+    prefill_tokens_per_second: PositiveFloat = 20_000.0
+
+
+class TorchConfig(Section):
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    num_threads: Annotated[int, Meta(ge=0)] = 0
+    """0: the machine's cores divided by `num_shards`, at least 1."""
+
+
+class ShardConfig(Section):
+    engine: Literal["torch", "sim"] = "torch"
+    num_shards: PositiveInt = 2
+    """How many `kvloom up` starts."""
+    host: str = "127.0.0.1"
+    block_size: PositiveInt = 16
+    num_blocks: Annotated[int, Meta(ge=0)] = 0
+    """KV blocks; 0: the engine's default for the model."""
+    max_batch: PositiveInt = 64
+    max_model_len: Annotated[int, Meta(ge=0)] = 0
+    """0: the model's own window."""
+    max_prefill_tokens_per_step: PositiveInt = 512
+    """Prompts are prefilled in chunks of this many tokens, so that running sequences are not stalled."""
+    max_waiting: PositiveInt = 1024
+    drain_timeout_seconds: PositiveFloat = 30.0
+    sim: SimConfig = msgspec.field(default_factory=SimConfig)
+    torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
+
+
+class SafetyConfig(Section):
+    host: str = "127.0.0.1"
+    port: Port = 0
+    policy_file: str = ""
+    """TOML rules, reloaded when it changes. Empty: the built-in policy."""
+    answer_mode: Literal["gate", "async", "off"] = "gate"
+    """gate: text is held until it is screened. async: text is sent at once, the request halted on a hit."""
+    on_unavailable: Literal["refuse", "allow"] = "refuse"
+    """What happens to requests while the safety service cannot be reached."""
+
+
+class RedisConfig(Section):
+    url: str = ""
+    """redis://host:port/db. Empty: `kvloom up` starts an embedded server."""
+    key_prefix: str = "kvloom"
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["console", "json"] = "console"
+
+
+class KvloomConfig(Section):
+    data_dir: str = ""
+    """Where `kvloom up` keeps logs, sockets and converted models. Empty: ~/.kvloom"""
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    edge: EdgeConfig = msgspec.field(default_factory=EdgeConfig)
+    router: RouterConfig = msgspec.field(default_factory=RouterConfig)
+    shard: ShardConfig = msgspec.field(default_factory=ShardConfig)
+    safety: SafetyConfig = msgspec.field(default_factory=SafetyConfig)
+    redis: RedisConfig = msgspec.field(default_factory=RedisConfig)
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
+
+
+def load_config(path: Path | None) -> KvloomConfig:
+    """Read a .toml or .json file; None gives the defaults. Raises ConfigError."""
+    if path is None:
+        return KvloomConfig()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    try:
+        if path.suffix == ".json":
+            return msgspec.json.decode(raw, type=KvloomConfig)
+        return msgspec.toml.decode(raw, type=KvloomConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def dump_config(config: KvloomConfig, path: Path) -> None:
+    """Write the whole tree as JSON, for the processes that `kvloom up` starts."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))

@@ -1,0 +1,127 @@
+"""The error catalogue: one reason, and what it is in gRPC, in HTTP and in OpenAI's vocabulary. Imports no gRPC.
+
+Every error that leaves a process is a `KvloomError`; its `reason` (see protos/kvloom/v1/error_reason.proto) fixes the
+gRPC code, the HTTP status and the OpenAI `type` and `code`, so the same fault reads the same at every door.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from kvloom.v1.error_reason_pb2 import Error, ErrorReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """What one reason is at each door."""
+
+    grpc_code: str
+    """A name of grpc.StatusCode."""
+    http_status: int
+    openai_type: str
+    openai_code: str | None
+
+
+_R = ErrorReason
+
+CATALOGUE: Final[dict[int, ErrorKind]] = {
+    _R.ERROR_REASON_INVALID_ARGUMENT: ErrorKind("INVALID_ARGUMENT", 400, "invalid_request_error", None),
+    _R.ERROR_REASON_UNSUPPORTED_PARAMETER: ErrorKind(
+        "INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter"
+    ),
+    _R.ERROR_REASON_MODEL_NOT_FOUND: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
+    _R.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: ErrorKind(
+        "INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"
+    ),
+    _R.ERROR_REASON_REQUEST_TOO_LARGE: ErrorKind("INVALID_ARGUMENT", 413, "invalid_request_error", "request_too_large"),
+    _R.ERROR_REASON_UNAUTHENTICATED: ErrorKind("UNAUTHENTICATED", 401, "authentication_error", "invalid_api_key"),
+    _R.ERROR_REASON_PERMISSION_DENIED: ErrorKind("PERMISSION_DENIED", 403, "permission_error", "permission_denied"),
+    _R.ERROR_REASON_NOT_FOUND: ErrorKind("NOT_FOUND", 404, "invalid_request_error", "not_found"),
+    _R.ERROR_REASON_METHOD_NOT_ALLOWED: ErrorKind("UNIMPLEMENTED", 405, "invalid_request_error", "method_not_allowed"),
+    _R.ERROR_REASON_UNSUPPORTED_MEDIA_TYPE: ErrorKind(
+        "INVALID_ARGUMENT", 415, "invalid_request_error", "unsupported_media_type"
+    ),
+    _R.ERROR_REASON_DUPLICATE_REQUEST_ID: ErrorKind(
+        "ALREADY_EXISTS", 409, "invalid_request_error", "duplicate_request_id"
+    ),
+    _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
+    _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
+    _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),
+    _R.ERROR_REASON_NO_SHARD_READY: ErrorKind("UNAVAILABLE", 503, "overloaded_error", "no_shard_ready"),
+    _R.ERROR_REASON_QUEUE_TIMEOUT: ErrorKind("DEADLINE_EXCEEDED", 408, "overloaded_error", "queue_timeout"),
+    _R.ERROR_REASON_DEADLINE_EXCEEDED: ErrorKind("DEADLINE_EXCEEDED", 504, "api_error", "deadline_exceeded"),
+    _R.ERROR_REASON_DRAINING: ErrorKind("UNAVAILABLE", 503, "overloaded_error", "draining"),
+    _R.ERROR_REASON_SHARD_LOST: ErrorKind("UNAVAILABLE", 502, "api_error", "shard_lost"),
+    _R.ERROR_REASON_ENGINE_FAILED: ErrorKind("INTERNAL", 500, "api_error", "engine_failed"),
+    _R.ERROR_REASON_CLIENT_TOO_SLOW: ErrorKind("RESOURCE_EXHAUSTED", 429, "invalid_request_error", "client_too_slow"),
+    _R.ERROR_REASON_CANCELLED: ErrorKind("CANCELLED", 499, "invalid_request_error", "cancelled"),
+    _R.ERROR_REASON_ROUTER_LOST: ErrorKind("UNAVAILABLE", 503, "api_error", "router_unavailable"),
+    _R.ERROR_REASON_SAFETY_UNAVAILABLE: ErrorKind("UNAVAILABLE", 503, "api_error", "safety_unavailable"),
+    _R.ERROR_REASON_PROTOCOL_VIOLATION: ErrorKind(
+        "INVALID_ARGUMENT", 400, "invalid_request_error", "protocol_violation"
+    ),
+    _R.ERROR_REASON_INTERNAL: ErrorKind("INTERNAL", 500, "api_error", "internal_error"),
+}
+
+
+class KvloomError(Exception):
+    """A fault with a reason of the catalogue.
+
+    `message` is for the user; `field` names the request field at fault in the caller's vocabulary;
+    `retry_after_seconds` says when a retry makes sense (0 = no advice).
+    """
+
+    def __init__(
+        self, reason: ErrorReason.ValueType, message: str, *, field: str = "", retry_after_seconds: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def kind(self) -> ErrorKind:
+        return CATALOGUE.get(self.reason, CATALOGUE[_R.ERROR_REASON_INTERNAL])
+
+    @property
+    def reason_name(self) -> str:
+        """The reason as ErrorInfo carries it, e.g. "QUEUE_FULL"."""
+        return reason_name(self.reason)
+
+    def to_proto(self) -> Error:
+        return Error(
+            reason=self.reason,  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type, ints are fine)
+            message=self.message,
+            field=self.field,
+            retry_after_seconds=self.retry_after_seconds,
+        )
+
+    @classmethod
+    def from_proto(cls, error: Error) -> KvloomError:
+        return cls(error.reason, error.message, field=error.field, retry_after_seconds=error.retry_after_seconds)
+
+    def to_openai(self) -> dict[str, dict[str, str | None]]:
+        """The body of an OpenAI error answer."""
+        kind = self.kind
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind.openai_type,
+                "param": self.field or None,
+                "code": kind.openai_code,
+            }
+        }
+
+
+def reason_name(reason: int) -> str:
+    return ErrorReason.Name(reason).removeprefix("ERROR_REASON_")  # pyright: ignore[reportArgumentType]
+
+
+def invalid_argument(message: str, field: str = "") -> KvloomError:
+    return KvloomError(_R.ERROR_REASON_INVALID_ARGUMENT, message, field=field)
+
+
+def unsupported(message: str, field: str) -> KvloomError:
+    return KvloomError(_R.ERROR_REASON_UNSUPPORTED_PARAMETER, message, field=field)

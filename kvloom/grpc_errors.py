@@ -1,0 +1,52 @@
+"""Errors of the catalogue as gRPC statuses (AIP-193: google.rpc.Status with ErrorInfo and RetryInfo), and back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+DOMAIN: Final = "kvloom"
+
+
+def to_grpc_status(error: KvloomError) -> grpc.Status:
+    """For `context.abort_with_status`."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason_name, domain=DOMAIN)
+    if error.field:
+        info.metadata["field"] = error.field
+    details = [_pack(info)]
+    if error.retry_after_seconds > 0:
+        delay = duration_pb2.Duration()
+        delay.FromMicroseconds(round(error.retry_after_seconds * 1e6))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    code: int = grpc.StatusCode[error.kind.grpc_code].value[0]
+    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=details))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> KvloomError:
+    """What a caller makes of a failed RPC: the catalogue's error if the status carries one."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == DOMAIN:
+                    reason = ErrorReason.Value(f"ERROR_REASON_{info.reason}")
+                    return KvloomError(reason, status.message, field=info.metadata.get("field", ""))
+    code = error.code()
+    unavailable = code is grpc.StatusCode.UNAVAILABLE
+    reason = ErrorReason.ERROR_REASON_ROUTER_LOST if unavailable else ErrorReason.ERROR_REASON_INTERNAL
+    return KvloomError(reason, f"{code.name}: {error.details()}")
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,287 @@
+"""The client side of the data plane: one long-lived stream to a router, all requests multiplexed by slot.
+
+`RouterLink` is what the edge and the SDK see; `GrpcRouterLink` is the implementation over gRPC (a co-located router
+would be another). News is delivered by plain calls on a `Sink`, with no task, queue or future per request: a sink
+must not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import grpc
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+log = structlog.get_logger()
+
+MAX_MESSAGE_BYTES: Final = 64 * 2**20
+CHANNEL_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Without this, channels to one address share a connection, and one stalled stream could stall another process's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+]
+RECONNECT_SECONDS: Final = 0.2
+MAX_PENDING_FRAME_PARTS: Final = 16_384
+
+
+class Sink(Protocol):
+    """Receives the news of one request. `index` is the choice's. After `on_finish` nothing follows for that index."""
+
+    def on_start(self, index: int, start: generation_pb2.SequenceStart) -> None: ...
+
+    def on_tokens(
+        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[generation_pb2.TokenLogprobs]
+    ) -> None: ...
+
+    def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None: ...
+
+
+@dataclasses.dataclass(slots=True)
+class LinkRequest:
+    """A request as the caller describes it; slots are the link's own business."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: Sequence[int]
+    prompt_text: str
+    sampling: generation_pb2.SamplingParams
+    stop: generation_pb2.StopConditions
+    n: int = 1
+    timeout_seconds: float = 0.0
+    tenant: str = ""
+    traceparent: str = ""
+
+
+class RouterLink(Protocol):
+    """Way to a router. All calls are made on the event loop."""
+
+    @property
+    def fleet(self) -> router_service_pb2.FleetState:
+        """What the router can serve, as last told; empty while there is no connection."""
+        ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        """Send a request; returns a handle for `cancel`. Raises KvloomError (ROUTER_LOST) while there is no
+        connection. When the connection breaks, every open choice finishes with ROUTER_LOST."""
+        ...
+
+    def cancel(self, handle: int) -> None:
+        """End all choices of a request; its sink hears no more. Unknown handles are ignored."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class _Open:
+    """A choice that is under way; it owns one slot."""
+
+    __slots__ = ("handle", "index", "sink")
+
+    def __init__(self, handle: int, index: int, sink: Sink | None) -> None:
+        self.handle = handle
+        self.index = index
+        self.sink = sink
+        """None: cancelled, the slot waits for its SequenceFinish."""
+
+
+class GrpcRouterLink:
+    """RouterLink over `RouterService.Connect`; reconnects by itself."""
+
+    def __init__(self, address: str, client_id: str) -> None:
+        self._address = address
+        self._client_id = client_id
+        self._fleet = router_service_pb2.FleetState()
+        self._connected = False
+        self._by_slot: dict[int, _Open] = {}
+        self._slots_by_handle: dict[int, list[int]] = {}
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+        self._next_handle = 0
+        self._submits: list[router_service_pb2.Submit] = []
+        self._cancels: list[int] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._fleet_changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._task = asyncio.create_task(self._run(), name=f"router-link {self._address}")
+
+    @property
+    def fleet(self) -> router_service_pb2.FleetState:
+        return self._fleet
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    async def wait_fleet_change(self) -> None:
+        """Return after the next change of `fleet` (or of the connection)."""
+        await self._fleet_changed.wait()
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        if not self._connected or len(self._submits) >= MAX_PENDING_FRAME_PARTS:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached.", retry_after_seconds=1.0
+            )
+        self._next_handle += 1
+        handle = self._next_handle
+        slots = [self._take_slot() for _ in range(request.n)]
+        for index, slot in enumerate(slots):
+            self._by_slot[slot] = _Open(handle, index, sink)
+        self._slots_by_handle[handle] = slots
+        self._submits.append(
+            router_service_pb2.Submit(
+                request_id=request.request_id,
+                model=request.model,
+                prompt_token_ids=request.prompt_token_ids,
+                prompt_text=request.prompt_text,
+                sampling=request.sampling,
+                stop=request.stop,
+                choices=[generation_pb2.Choice(slot=slot, index=index) for index, slot in enumerate(slots)],
+                timeout_seconds=request.timeout_seconds,
+                tenant=request.tenant,
+                traceparent=request.traceparent,
+            )
+        )
+        self._wake.set()
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        for slot in self._slots_by_handle.pop(handle, ()):
+            choice = self._by_slot[slot]
+            choice.sink = None
+            self._cancels.append(slot)
+        self._wake.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._drop_all("The connection to the router was closed.")
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self._next_slot += 1
+        return self._next_slot
+
+    async def _run(self) -> None:
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            stub = router_service_pb2_grpc.RouterServiceStub(channel)
+            while True:
+                try:
+                    await self._serve_one_connection(stub)
+                except grpc.aio.AioRpcError as error:
+                    log.debug("router link broke", code=error.code().name, detail=error.details())
+                self._drop_all("The connection to the router was lost.")
+                await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _serve_one_connection(self, stub: router_service_pb2_grpc.RouterServiceStub) -> None:
+        call = stub.Connect(wait_for_ready=True)
+        hello = router_service_pb2.ClientHello(client_id=self._client_id)
+        await call.write(router_service_pb2.RouterServiceConnectRequest(hello=hello))
+        writer = asyncio.create_task(self._write_frames(call), name="router-link writer")
+        try:
+            while True:
+                frame = await call.read()
+                if not isinstance(frame, router_service_pb2.RouterServiceConnectResponse):  # the end of the stream
+                    return
+                self._on_frame(frame)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            call.cancel()
+
+    async def _write_frames(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Everything that piled up since the last write goes out as one frame."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                submits, self._submits = self._submits, []
+                cancels, self._cancels = self._cancels, []
+                await call.write(router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The reader sees the same break and ends the connection.
+            call.cancel()
+
+    def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
+        if frame.HasField("fleet"):
+            self._fleet = frame.fleet
+            self._connected = True
+            self._tell_fleet_changed()
+        if frame.HasField("step"):
+            self._on_step(frame.step)
+
+    def _on_step(self, step: generation_pb2.StepFrame) -> None:
+        by_slot = self._by_slot
+        for start in step.starts:
+            choice = by_slot.get(start.slot)
+            if choice is not None and choice.sink is not None:
+                choice.sink.on_start(choice.index, start)
+        logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
+        for entry in step.logprobs:
+            logprobs.setdefault(entry.slot, []).append(entry)
+        token_ids = step.token_ids[:]
+        num_tokens = step.num_tokens[:]
+        position = 0
+        for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
+            count = num_tokens[i] if num_tokens else 1
+            choice = by_slot.get(slot)
+            if choice is not None and choice.sink is not None:
+                ids = token_ids[position : position + count]
+                choice.sink.on_tokens(choice.index, delta, ids, logprobs.get(slot, ()))
+            position += count
+        for finish in step.finishes:
+            self._on_finish(finish)
+
+    def _on_finish(self, finish: generation_pb2.SequenceFinish) -> None:
+        choice = self._by_slot.pop(finish.slot, None)
+        if choice is None:
+            return
+        self._free_slots.append(finish.slot)
+        slots = self._slots_by_handle.get(choice.handle)
+        if slots is not None:
+            slots.remove(finish.slot)
+            if not slots:
+                del self._slots_by_handle[choice.handle]
+        if choice.sink is not None:
+            choice.sink.on_finish(choice.index, finish)
+
+    def _drop_all(self, message: str) -> None:
+        """The connection is gone: its slots mean nothing any more."""
+        self._connected = False
+        self._fleet = router_service_pb2.FleetState()
+        lost, self._by_slot = self._by_slot, {}
+        self._slots_by_handle.clear()
+        self._free_slots.clear()
+        self._submits.clear()
+        self._cancels.clear()
+        self._next_slot = 0
+        error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0).to_proto()
+        for slot, choice in lost.items():
+            if choice.sink is not None:
+                finish = generation_pb2.SequenceFinish(
+                    slot=slot, reason=generation_pb2.FINISH_REASON_ERROR, error=error
+                )
+                choice.sink.on_finish(choice.index, finish)
+        self._tell_fleet_changed()
+
+    def _tell_fleet_changed(self) -> None:
+        self._fleet_changed.set()
+        self._fleet_changed = asyncio.Event()

@@ -1,0 +1,63 @@
+"""Limits and checks for sampling parameters and stop conditions: one place for the edge, the router and the SDK.
+
+The checks raise `KvloomError` (INVALID_ARGUMENT) and name the field, prefixed with `at` ("" for OpenAI bodies,
+"sampling." or "stop." for gRPC messages).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from kvloom.errors import invalid_argument
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+
+MAX_CHOICES: Final = 16
+MAX_LOGPROBS: Final = 20
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_CHARS: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 64
+DEFAULT_TEMPERATURE: Final = 1.0
+DEFAULT_TOP_P: Final = 1.0
+
+
+def check_sampling(sampling: SamplingParams, at: str = "") -> None:
+    """Raise for a value outside its range."""
+    if sampling.HasField("temperature"):
+        _check_range(sampling.temperature, 0.0, 2.0, f"{at}temperature")
+    if sampling.HasField("top_p"):
+        _check_range(sampling.top_p, 0.0, 1.0, f"{at}top_p")
+        if sampling.top_p == 0.0:
+            raise invalid_argument(f"{at}top_p must be greater than 0.", f"{at}top_p")
+    if sampling.HasField("presence_penalty"):
+        _check_range(sampling.presence_penalty, -2.0, 2.0, f"{at}presence_penalty")
+    if sampling.HasField("frequency_penalty"):
+        _check_range(sampling.frequency_penalty, -2.0, 2.0, f"{at}frequency_penalty")
+    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
+        field = f"{at}logprobs"
+        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.logprobs}.", field)
+
+
+def check_stop(stop: StopConditions, at: str = "") -> None:
+    """Raise for too many or unusable stop conditions."""
+    if stop.HasField("max_tokens") and stop.max_tokens < 1:
+        raise invalid_argument(f"{at}max_tokens must be at least 1.", f"{at}max_tokens")
+    if len(stop.stop) > MAX_STOP_STRINGS:
+        raise invalid_argument(f"{at}stop has {len(stop.stop)} strings; at most {MAX_STOP_STRINGS}.", f"{at}stop")
+    for i, text in enumerate(stop.stop):
+        if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+            field = f"{at}stop[{i}]"
+            raise invalid_argument(f"{field} must have 1 to {MAX_STOP_STRING_CHARS} characters.", field)
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        field = f"{at}stop_token_ids"
+        raise invalid_argument(f"{field} has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}.", field)
+
+
+def check_num_choices(n: int, field: str = "n") -> None:
+    if not 1 <= n <= MAX_CHOICES:
+        raise invalid_argument(f"{field} must be between 1 and {MAX_CHOICES}, got {n}.", field)
+
+
+def _check_range(value: float, low: float, high: float, field: str) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise invalid_argument(f"{field} must be between {low:g} and {high:g}, got {value:g}.", field)

@@ -1,0 +1,100 @@
+"""What every service process does the same way: uvloop, signals, the ready line, a gRPC server that never shares a port.
+
+Services only: the SDK does not import this module (it needs the `services` extra).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+import grpc
+import msgspec
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from kvloom.config import ConfigError
+
+MAX_MESSAGE_BYTES: Final = 64 * 2**20
+SERVER_OPTIONS: Final = [
+    ("grpc.so_reuseport", 0),  # a second process on the same port must fail, not share its traffic
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 32 * 2**10),
+    # Long silent generations are normal: allow clients' keepalive pings at a human pace.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class StartError(Exception):
+    """The process cannot start; the message tells the operator why."""
+
+
+class ReadyLine(msgspec.Struct):
+    """Printed once on stdout, as one line of JSON, when a process serves."""
+
+    address: str
+    metrics_address: str = ""
+    event: str = "ready"
+
+
+def announce_ready(address: str, metrics_address: str = "") -> None:
+    """Tell whoever started this process that it serves, and where."""
+    sys.stdout.buffer.write(msgspec.json.encode(ReadyLine(address=address, metrics_address=metrics_address)) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def run_service(main: Coroutine[Any, Any, None]) -> None:
+    """Run a service to its end on uvloop. StartError and ConfigError become a message on stderr and exit status 1."""
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main)
+    except (StartError, ConfigError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from error
+
+
+def stop_event() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; a second signal ends the process at once."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if event.is_set():
+            raise SystemExit(1)
+        event.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal)
+    return event
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Listen on host:port (0 picks one); returns the address. Raises StartError when the port is taken."""
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise StartError(f"cannot listen on {host}:{port}: is another process using the port?") from error
+    if bound == 0:
+        raise StartError(f"cannot listen on {host}:{port}: is another process using the port?")
+    return f"{host}:{bound}"
+
+
+def add_health_and_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> HealthServicer:
+    """Serve grpc.health.v1 and reflection. The overall status starts as NOT_SERVING; use `set_serving`."""
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection([*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+    return health
+
+
+async def set_serving(health: HealthServicer, service_names: Sequence[str], serving: bool) -> None:
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in ("", *service_names):
+        await health.set(name, status)

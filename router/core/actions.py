@@ -1,0 +1,109 @@
+"""What the router core wants done. The service shell turns these into gRPC; the order of one list is kept per peer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.events import ChoiceSpec, Request
+from router.core.frames import Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SubmitAttempt:
+    """Dispatch a request to a shard. The slots in `choices` are the shard stream's."""
+
+    shard_id: str
+    attempt_id: int
+    request: Request
+    choices: Sequence[ChoiceSpec]
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CancelOnShard:
+    shard_id: str
+    slots: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WantKvSnapshot:
+    """KV event numbers had a gap."""
+
+    shard_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendStep:
+    """News for a client; slots are the client stream's. At most one per client and handled event."""
+
+    client_id: str
+    step: Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckPrompt:
+    check_id: int
+    text: str
+    tenant: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScreenAnswers:
+    """Text for the safety service; slots are screening slots, chosen by the core."""
+
+    slots: Sequence[int]
+    deltas: Sequence[str]
+    close_slots: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelState:
+    name: str
+    num_ready_shards: int
+    max_model_len: int
+    capabilities: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FleetChanged:
+    """To be told to every client."""
+
+    models: Sequence[ModelState]
+    draining: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """The request's one and only end: what metering and metrics are made of. billed tokens = delivered tokens."""
+
+    request_id: str
+    tenant: str
+    model: str
+    shard_id: str
+    """The last one; "" when it was never dispatched."""
+    num_attempts: int
+    reason: FinishReason.ValueType
+    error_reason: int
+    """ErrorReason; 0 = none."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    """Of all choices: exactly those that were sent to the client."""
+    queue_time_seconds: float
+    """Arrival to first dispatch."""
+    ttft_seconds: float | None
+    e2e_latency_seconds: float
+
+
+Action = (
+    SubmitAttempt
+    | CancelOnShard
+    | WantKvSnapshot
+    | SendStep
+    | CheckPrompt
+    | ScreenAnswers
+    | FleetChanged
+    | RequestEnded
+)
