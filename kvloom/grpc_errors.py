@@ -35,11 +35,16 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KvloomError:
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == DOMAIN:
-                    reason = ErrorReason.Value(f"ERROR_REASON_{info.reason}")
-                    return KvloomError(reason, status.message, field=info.metadata.get("field", ""))
+                _ = detail.Unpack(info) or detail.Unpack(retry)
+            if info.domain == DOMAIN and (name := f"ERROR_REASON_{info.reason}") in ErrorReason.keys():  # noqa: SIM118  (the enum wrapper is no container)
+                return KvloomError(
+                    ErrorReason.Value(name),
+                    status.message,
+                    field=info.metadata.get("field", ""),
+                    retry_after_seconds=retry.retry_delay.ToMicroseconds() / 1e6,
+                )
     code = error.code()
     unavailable = code is grpc.StatusCode.UNAVAILABLE
     reason = ErrorReason.ERROR_REASON_ROUTER_LOST if unavailable else ErrorReason.ERROR_REASON_INTERNAL

@@ -1,4 +1,4 @@
-"""What every service process does the same way: uvloop, signals, the ready line, a gRPC server that never shares a port.
+"""What every service process does the same way: uvloop, signals, the ready line, a gRPC server on a port of its own.
 
 Services only: the SDK does not import this module (it needs the `services` extra).
 """

@@ -1,0 +1,53 @@
+"""Configuration files are read strictly: a typo must not silently mean the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import ConfigError, KvloomConfig, dump_config, load_config
+
+
+def test_no_file_gives_the_defaults() -> None:
+    """`kvloom up` works without a file."""
+    assert load_config(None) == KvloomConfig()
+
+
+def test_a_toml_file_overrides_what_it_names(tmp_path: Path) -> None:
+    """Sections can be given in part."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text('[edge]\nport = 9000\n[shard]\nengine = "sim"\n[shard.sim]\nstep_ms = 5\n')
+    config = load_config(path)
+    assert (config.edge.port, config.shard.engine, config.shard.sim.step_ms) == (9000, "sim", 5.0)
+    assert config.router == KvloomConfig().router
+
+
+def test_what_is_dumped_is_loaded_again(tmp_path: Path) -> None:
+    """`kvloom up` hands the resolved tree to its children as one JSON file."""
+    config = KvloomConfig(data_dir="somewhere")
+    dump_config(config, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[edge]\nprot = 1\n", "prot"),
+        ("[edge]\nport = 70000\n", "edge.port"),
+        ('[shard]\nengine = "tpu"\n', "shard.engine"),
+        ("[edge\n", "kvloom.toml"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    """The message must lead to the line at fault."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """A mistyped --config must not start a fleet with defaults."""
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        load_config(tmp_path / "absent.toml")
