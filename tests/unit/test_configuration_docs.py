@@ -1,0 +1,28 @@
+"""docs/configuration.md shows the whole tree with its defaults; this keeps it so."""
+
+from __future__ import annotations
+
+import re
+
+from kvloom.config import KvloomConfig, load_config
+from tests.conftest import REPOSITORY
+
+
+def test_the_page_shows_every_key_with_its_default(tmp_path) -> None:
+    """A reader copies the block: it must load, change nothing, and leave no key out."""
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    block = re.search(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    path = tmp_path / "kvloom.toml"
+    path.write_text(block.group(1))
+    assert load_config(path) == KvloomConfig()
+    shown = set(re.findall(r"^(\w+) = ", block.group(1), re.MULTILINE))
+    assert shown == _keys(KvloomConfig())
+
+
+def _keys(section: object) -> set[str]:
+    keys: set[str] = set()
+    for name in section.__struct_fields__:  # type: ignore[attr-defined]
+        value = getattr(section, name)
+        keys |= _keys(value) if hasattr(value, "__struct_fields__") else {name}
+    return keys
