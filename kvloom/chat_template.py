@@ -1,0 +1,146 @@
+"""Chat templates: a conversation as the text that the model was trained on.
+
+Templates come with the model (Jinja, Hugging Face's conventions) and run in Jinja's immutable sandbox. They see
+`messages`, `add_generation_prompt`, the special tokens by name (`bos_token`, ...), `raise_exception`, `strftime_now`
+and `tojson`; `tools` and `documents` are none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from kvloom.errors import KvloomError, invalid_argument
+
+MAX_RENDERED_CHARS: Final = 16 * 2**20
+_ROLE: Final = re.compile(r"[a-z][a-z_]{0,31}")
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    """"system", "user", "assistant", or what else the model's template knows."""
+    content: str
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2.ext.Extension declares it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One model's template, compiled once."""
+
+    def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
+        """`named_tokens`: e.g. {"bos_token": "<s>"}. Raises ValueError when the source is not a template."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+        self._named_tokens = dict(named_tokens)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ChatTemplate | None:
+        """From chat_template.jinja, else tokenizer_config.json; None when the model has no template."""
+        config = read_json(model_dir / "tokenizer_config.json")
+        separate = model_dir / "chat_template.jinja"
+        source = separate.read_text("utf-8") if separate.is_file() else config.get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if not source:
+            return None
+        return cls(source, named_tokens(config))
+
+    def render(self, messages: Sequence[ChatMessage], *, max_chars: int = MAX_RENDERED_CHARS) -> str:
+        """The prompt, up to where the assistant's answer begins. Raises KvloomError (INVALID_ARGUMENT)."""
+        if not messages:
+            raise invalid_argument("messages must hold at least one message.", "messages")
+        for i, message in enumerate(messages):
+            if not _ROLE.fullmatch(message.role):
+                raise invalid_argument(f"messages[{i}].role is not a role.", f"messages[{i}].role")
+        variables: dict[str, Any] = {
+            **self._named_tokens,
+            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return self._render_bounded(variables, max_chars)
+        except KvloomError:
+            raise
+        except jinja2.TemplateError as error:
+            raise invalid_argument(f"The model's chat template refuses these messages: {error}", "messages") from error
+        except Exception as error:
+            # A template may do anything with its input: whatever it stumbles over is in the messages.
+            raise invalid_argument("The model's chat template cannot render these messages.", "messages") from error
+
+    def _render_bounded(self, variables: dict[str, Any], max_chars: int) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        for piece in self._template.generate(variables):
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                raise invalid_argument(f"The rendered messages are longer than {max_chars} characters.", "messages")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json names, e.g. {"eos_token": "</s>"}."""
+    found: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        value = tokenizer_config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} when there is no such file. Raises ValueError that names the file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")  # noqa: TRY004  (what is wrong is the file's content)
+    return value
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Not Jinja's own filter: that one escapes <, > and & for HTML, which models have never seen.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format_string: str) -> str:
+    return datetime.datetime.now().strftime(format_string)

@@ -1,0 +1,153 @@
+"""Ids to text while they are generated: UTF-8 safe, stop strings, independent of how the tokens arrive."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from kvloom.errors import invalid_argument
+
+_new_decoder: Final = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenText(Protocol):
+    """What is asked of a tokenizer (see ModelTokenizer)."""
+
+    @property
+    def token_texts(self) -> Sequence[str | None]: ...
+
+    def shown_bytes(self, token_id: int) -> bytes: ...
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence. For any way of cutting the tokens into pushes, the pushed texts and the flushed one
+    add up to the same: the decoding of all bytes, special tokens left out, cut before the stop string that is the
+    first to be complete (of two that are complete at once, the longer)."""
+
+    __slots__ = ("_decoder", "_has_partial", "_held", "_owed", "_stops", "_texts", "_tokenizer", "stop_string")
+
+    def __init__(
+        self,
+        tokenizer: TokenText,
+        stop_strings: Sequence[str] = (),
+        output_token_ids: Sequence[int] = (),
+        num_delivered_chars: int = 0,
+    ) -> None:
+        """`output_token_ids` and `num_delivered_chars`: continue behind what an earlier attempt generated and
+        delivered. Raises KvloomError (INVALID_ARGUMENT) when those tokens have no such text."""
+        self._tokenizer = tokenizer
+        self._texts = tokenizer.token_texts
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._has_partial = False
+        """The decoder holds the first bytes of a character."""
+        self._stops = [_StopMatcher(stop) for stop in stop_strings]
+        self._held = ""
+        """Text that a stop string may begin with: not shown yet."""
+        self._owed = ""
+        """Text of earlier attempts that is safe to show and was not delivered."""
+        self.stop_string: str | None = None
+        """Set once one was hit; the text ends before it."""
+        if output_token_ids or num_delivered_chars:
+            text = self.push(output_token_ids)
+            if num_delivered_chars > len(text):
+                raise invalid_argument(
+                    f"num_delivered_chars is {num_delivered_chars}, but the output tokens have {len(text)} characters.",
+                    "choices.num_delivered_chars",
+                )
+            self._owed = text[num_delivered_chars:]
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns new text that is safe to show. Nothing counts behind a stop string."""
+        if len(token_ids) == 1 and not self._has_partial:
+            token_id = token_ids[0]
+            text = self._texts[token_id] if token_id < len(self._texts) else ""
+            if text is None:
+                text = self._decode(token_ids)
+        else:
+            text = self._decode(token_ids)
+        if self._stops:
+            text = self._cut(text)
+        if self._owed:
+            text, self._owed = self._owed + text, ""
+        return text
+
+    def flush(self) -> str:
+        """At the end of the sequence: what is left. An incomplete character becomes U+FFFD."""
+        text, self._owed = self._owed, ""
+        if self._has_partial and self._decoder is not None:
+            self._has_partial = False
+            rest = self._decoder.decode(b"", final=True)
+            text += self._cut(rest) if self._stops else rest
+        text += self._held
+        self._held = ""
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if self._decoder is None:
+            self._decoder = _new_decoder(errors="replace")
+        text = self._decoder.decode(b"".join(map(self._tokenizer.shown_bytes, token_ids)))
+        self._has_partial = bool(self._decoder.getstate()[0])
+        return text
+
+    def _cut(self, text: str) -> str:
+        if self.stop_string is not None or not text:
+            return ""
+        hit: _StopMatcher | None = None
+        hit_end = 0
+        num_held = 0
+        for stop in self._stops:
+            end = stop.push(text)
+            if end and (hit is None or (end, -len(stop.text)) < (hit_end, -len(hit.text))):
+                hit, hit_end = stop, end
+            num_held = max(num_held, stop.num_matched)
+        unseen = self._held + text
+        if hit is not None:
+            self.stop_string = hit.text
+            end = len(self._held) + hit_end - len(hit.text)
+            self._held = ""
+            return unseen[:end]
+        end = len(unseen) - num_held
+        self._held = unseen[end:]
+        return unseen[:end]
+
+
+class _StopMatcher:
+    """Finds one string in a text that arrives in pieces (Knuth-Morris-Pratt: linear, whatever the string)."""
+
+    __slots__ = ("_borders", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._borders = _borders(text)
+        self.num_matched = 0
+        """So many characters of it are the end of the text so far."""
+
+    def push(self, piece: str) -> int:
+        """Where in `piece` the first occurrence is complete (1 = behind its first character), 0 if there is none."""
+        text, matched = self.text, self.num_matched
+        if not matched and text[0] not in piece:
+            return 0
+        for position, character in enumerate(piece):
+            while matched and text[matched] != character:
+                matched = self._borders[matched - 1]
+            if text[matched] == character:
+                matched += 1
+                if matched == len(text):
+                    self.num_matched = 0
+                    return position + 1
+        self.num_matched = matched
+        return 0
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix, the length of its longest proper suffix that is a prefix too."""
+    borders = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = borders[length - 1]
+        if text[i] == text[length]:
+            length += 1
+        borders[i] = length
+    return borders

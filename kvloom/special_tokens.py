@@ -1,0 +1,115 @@
+"""Keeps special tokens in a message's content plain text: a user must not be able to end his own turn.
+
+The tokenizer turns the string "<|im_end|>" into a control token wherever it stands, also in what a user typed. So
+(1) before the template runs, such strings in contents are broken by a private-use character that the conversation does
+not hold (`mark`); (2) in the rendered text, the special strings that are still whole are the template's own; they are
+exchanged for aliases that nobody can type, the marks are taken out, and the whole text goes, in one call, through a
+twin of the tokenizer that knows only the aliases (`AliasedEncoder`). Everything else of the twin (normaliser,
+pre-tokeniser, model, the tokens' strip flags) is the original, so that for contents without special strings the result
+is the plain encoding, id for id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from kvloom.errors import invalid_argument
+
+_PRIVATE_USE: Final = range(0xE000, 0xF900)
+_ALIAS_BRACKET: Final = "\U0010fffd"
+
+
+class SpecialStrings:
+    """The strings that the tokenizer parses as special tokens."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._strings = sorted(filter(None, strings), key=len, reverse=True)
+        # Longest first: an alternation takes the first that fits, the tokenizer the longest.
+        self._pattern = re.compile("|".join(map(re.escape, self._strings)) if self._strings else r"(?!)")
+        self._max_chars = max(map(len, self._strings), default=0)
+        self._prefixes = frozenset(text[:length] for text in self._strings for length in range(1, len(text)))
+
+    def mark(self, contents: Sequence[str]) -> tuple[list[str], str]:
+        """Contents with every special string broken by a mark behind its first character, and the mark.
+
+        A string that only begins at the end of a content (and might be completed by what the template puts behind) is
+        broken too. The mark is "" when nothing had to be broken.
+        """
+        positions = [self._positions(content) for content in contents]
+        if not any(positions):
+            return list(contents), ""
+        mark = _unused_character(contents)
+        return [_insert(text, at, mark) for text, at in zip(contents, positions, strict=True)], mark
+
+    def replace(self, text: str, aliases: dict[str, str]) -> str:
+        return self._pattern.sub(lambda match: aliases[match.group()], text)
+
+    def _positions(self, content: str) -> list[int]:
+        found: set[int] = set()
+        match = self._pattern.search(content)
+        while match is not None:
+            found.add(match.start() + 1)
+            # From the next character on: an overlapping one would become whole once this one is broken.
+            match = self._pattern.search(content, match.start() + 1)
+        stripped = content.rstrip()  # templates like to trim
+        for text in (content, stripped):
+            for length in range(1, min(self._max_chars, len(text) + 1)):
+                if text[len(text) - length :] in self._prefixes:
+                    found.add(len(text) - length + 1)
+        return sorted(found)
+
+
+class AliasedEncoder:
+    """A twin of a tokenizer that recognises special tokens by secret aliases only. Building it loads the tokenizer
+    once more: made when first needed."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: SpecialStrings) -> None:
+        self._strings = strings
+        self._nonce = secrets.token_hex(8)
+        description = json.loads(tokenizer.to_str())
+        self._aliases: dict[str, str] = {}
+        real_ids: dict[str, int] = {}
+        for entry in description["added_tokens"]:
+            content = entry["content"]
+            if entry["special"] and content:
+                self._aliases[content] = f"{_ALIAS_BRACKET}{self._nonce}{len(self._aliases)}{_ALIAS_BRACKET}"
+                entry["content"] = self._aliases[content]
+            real_ids[entry["content"]] = entry["id"]
+        self._special_ids = frozenset(real_ids[alias] for alias in self._aliases.values())
+        self._twin = Tokenizer.from_str(json.dumps(description))
+        # The twin numbers its added tokens anew where the model's own vocabulary does not know them.
+        self._real_ids = {self._twin.token_to_id(content): real_id for content, real_id in real_ids.items()}
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """Ids of a rendered text in which `mark` breaks what is not to be a special token."""
+        aliased = self._strings.replace(text, self._aliases).replace(mark, "")
+        ids: list[int] = self._twin.encode_batch_fast([aliased], add_special_tokens=False)[0].ids
+        if not self._special_ids.isdisjoint(ids):
+            # A vocabulary that spells a control token out as an ordinary piece: there is no plain way to write it.
+            raise invalid_argument("The content holds a control token of the model.", "messages")
+        real_ids = self._real_ids
+        return [real_ids.get(token_id, token_id) for token_id in ids]
+
+
+def _insert(text: str, positions: Sequence[int], mark: str) -> str:
+    pieces: list[str] = []
+    start = 0
+    for position in positions:
+        pieces.append(text[start:position])
+        start = position
+    pieces.append(text[start:])
+    return mark.join(pieces)
+
+
+def _unused_character(contents: Sequence[str]) -> str:
+    used = set().union(*contents)
+    for code in _PRIVATE_USE:
+        if chr(code) not in used:
+            return chr(code)
+    raise invalid_argument("The messages hold every private-use character.", "messages")
