@@ -1,0 +1,204 @@
+"""Ref-counted KV blocks with a prefix cache: which block holds what, who uses it, and which one goes first.
+
+A block is free (holds nothing of worth), referenced (in at least one live block table) or evictable (cached, referenced
+by nobody). The cached blocks form a tree: a block is cached only below the very block that its KV was computed behind,
+so a match is verified by identity of the parent and equality of the token ids, never by hash alone (xxh3 collides).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvloom.block_hash import BYTES_PER_TOKEN, block_hashes, token_bytes
+from shard_server.engines.base import BlockRemoved, BlockStored, KvEvent
+
+
+class BlockKey(NamedTuple):
+    """What a full block holds."""
+
+    block_hash: int
+    """Chained, see kvloom/block_hash.py."""
+    token_data: bytes
+    """The block's token ids, little-endian uint32."""
+
+
+def extend_block_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size: int, root_hash: int) -> None:
+    """Append the keys of the full blocks of `token_ids` that `keys` lacks."""
+    first = len(keys) * block_size
+    if len(token_ids) - first < block_size:
+        return
+    tail = token_ids[first:]
+    data = token_bytes(tail)
+    stride = block_size * BYTES_PER_TOKEN
+    parent_hash = keys[-1].block_hash if keys else root_hash
+    for index, digest in enumerate(block_hashes(tail, block_size, parent_hash)):
+        keys.append(BlockKey(digest, data[index * stride : (index + 1) * stride]))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Block:
+    """One slot of the KV memory."""
+
+    block_id: int
+    ref_count: int = 0
+    key: BlockKey | None = None
+    """Set while the block is in the prefix cache."""
+    parent: Block | int | None = None
+    """While it is cached: the cached block before it, or the root hash for a sequence's first block."""
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens. Not thread-safe: it belongs to the compute thread."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: dict[int, Block] = {}
+        self._events: list[KvEvent] = []
+        self._removed: list[int] = []  # evicted since the last event
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def cached_hashes(self) -> set[int]:
+        return set(self._cached)
+
+    def match_prefix(self, keys: Sequence[BlockKey], root_hash: int) -> list[int]:
+        """The ids of the cached blocks that hold the longest prefix of `keys`. Takes no reference."""
+        matched: list[int] = []
+        parent: Block | int = root_hash
+        for key in keys:
+            block = self._find(key, parent)
+            if block is None:
+                break
+            matched.append(block.block_id)
+            parent = block
+        return matched
+
+    def num_evictable(self, block_ids: Iterable[int]) -> int:
+        """How many of these are available now and will not be once they are referenced."""
+        return sum(1 for block_id in block_ids if self._blocks[block_id].ref_count == 0)
+
+    def reference(self, block_ids: Iterable[int]) -> None:
+        """Take part in blocks that `match_prefix` found."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.ref_count == 0:
+                del self._evictable[block_id]
+            block.ref_count += 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Blocks for new KV, one reference each; evicts the least recently used cached ones when no free ones are left.
+
+        The caller has checked `num_available`.
+        """
+        assert num_blocks <= self.num_available, f"{num_blocks} blocks wanted, {self.num_available} available"
+        block_ids: list[int] = []
+        for _ in range(num_blocks):
+            block = self._blocks[self._free.pop() if self._free else self._evict()]
+            block.ref_count = 1
+            block_ids.append(block.block_id)
+        return block_ids
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give back one sequence's reference to its whole block table.
+
+        Tail first, so that of one sequence the blocks that fewest others can share are evicted first, and a child
+        always before its parent.
+        """
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is freed twice"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.key is None:
+                    self._free.append(block_id)
+                else:
+                    self._evictable[block_id] = None
+
+    def cache_blocks(self, block_table: list[int], start: int, keys: Sequence[BlockKey], root_hash: int) -> int:
+        """Offer block_table[start : start + len(keys)], whose KV has just been computed, for reuse.
+
+        Where the same content is cached already (two sequences computed it at once), the table is switched to that
+        block and its own is freed. Returns how many could be cached: fewer than offered only after a collision of
+        hashes, behind which this sequence can offer nothing more.
+        """
+        parent: Block | int = self._blocks[block_table[start - 1]] if start else root_hash
+        stored: list[int] = []
+        num_cached = 0
+        for index, key in enumerate(keys, start):
+            twin = self._cached.get(key.block_hash)
+            if twin is None:
+                block = self._blocks[block_table[index]]
+                block.key, block.parent = key, parent
+                self._cached[key.block_hash] = block
+                stored.append(key.block_hash)
+            elif twin is self._find(key, parent):
+                block = twin
+                self.reference((twin.block_id,))
+                self.free((block_table[index],))
+                block_table[index] = twin.block_id
+            else:
+                break
+            parent = block
+            num_cached += 1
+        if stored:
+            self._flush_removed()
+            self._events.append(BlockStored(stored))
+        return num_cached
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed in the prefix cache since the last call, in order."""
+        self._flush_removed()
+        events, self._events = self._events, []
+        return events
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless every block is in exactly one state and `block_tables` (those of all live
+        sequences) account for every reference. O(num_blocks)."""
+        references = Counter(block_id for table in block_tables for block_id in table)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        for block in self._blocks:
+            block_id, key = block.block_id, block.key
+            assert block.ref_count == references[block_id], f"block {block_id}: references do not add up"
+            assert (block_id in free) == (block.ref_count == 0 and key is None), f"block {block_id}: free or not"
+            assert (block_id in self._evictable) == (block.ref_count == 0 and key is not None), (
+                f"block {block_id}: evictable or not"
+            )
+            assert key is None or self._cached.get(key.block_hash) is block, f"block {block_id}: not in the cache"
+            parent = block.parent
+            if isinstance(parent, Block):
+                assert parent.key is not None, f"block {block_id}: cached without its parent"
+                assert parent.ref_count >= block.ref_count, f"block {block_id}: held without its parent"
+            assert (key is None) == (parent is None), f"block {block_id}: half cached"
+        assert sum(block.key is not None for block in self._blocks) == len(self._cached), "stale cache entries"
+
+    def _find(self, key: BlockKey, parent: Block | int) -> Block | None:
+        block = self._cached.get(key.block_hash)
+        if block is None or block.parent != parent or block.key != key:
+            return None
+        return block
+
+    def _evict(self) -> int:
+        block_id, _ = self._evictable.popitem(last=False)
+        block = self._blocks[block_id]
+        assert block.key is not None
+        del self._cached[block.key.block_hash]
+        self._removed.append(block.key.block_hash)
+        block.key = block.parent = None
+        return block_id
+
+    def _flush_removed(self) -> None:
+        if self._removed:
+            self._events.append(BlockRemoved(self._removed))
+            self._removed = []

@@ -1,0 +1,149 @@
+"""Draws tokens so that a row's outcome depends on that row alone: not on the batch, the step or the machine's mood.
+
+The random number for an output position is a function of (seed, position) only, and every operation on logits works on
+one row, in an order that neither the number of rows nor the number of threads changes (softmax, log-softmax and cumsum
+over the last dimension are such; sums and logsumexp are not). So a sequence that is batched differently, preempted or
+resumed elsewhere draws the same tokens, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shard_server.engines.base import Sampling, TokenLogprobs
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+@dataclasses.dataclass(slots=True)
+class SampleRow:
+    """What one row of logits is to be drawn with."""
+
+    sampling: Sampling
+    position: int
+    """How many output tokens the sequence has: the index of the one to draw."""
+    output_counts: Mapping[int, int] | None = None
+    """How often each token occurs in the output; None without penalties."""
+
+
+@dataclasses.dataclass(slots=True)
+class Drawn:
+    """One entry per row. A token is None where the logits were not finite: nothing can be drawn from them."""
+
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprobs]
+    """Per row index that asked."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits (splitmix64, Steele et al. 2014, with the seed mixed once beforehand so
+    that neighbouring seeds do not yield shifted copies of one stream)."""
+    mixed = _splitmix64(_splitmix64(seed & _MASK) ^ (position * _GAMMA & _MASK))
+    return (mixed >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    """Draw one token per row of `logits` (float32, [len(rows), vocab])."""
+    # Ties go to the lowest id: torch's max returns the first.
+    best, best_ids = (values.tolist() for values in logits.max(dim=-1))
+    token_ids: list[int | None] = best_ids
+    drawn = Drawn(token_ids, {})
+    for index, row in enumerate(rows):
+        sampling = row.sampling
+        if not -_LARGEST <= best[index] <= _LARGEST:
+            token_ids[index] = None
+            continue
+        if sampling.temperature > 0 or row.output_counts:
+            token_ids[index] = _draw(_penalised(logits[index], row), sampling, row.position)
+        if sampling.num_logprobs is not None:
+            drawn.logprobs[index] = _logprobs(logits[index], token_ids[index], sampling.num_logprobs)
+    return drawn
+
+
+_LARGEST = torch.finfo(torch.float32).max
+_MIN_TEMPERATURE = 1e-4  # below, quotients might overflow; this is greedy already but among exact ties
+_USUAL_FLOOR = 1e-3
+
+
+def _penalised(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
+    if not row.output_counts:
+        return logits
+    ids = torch.tensor(list(row.output_counts), device=logits.device)
+    counts = torch.tensor(list(row.output_counts.values()), dtype=torch.float32, device=logits.device)
+    penalty = row.sampling.frequency_penalty * counts + row.sampling.presence_penalty
+    return logits.index_add(0, ids, -penalty)
+
+
+def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """One token from a row [vocab]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    number = uniform(sampling.seed, position)
+    candidates = None
+    if 0 < sampling.top_k < len(logits):
+        values, candidates = _largest(logits, sampling.top_k)
+    else:
+        values = logits
+    probs = (values / max(sampling.temperature, _MIN_TEMPERATURE)).softmax(dim=-1)
+    if sampling.top_p < 1:
+        probs, ids = _nucleus(probs, sampling.top_p)
+        candidates = ids if candidates is None else candidates[ids]
+    index = _invert(probs, number)
+    return index if candidates is None else int(candidates[index])
+
+
+def _largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest, largest first, of equal ones the lower index first (topk promises no order among equals).
+
+    Returns values [k] and their indices [k].
+    """
+    threshold = values.topk(k).values[-1]
+    indices = (values >= threshold).nonzero().squeeze(-1)
+    ordered, order = values[indices].sort(descending=True, stable=True)
+    return ordered[:k], indices[order[:k]]
+
+
+def _nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fewest of the likeliest tokens that together reach `top_p`: probabilities, likeliest first, and indices.
+
+    Sorting the vocabulary costs milliseconds, so only what can be in the nucleus is sorted. Tokens less likely than
+    (1 - top_p) / vocab cannot amount to 1 - top_p all together, so the nucleus needs none of them (half of that bound
+    leaves room for rounding); mostly a far higher floor holds it already. Whatever the floor, the result is the same.
+    """
+    for floor in (_USUAL_FLOOR, 0.5 * (1 - top_p) / len(probs)):
+        indices = (probs >= floor).nonzero().squeeze(-1)
+        ordered, order = probs[indices].sort(descending=True, stable=True)
+        mass = ordered.cumsum(dim=-1, dtype=torch.float64)
+        size = int(torch.searchsorted(mass, top_p)) + 1
+        if size <= len(indices):
+            break
+    return ordered[:size], indices[order[:size]]
+
+
+def _invert(probs: torch.Tensor, number: float) -> int:
+    """The index at which the cumulated probability passes `number` times the total."""
+    mass = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = float(mass[-1])
+    index = int(torch.searchsorted(mass, number * total, right=True))
+    # number * total may round up to total: then it is the last that has any mass.
+    return index if index < len(probs) else int(torch.searchsorted(mass, total))
+
+
+def _logprobs(logits: torch.Tensor, token_id: int | None, num_top: int) -> TokenLogprobs:
+    logprobs = logits.log_softmax(dim=-1)
+    top: list[tuple[int, float]] = []
+    if num_top:
+        values, ids = _largest(logprobs, min(num_top, len(logprobs)))
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(logprobs[token_id]), top)
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + _GAMMA) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)

@@ -1,0 +1,182 @@
+"""What the next step computes: first come, first served, chunked prefill, prefix reuse, preemption by recompute.
+
+Why it cannot livelock: `running` is in order of admission and only its newest member is ever preempted, so the oldest
+one runs to its end; and a sequence that fits alone (`check_fits`) always finds its blocks once it is the oldest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shard_server.engines.base import EngineError, EngineRequest
+from shard_server.engines.torch_engine.block_pool import BlockPool
+from shard_server.engines.torch_engine.sequence import Sequence
+
+Chunk = tuple[Sequence, int]
+"""A sequence and how many of its uncomputed tokens a step computes."""
+
+
+class Scheduler:
+    """Decides; computes nothing. `max_prefill_tokens_per_step` bounds how long a step can stall the decoding ones."""
+
+    def __init__(self, pool: BlockPool, *, max_batch: int, max_prefill_tokens_per_step: int) -> None:
+        self.pool = pool
+        self.max_batch = max_batch
+        self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Tokens still to be prefilled; what waits counts in full, as its reuse is not known yet."""
+        waiting = sum(sequence.num_tokens for sequence in self.waiting)
+        return waiting + sum(n for sequence in self.running if (n := sequence.num_uncomputed_tokens) > 1)
+
+    @property
+    def num_decode_context_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.running if sequence.num_uncomputed_tokens == 1)
+
+    def check_fits(self, request: EngineRequest) -> None:
+        """Raise EngineError when the request could not run even alone. Callable from any thread."""
+        # The last token drawn is never computed.
+        num_blocks = self._num_blocks(len(request.prompt_token_ids) + request.max_tokens - 1)
+        if num_blocks > self.pool.num_blocks:
+            raise EngineError(f"sequence needs {num_blocks} KV blocks, the engine has {self.pool.num_blocks}")
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only without
+        work."""
+        budget = self.max_prefill_tokens_per_step
+        batch: list[Chunk] = []
+        index = 0
+        while index < len(self.running):  # preemption takes members away behind `index`
+            sequence = self.running[index]
+            index += 1
+            num_tokens = sequence.num_uncomputed_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget)
+                budget -= num_tokens
+                if not num_tokens:
+                    continue
+            elif not self._append_block(sequence):
+                break
+            batch.append((sequence, num_tokens))
+        self._admit(batch, budget)
+        assert batch or not self.has_work, "there is work, and none of it can be scheduled"
+        return batch
+
+    def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of the next `num_tokens` tokens lies in the sequence's blocks: full ones can be reused from now on."""
+        sequence.num_computed_tokens += num_tokens
+        start, end = sequence.num_cached_blocks, sequence.num_computed_tokens // self.pool.block_size
+        if start < end and not sequence.uncacheable:
+            keys = sequence.block_keys[start:end]
+            num_cached = self.pool.cache_blocks(sequence.block_table, start, keys, sequence.request.root_hash)
+            sequence.num_cached_blocks += num_cached
+            sequence.uncacheable = num_cached < len(keys)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that has ended, wherever it is, and free its blocks."""
+        if sequence.is_running:
+            self.running.remove(sequence)
+            self._free(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.shares_with = None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and sequences account for one another."""
+        assert all(sequence.is_running for sequence in self.running), "a running sequence holds no blocks"
+        assert not any(sequence.is_running for sequence in self.waiting), "a waiting sequence holds blocks"
+        self.pool.check_integrity(sequence.block_table for sequence in self.running)
+
+    def _admit(self, batch: list[Chunk], budget: int) -> None:
+        skipped: list[Sequence] = []
+        while self.waiting and budget and len(self.running) < self.max_batch:
+            sequence = self.waiting[0]
+            if self._awaits_shared_prefix(sequence):
+                skipped.append(self.waiting.popleft())
+                continue
+            if not self._allocate(sequence):
+                break
+            self.running.append(self.waiting.popleft())
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            budget -= num_tokens
+            batch.append((sequence, num_tokens))
+        self.waiting.extendleft(reversed(skipped))
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        """Blocks for all its known tokens, from the cache as far as they lie there.
+
+        One block is left over for every running sequence: else a newcomer would be preempted by their next tokens.
+        """
+        pool = self.pool
+        matched = pool.match_prefix(sequence.block_keys[: sequence.num_reusable_blocks], sequence.request.root_hash)
+        num_new = self._num_blocks(sequence.num_tokens) - len(matched)
+        if pool.num_available - pool.num_evictable(matched) < num_new + len(self.running):
+            return False
+        pool.reference(matched)
+        sequence.num_cached_blocks = len(matched)
+        sequence.num_computed_tokens = len(matched) * pool.block_size
+        sequence.block_table = matched + pool.allocate(num_new)
+        sequence.shares_with = None
+        return True
+
+    def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running prefill is about to compute what this sequence needs next: better reuse it than compute it
+        twice. Costs no time, as that prefill has the first claim on the budget anyway."""
+        if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
+            sequence.shares_with = self._find_shared_prefill(sequence)
+        return sequence.shares_with is not None
+
+    def _find_shared_prefill(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+        limit = sequence.num_reusable_blocks * self.pool.block_size
+        for other in self.running:
+            if other.num_uncomputed_tokens > 1:
+                num_common = min(sequence.num_common_tokens(other), limit)
+                if _is_computing(other, num_common) and self._num_matched_tokens(sequence) < num_common:
+                    return other, num_common
+        return None
+
+    def _num_matched_tokens(self, sequence: Sequence) -> int:
+        return len(self.pool.match_prefix(sequence.block_keys, sequence.request.root_hash)) * self.pool.block_size
+
+    def _append_block(self, sequence: Sequence) -> bool:
+        """A block for the next token if it needs one, at the expense of the newest; False: it was itself the newest."""
+        if len(sequence.block_table) * self.pool.block_size >= sequence.num_tokens:
+            return True
+        while not self.pool.num_available:
+            newest = self.running.pop()
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        sequence.block_table += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give up its blocks; it waits at the front, and recomputes what is not in the cache any more by then."""
+        self._free(sequence)
+        sequence.num_computed_tokens = sequence.num_cached_blocks = 0
+        sequence.uncacheable = False
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.block_table)
+        sequence.block_table = []
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+
+def _is_computing(sequence: Sequence, num_tokens: int) -> bool:
+    """Whether a running sequence will bring its first `num_tokens` tokens (whole blocks) into the cache."""
+    return sequence.is_running and not sequence.uncacheable and sequence.num_computed_tokens < num_tokens

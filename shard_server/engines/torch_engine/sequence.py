@@ -1,0 +1,108 @@
+"""A sequence: one request's tokens, its KV blocks, and how far both have come."""
+
+from __future__ import annotations
+
+from shard_server.engines.base import EngineRequest
+from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
+
+
+class Sequence:
+    """Prompt and output tokens in one list; `num_computed_tokens` of them lie in KV.
+
+    Prefill, decode, recomputing after a preemption and resuming on another shard are all the same: computing what lies
+    behind `num_computed_tokens`. A token is drawn once everything known is computed.
+    """
+
+    __slots__ = (
+        "block_keys",
+        "block_size",
+        "block_table",
+        "num_cached_blocks",
+        "num_computed_tokens",
+        "num_reused_tokens",
+        "output_counts",
+        "queue_time_seconds",
+        "request",
+        "shares_with",
+        "started",
+        "submit_time",
+        "token_ids",
+        "uncacheable",
+    )
+
+    def __init__(self, request: EngineRequest, block_size: int, submit_time: float) -> None:
+        self.request = request
+        self.block_size = block_size
+        self.submit_time = submit_time
+        self.queue_time_seconds: float | None = None
+        """Until it was first scheduled; None before that."""
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_computed_tokens = 0
+        self.num_reused_tokens = 0
+        """Tokens whose KV was found in the cache when it was first scheduled."""
+        self.block_table: list[int] = []
+        self.block_keys: list[BlockKey] = []
+        """Of the full blocks of `token_ids`."""
+        self.num_cached_blocks = 0
+        """So many blocks at the front of the block table are in the prefix cache."""
+        self.uncacheable = False
+        """A block hash collided: what lies behind it cannot be cached."""
+        self.shares_with: tuple[Sequence, int] | None = None
+        """The running sequence that is computing this one's prefix, and how many tokens they have in common."""
+        self.started = False
+        """Its first new token has been reported."""
+        sampling = request.sampling
+        self.output_counts: dict[int, int] | None = None
+        """How often each token occurs in the output; only kept for the penalties."""
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self.output_counts = {}
+            for token_id in request.output_token_ids:
+                self._count(token_id)
+        self.extend_block_keys()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Those of earlier attempts included."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def is_running(self) -> bool:
+        """A sequence holds blocks exactly while it runs."""
+        return bool(self.block_table)
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        """How many blocks may come from the cache: the last token is always computed, for its logits."""
+        return (len(self.token_ids) - 1) // self.block_size
+
+    def append(self, token_id: int) -> None:
+        """Take a drawn token."""
+        self.token_ids.append(token_id)
+        if self.output_counts is not None:
+            self._count(token_id)
+        if len(self.token_ids) % self.block_size == 0:
+            self.extend_block_keys()
+
+    def extend_block_keys(self) -> None:
+        extend_block_keys(self.block_keys, self.token_ids, self.block_size, self.request.root_hash)
+
+    def num_common_tokens(self, other: Sequence) -> int:
+        """Tokens of the full blocks at the front that both have."""
+        num_common = 0
+        for mine, theirs in zip(self.block_keys, other.block_keys, strict=False):
+            if mine != theirs:
+                break
+            num_common += self.block_size
+        return num_common
+
+    def _count(self, token_id: int) -> None:
+        assert self.output_counts is not None
+        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
