@@ -1,0 +1,204 @@
+"""The router's end of one client's data plane: `RouterService.Connect`.
+
+Requests come in and steps go out, all multiplexed by slot. Nothing waits on a client: its news piles up in a bounded
+outbox, and every time its writer wakes up everything that is there leaves as one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
+from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse, Submit
+from router import convert
+from router.abort import abort
+from router.core.actions import FleetChanged
+from router.core.events import ClientGone, RequestArrived, SlotsCancelled
+from router.core.frames import Finish, Step
+from router.dispatcher import Dispatcher
+from router.intake import MAX_NAME_CHARS, Intake
+from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
+
+log = structlog.get_logger()
+
+HELLO_TIMEOUT_SECONDS: Final = 10.0
+MAX_OPEN_SLOTS: Final = 65_536
+"""Sequences that one client may have under way."""
+
+_numbers = itertools.count(1)
+
+Context = grpc.aio.ServicerContext[RouterServiceConnectRequest, RouterServiceConnectResponse]
+
+
+def protocol_violation(message: str) -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+
+
+class ClientLink:
+    """One client's stream, from its hello to its end."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        intake: Intake,
+        context: Context,
+        max_waiting_entries: int = MAX_WAITING_ENTRIES,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._context = context
+        self._client_id = ""
+        self._outbox = StepOutbox(max_waiting_entries)
+        self._fleet: FleetChanged | None = None
+        self._open_slots: set[int] = set()
+        self._wake = asyncio.Event()
+        self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
+        self._half_closed = False
+
+    async def serve(self) -> None:
+        """Until the client goes, breaks the protocol or reads too slowly, or `end` is called."""
+        try:
+            await self._read_hello()
+        except KvloomError as error:
+            await abort(self._context, error)
+        self._dispatcher.add_client(self._client_id, self)
+        self.send_fleet(self._dispatcher.core.fleet)
+        tasks = [
+            asyncio.create_task(self._read_frames(), name=f"{self._client_id} reader"),
+            asyncio.create_task(self._write_frames(), name=f"{self._client_id} writer"),
+        ]
+        try:
+            await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            self._leave()
+        await self._finish_stream(results)
+
+    def end(self) -> None:
+        """Close the stream in good order (the router stops)."""
+        self._end_with(None)
+
+    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+
+    def send_step(self, step: Step) -> None:
+        for finish in step.finishes:
+            self._open_slots.discard(finish.slot)
+        if not self._outbox.add(step):
+            self._end_with(
+                KvloomError(
+                    ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW,
+                    "This stream was not read fast enough: too much output was waiting for it.",
+                )
+            )
+        self._wake.set()
+
+    def send_fleet(self, fleet: FleetChanged) -> None:
+        self._fleet = fleet
+        self._wake.set()
+
+    # -- the stream ---------------------------------------------------------------------------------------------------
+
+    async def _read_hello(self) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+                frame = await self._context.read()
+        except TimeoutError:
+            raise protocol_violation("No hello came.") from None
+        if not isinstance(frame, RouterServiceConnectRequest) or not frame.hello.client_id:
+            raise protocol_violation("The first frame must carry a hello with a client_id.")
+        if frame.submits or frame.cancel_slots:
+            raise protocol_violation("The first frame carries nothing but the hello.")
+        # Clients choose their names freely; two of one name must not get each other's news.
+        self._client_id = f"{frame.hello.client_id[:MAX_NAME_CHARS]}#{next(_numbers)}"
+        log.info("client connected", client_id=self._client_id)
+
+    async def _read_frames(self) -> None:
+        while True:
+            frame = await self._context.read()
+            if not isinstance(frame, RouterServiceConnectRequest):  # the client sends no more
+                break
+            if frame.HasField("hello"):
+                raise protocol_violation("Only the first frame carries a hello.")
+            for submit in frame.submits:
+                self._on_submit(submit)
+            if frame.cancel_slots:
+                self._dispatcher.dispatch(SlotsCancelled(self._client_id, frame.cancel_slots[:]))
+        self._half_closed = True
+        self._wake.set()
+        await self._ended  # what it has asked for is still answered: the writer ends the stream
+
+    def _on_submit(self, submit: Submit) -> None:
+        slots = [choice.slot for choice in submit.choices]
+        if not slots:
+            raise protocol_violation(f"Request {submit.request_id!r} has no choices, so nothing can answer it.")
+        if len(set(slots)) < len(slots) or not self._open_slots.isdisjoint(slots):
+            raise protocol_violation(f"Request {submit.request_id!r} uses a slot that is still in use.")
+        self._open_slots.update(slots)
+        if len(self._open_slots) > MAX_OPEN_SLOTS:
+            raise protocol_violation(f"More than {MAX_OPEN_SLOTS} slots are in use.")
+        try:
+            request = self._intake.request_from_submit(submit, self._client_id)
+        except KvloomError as error:
+            self._refuse(slots, error)
+            return
+        self._dispatcher.dispatch(RequestArrived(request))
+
+    def _refuse(self, slots: Iterable[int], error: KvloomError) -> None:
+        """The request is at fault, the stream goes on."""
+        self._dispatcher.refused(error)
+        self.send_step(Step(finishes=[Finish(slot, FINISH_REASON_ERROR, error=error) for slot in slots]))
+
+    async def _write_frames(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            response = self._take_response()
+            if response is not None:
+                await self._context.write(response)
+            if self._half_closed and not self._open_slots and not self._outbox:
+                return
+
+    def _take_response(self) -> RouterServiceConnectResponse | None:
+        """Everything that waits, as one frame."""
+        step = self._outbox.take()
+        fleet, self._fleet = self._fleet, None
+        if step is None and fleet is None:
+            return None
+        return RouterServiceConnectResponse(
+            fleet=None if fleet is None else convert.fleet_to_proto(fleet),
+            step=None if step is None else convert.step_to_frame(step),
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_with(self, error: KvloomError | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    def _leave(self) -> None:
+        self._dispatcher.remove_client(self._client_id)
+        self._dispatcher.dispatch(ClientGone(self._client_id))
+        self._end_with(None)
+        log.info("client gone", client_id=self._client_id)
+
+    async def _finish_stream(self, results: list[BaseException | None]) -> None:
+        """Tell the client why, if there is a reason to tell."""
+        error = self._ended.result()
+        for result in results:
+            if isinstance(result, KvloomError):
+                error = error or result
+            elif isinstance(result, Exception) and not isinstance(result, grpc.RpcError | asyncio.InvalidStateError):
+                log.error("client stream failed", client_id=self._client_id, exc_info=result)
+                error = error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this stream.")
+        if error is not None:
+            await abort(self._context, error)

@@ -1,0 +1,211 @@
+"""Between protobuf frames and the core's own types.
+
+Repeated fields are copied as whole slices and messages are built by keyword: one call a field, whatever the number of
+sequences, is what keeps a frame's cost apart from its tokens'.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from kvloom.errors import KvloomError
+from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
+from router.core.actions import FleetChanged, ModelState, SubmitAttempt
+from router.core.events import (
+    AnswerHalt,
+    AnswersScreened,
+    ChoiceSpec,
+    KvChange,
+    KvEventsArrived,
+    PromptVerdict,
+    ShardDescription,
+    ShardLoad,
+)
+from router.core.frames import Finish, Start, Step
+
+M = TypeVar("M")
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def step_from_frame(frame: generation_pb2.StepFrame) -> Step:
+    step = Step(frame.slots[:], frame.num_tokens[:], frame.token_ids[:], frame.deltas[:])
+    if frame.logprobs:
+        step.logprobs = [(entry.slot, entry) for entry in frame.logprobs]
+    if frame.starts:
+        step.starts = [Start(start.slot, start.num_cached_tokens, start.queue_time_seconds) for start in frame.starts]
+    if frame.finishes:
+        step.finishes = [_finish_from_proto(finish) for finish in frame.finishes]
+    return step
+
+
+def step_to_frame(step: Step) -> generation_pb2.StepFrame:
+    frame = generation_pb2.StepFrame(
+        slots=step.slots, num_tokens=step.num_tokens, token_ids=step.token_ids, deltas=step.deltas
+    )
+    if step.logprobs:
+        frame.logprobs.extend(logprobs_to_proto(slot, entry) for slot, entry in step.logprobs)
+    if step.starts:
+        frame.starts.extend(start_to_proto(start) for start in step.starts)
+    if step.finishes:
+        frame.finishes.extend(finish_to_proto(finish) for finish in step.finishes)
+    return frame
+
+
+def logprobs_to_proto(slot: int, entry: object) -> generation_pb2.TokenLogprobs:
+    """`entry` is what `step_from_frame` made: the shard's message, renamed here to the client's slot."""
+    assert isinstance(entry, generation_pb2.TokenLogprobs)
+    entry.slot = slot
+    return entry
+
+
+def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
+    return generation_pb2.SequenceStart(
+        slot=start.slot,
+        num_cached_tokens=start.num_cached_tokens,
+        shard_id=start.shard_id,
+        queue_time_seconds=start.queue_time_seconds,
+    )
+
+
+def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
+    return generation_pb2.SequenceFinish(
+        slot=finish.slot,
+        reason=finish.reason,  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type, ints are fine)
+        num_prompt_tokens=finish.num_prompt_tokens,
+        num_cached_tokens=finish.num_cached_tokens,
+        num_output_tokens=finish.num_output_tokens,
+        stop_string=finish.stop_string,
+        error=None if finish.error is None else finish.error.to_proto(),
+    )
+
+
+def _finish_from_proto(finish: generation_pb2.SequenceFinish) -> Finish:
+    return Finish(
+        finish.slot,
+        finish.reason,
+        finish.num_prompt_tokens,
+        finish.num_cached_tokens,
+        finish.num_output_tokens,
+        finish.stop_string,
+        KvloomError.from_proto(finish.error) if finish.HasField("error") else None,
+    )
+
+
+# -- shards -----------------------------------------------------------------------------------------------------------
+
+
+def submit_to_proto(attempt: SubmitAttempt) -> shard_service_pb2.ShardSubmit:
+    request = attempt.request
+    submit = shard_service_pb2.ShardSubmit(
+        request_id=request.request_id,
+        attempt_id=attempt.attempt_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=_message(request.sampling, generation_pb2.SamplingParams),
+        stop=_message(request.stop, generation_pb2.StopConditions),
+        choices=[_choice_to_proto(choice) for choice in attempt.choices],
+        cache_salt=request.tenant,
+        traceparent=request.traceparent,
+    )
+    submit.stop.max_tokens = attempt.max_tokens
+    return submit
+
+
+def choices_from_proto(choices: list[generation_pb2.Choice]) -> tuple[ChoiceSpec, ...]:
+    return tuple(
+        ChoiceSpec(choice.slot, choice.index, choice.output_token_ids[:], choice.num_delivered_chars)
+        for choice in choices
+    )
+
+
+def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
+    return ShardDescription(
+        shard_id=info.shard_id,
+        incarnation_id=info.incarnation_id,
+        model=info.model,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        max_batch=info.max_batch,
+        max_model_len=info.max_model_len,
+        capabilities=frozenset(info.capabilities),
+    )
+
+
+def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
+    return ShardLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_queued_prefill_tokens=load.num_queued_prefill_tokens,
+        num_decode_context_tokens=load.num_decode_context_tokens,
+        num_available_blocks=load.num_available_blocks,
+        prefill_tokens_per_second=load.prefill_tokens_per_second,
+        decode_step_seconds=load.decode_step_seconds,
+        draining=load.draining,
+    )
+
+
+def kv_events_from_proto(shard_id: str, batch: kv_event_pb2.KvEventBatch) -> KvEventsArrived:
+    return KvEventsArrived(shard_id, batch.number, [_kv_change(event) for event in batch.events])
+
+
+def _kv_change(event: kv_event_pb2.KvEvent) -> KvChange:
+    match event.WhichOneof("event"):
+        case "block_stored":
+            return KvChange(stored=event.block_stored.block_hashes[:])
+        case "block_removed":
+            return KvChange(removed=event.block_removed.block_hashes[:])
+        case "all_blocks_cleared":
+            return KvChange(cleared=True)
+        case _:  # a kind of a later version: says nothing to us
+            return KvChange()
+
+
+def _choice_to_proto(choice: ChoiceSpec) -> generation_pb2.Choice:
+    return generation_pb2.Choice(
+        slot=choice.slot,
+        index=choice.index,
+        output_token_ids=choice.output_token_ids,
+        num_delivered_chars=choice.num_delivered_chars,
+    )
+
+
+# -- safety -----------------------------------------------------------------------------------------------------------
+
+
+def verdict_from_proto(verdict: safety_service_pb2.PromptVerdict) -> PromptVerdict:
+    """Anything but a clear ALLOW is a block."""
+    allowed = verdict.decision == safety_service_pb2.DECISION_ALLOW
+    return PromptVerdict(verdict.check_id, allowed, verdict.finding.message)
+
+
+def screened_from_proto(response: safety_service_pb2.ScreenResponse) -> AnswersScreened:
+    return AnswersScreened(
+        slots=response.slots[:],
+        num_clear_chars=response.num_clear_chars[:],
+        halts=[AnswerHalt(halt.slot, halt.num_clear_chars, halt.finding.message) for halt in response.halts],
+        closed_slots=response.closed_slots[:],
+    )
+
+
+# -- the fleet --------------------------------------------------------------------------------------------------------
+
+
+def fleet_to_proto(fleet: FleetChanged) -> router_service_pb2.FleetState:
+    return router_service_pb2.FleetState(
+        models=[_model_to_proto(model) for model in fleet.models], draining=fleet.draining
+    )
+
+
+def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
+    return router_service_pb2.ModelInfo(
+        name=model.name,
+        num_ready_shards=model.num_ready_shards,
+        max_model_len=model.max_model_len,
+        capabilities=sorted(model.capabilities),
+    )
+
+
+def _message(value: object, kind: type[M]) -> M | None:
+    """The core carries sampling and stop conditions without looking into them: here they come out again."""
+    assert value is None or isinstance(value, kind)
+    return value

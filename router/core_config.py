@@ -1,0 +1,25 @@
+"""The router core as the configuration wants it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvloom.config import KvloomConfig
+from router.core.core import CoreConfig
+
+MAX_HELD_TOKENS: Final = 4096
+"""Per sequence, while its text waits for the safety service."""
+
+
+def core_config(config: KvloomConfig) -> CoreConfig:
+    router = config.router
+    return CoreConfig(
+        max_queued_requests=router.max_queued_requests,
+        max_queue_seconds=router.max_queue_seconds,
+        request_timeout_seconds=router.request_timeout_seconds,
+        max_attempts=router.max_attempts,
+        policy=router.placement.policy,
+        answer_mode=config.safety.answer_mode,
+        safety_required=config.safety.on_unavailable == "refuse",
+        max_held_tokens=MAX_HELD_TOKENS,
+    )

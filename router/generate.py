@@ -1,0 +1,134 @@
+"""`RouterService.Generate`: one request, its answer streamed. A client of the dispatcher like any other, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import grpc
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
+from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
+from router import convert
+from router.core.actions import FleetChanged
+from router.core.events import ClientGone, Request, RequestArrived
+from router.core.frames import Finish, Step
+from router.dispatcher import Dispatcher
+from router.intake import Intake
+from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
+
+_numbers = itertools.count(1)
+
+Context = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
+
+
+class GenerateCall:
+    """One request's way through: submits it, streams its deltas, cancels it when the caller goes away."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        intake: Intake,
+        context: Context,
+        max_waiting_entries: int = MAX_WAITING_ENTRIES,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._context = context
+        self._client_id = f"generate#{next(_numbers)}"
+        self._outbox = StepOutbox(max_waiting_entries)
+        self._too_slow = False
+        self._wake = asyncio.Event()
+
+    async def serve(self, wanted: GenerateRequest) -> None:
+        """Raises KvloomError when the request ends in an error, be it before or after its first token."""
+        try:
+            request = await self._intake.request_from_generate(wanted, self._client_id, _traceparent(self._context))
+        except KvloomError as error:
+            self._dispatcher.refused(error)
+            raise
+        self._dispatcher.add_client(self._client_id, self)
+        try:
+            self._dispatcher.dispatch(RequestArrived(request))
+            await self._stream(request)
+        finally:
+            self._dispatcher.remove_client(self._client_id)
+            self._dispatcher.dispatch(ClientGone(self._client_id))
+
+    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+
+    def send_step(self, step: Step) -> None:
+        self._too_slow = not self._outbox.add(step) or self._too_slow
+        self._wake.set()
+
+    def send_fleet(self, fleet: FleetChanged) -> None:
+        """Of no interest to a single request."""
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    async def _stream(self, request: Request) -> None:
+        num_open = len(request.choices)
+        has_news = False
+        while num_open:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._too_slow:
+                raise KvloomError(
+                    ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW, "The answer was not read fast enough: it was cancelled."
+                )
+            step = self._outbox.take()
+            if step is None:
+                continue
+            num_open -= len(step.finishes)
+            has_news = has_news or bool(step.slots)
+            error = _error_of(step.finishes, has_news)
+            deltas = deltas_of(step)
+            if deltas and (error is None or step.slots):
+                await self._context.write(GenerateResponse(request_id=request.request_id, deltas=deltas))
+            if error is not None:
+                raise error
+
+
+def deltas_of(step: Step) -> list[ChoiceDelta]:
+    """A step's news by choice; slots are choice indexes."""
+    by_index: dict[int, ChoiceDelta] = {}
+
+    def delta_of(index: int) -> ChoiceDelta:
+        delta = by_index.get(index)
+        if delta is None:
+            delta = by_index[index] = ChoiceDelta(index=index)
+        return delta
+
+    for start in step.starts:
+        delta_of(start.slot).start.CopyFrom(convert.start_to_proto(start))
+    position = 0
+    for i, (slot, text) in enumerate(zip(step.slots, step.deltas, strict=True)):
+        count = step.num_tokens[i] if step.num_tokens else 1
+        delta = delta_of(slot)
+        delta.text = text
+        delta.token_ids.extend(step.token_ids[position : position + count])
+        position += count
+    for slot, entry in step.logprobs:
+        delta_of(slot).logprobs.append(convert.logprobs_to_proto(slot, entry))
+    for finish in step.finishes:
+        delta_of(finish.slot).finish.CopyFrom(convert.finish_to_proto(finish))
+    return list(by_index.values())
+
+
+def _error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
+    """What the RPC's status must say: a choice failed, or nothing of the answer was allowed to be shown."""
+    for finish in finishes:
+        if finish.reason == FINISH_REASON_ERROR:
+            return finish.error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The request failed.")
+        if finish.reason == FINISH_REASON_CONTENT_FILTER and not has_news and finish.error is not None:
+            return finish.error
+    return None
+
+
+def _traceparent(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str):
+            return value
+    return ""

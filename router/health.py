@@ -1,0 +1,34 @@
+"""grpc.health.v1 for the router: SERVING while a request could be answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from grpc_health.v1._async import HealthServicer
+
+from kvloom.service import set_serving
+
+
+class HealthReporter:
+    """Follows the fleet. `run` is its only task, for the health servicer can only be told by awaiting."""
+
+    def __init__(self, health: HealthServicer, service_names: Sequence[str], is_serving: Callable[[], bool]) -> None:
+        self._health = health
+        self._service_names = service_names
+        self._is_serving = is_serving
+        self._wake = asyncio.Event()
+
+    def look_again(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        told = False
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            serving = self._is_serving()
+            if serving != told:
+                await set_serving(self._health, self._service_names, serving)
+                told = serving

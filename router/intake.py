@@ -1,0 +1,225 @@
+"""What may come in: requests as clients send them become the core's `Request`, checked, tokenized, with a seed."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop
+from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, Submit
+from router import convert
+from router.core.events import ChoiceSpec, Request
+
+MAX_NAME_CHARS: Final = 256
+"""Of request ids, tenants and trace contexts."""
+MAX_MESSAGES: Final = 4096
+MAX_CHARS_PER_TOKEN: Final = 16
+"""A text longer than this for every token that a prompt may have is refused before any work is done on it."""
+SEED_BITS: Final = 64
+
+
+class Intake:
+    """Checks requests for the model whose tokenizer this router has."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: ModelTokenizer,
+        max_prompt_tokens: int,
+        needs_prompt_text: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._needs_prompt_text = needs_prompt_text
+
+    def request_from_submit(self, submit: Submit, client_id: str) -> Request:
+        """A request that came over a client's stream. Raises KvloomError."""
+        _check_choices(submit)
+        _check_names(submit.request_id, submit.tenant, submit.traceparent)
+        check_sampling(submit.sampling, "sampling.")
+        check_stop(submit.stop, "stop.")
+        token_ids = submit.prompt_token_ids[:]
+        self._check_prompt(token_ids, submit.model, "prompt_token_ids")
+        self._check_text_size(submit.prompt_text, "prompt_text")
+        return Request(
+            request_id=submit.request_id or new_request_id(),
+            client_id=client_id,
+            model=submit.model,
+            prompt_token_ids=token_ids,
+            prompt_text=submit.prompt_text or self._text_for_screening(token_ids, submit.model),
+            choices=convert.choices_from_proto(list(submit.choices)),
+            max_tokens=submit.stop.max_tokens if submit.stop.HasField("max_tokens") else None,
+            sampling=_with_seed(submit.sampling),
+            stop=_copied(submit.stop),
+            timeout_seconds=_checked_timeout(submit.timeout_seconds),
+            tenant=submit.tenant,
+            traceparent=submit.traceparent,
+        )
+
+    async def request_from_generate(self, wanted: GenerateRequest, client_id: str, traceparent: str = "") -> Request:
+        """A request of the convenient kind; the slots of its choices are their indexes. Raises KvloomError."""
+        num_choices = wanted.n or 1
+        check_num_choices(num_choices)
+        _check_names(wanted.request_id, "", traceparent)
+        check_sampling(wanted.sampling, "sampling.")
+        check_stop(wanted.stop, "stop.")
+        if wanted.model != self._model:
+            raise self._model_not_found(wanted.model)
+        token_ids, text = await self._tokenized(wanted)
+        return Request(
+            request_id=wanted.request_id or new_request_id(),
+            client_id=client_id,
+            model=wanted.model,
+            prompt_token_ids=token_ids,
+            prompt_text=text,
+            choices=tuple(ChoiceSpec(slot=index, index=index) for index in range(num_choices)),
+            max_tokens=wanted.stop.max_tokens if wanted.stop.HasField("max_tokens") else None,
+            sampling=_with_seed(wanted.sampling),
+            stop=_copied(wanted.stop),
+            timeout_seconds=_checked_timeout(wanted.timeout_seconds),
+            traceparent=traceparent,
+        )
+
+    async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:
+        """(ids, text for the safety service) of whichever input was given."""
+        match wanted.WhichOneof("input"):
+            case "text":
+                if not wanted.text:
+                    raise invalid_argument("text must not be empty.", "text")
+                self._check_text_size(wanted.text, "text")
+                token_ids = await self._tokenizer.encode(wanted.text)
+                self._check_prompt(token_ids, wanted.model, "text")
+                return token_ids, wanted.text
+            case "conversation":
+                messages = self._checked_messages(wanted.conversation)
+                token_ids = await self._encoded_chat(messages)
+                self._check_prompt(token_ids, wanted.model, "conversation.messages")
+                return token_ids, "\n".join(message.content for message in messages)
+            case "token_ids":
+                token_ids = wanted.token_ids.ids[:]
+                self._check_prompt(token_ids, wanted.model, "token_ids.ids")
+                return token_ids, self._text_for_screening(token_ids, wanted.model)
+            case _:
+                raise invalid_argument("One of text, conversation and token_ids is required.", "input")
+
+    async def _encoded_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        try:
+            token_ids, _ = await self._tokenizer.encode_chat(messages)
+        except KvloomError as error:  # the tokenizer speaks of "messages"; our callers' field is longer
+            field = f"conversation.{error.field}" if error.field else ""
+            raise KvloomError(
+                error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds
+            ) from error
+        return token_ids
+
+    def _checked_messages(self, conversation: Conversation) -> list[ChatMessage]:
+        at = "conversation.messages"
+        messages = conversation.messages
+        if not messages:
+            raise invalid_argument(f"{at} must not be empty.", at)
+        if len(messages) > MAX_MESSAGES:
+            raise invalid_argument(f"{at} has {len(messages)} messages; at most {MAX_MESSAGES}.", at)
+        found = [_checked_message(message, f"{at}[{i}]") for i, message in enumerate(messages)]
+        self._check_num_chars(sum(len(message.content) for message in found), at)
+        return found
+
+    def _check_prompt(self, token_ids: Sequence[int], model: str, field: str) -> None:
+        if not token_ids:
+            raise invalid_argument(f"{field} must not be empty.", field)
+        if len(token_ids) > self._max_prompt_tokens:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
+                f"The prompt has {len(token_ids)} tokens; at most {self._max_prompt_tokens} are taken.",
+                field=field,
+            )
+        # Of other models the vocabulary is not known here: their shards check it.
+        if model == self._model and max(token_ids) >= self._tokenizer.vocab_size:
+            raise invalid_argument(
+                f"{field} holds {max(token_ids)}, but ids of this model are below {self._tokenizer.vocab_size}.", field
+            )
+
+    def _check_text_size(self, text: str, field: str) -> None:
+        self._check_num_chars(len(text), field)
+
+    def _check_num_chars(self, num_chars: int, field: str) -> None:
+        limit = self._max_prompt_tokens * MAX_CHARS_PER_TOKEN
+        if num_chars > limit:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
+                f"{field} has {num_chars} characters; at most {limit} are taken.",
+                field=field,
+            )
+
+    def _text_for_screening(self, token_ids: Sequence[int], model: str) -> str:
+        """What the tokens say, for a client that sent no text: nobody gets past the safety check by leaving it out."""
+        if not self._needs_prompt_text():
+            return ""
+        if model != self._model:
+            raise self._model_not_found(model)
+        return self._tokenizer.decode(token_ids)
+
+    def _model_not_found(self, model: str) -> KvloomError:
+        if not model:
+            return invalid_argument("model is required.", "model")
+        return KvloomError(
+            ErrorReason.ERROR_REASON_MODEL_NOT_FOUND,
+            f"The model {model[:MAX_NAME_CHARS]!r} does not exist here; this router serves {self._model!r}.",
+            field="model",
+        )
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _checked_message(message: Message, at: str) -> ChatMessage:
+    if not message.role:
+        raise invalid_argument(f"{at}.role is required.", f"{at}.role")
+    if message.parts and message.content:
+        raise invalid_argument(f"{at} has both content and parts.", f"{at}.parts")
+    content = "".join(part.text for part in message.parts) if message.parts else message.content
+    return ChatMessage(role=message.role, content=content)
+
+
+def _check_choices(submit: Submit) -> None:
+    check_num_choices(len(submit.choices), "choices")
+    indexes = {choice.index for choice in submit.choices}
+    if len(indexes) < len(submit.choices):
+        raise invalid_argument("choices must differ in their index.", "choices")
+    if max(indexes) >= MAX_CHOICES:
+        raise invalid_argument(f"An index of choices must be below {MAX_CHOICES}.", "choices")
+
+
+def _check_names(request_id: str, tenant: str, traceparent: str) -> None:
+    for field, value in (("request_id", request_id), ("tenant", tenant), ("traceparent", traceparent)):
+        if len(value) > MAX_NAME_CHARS:
+            raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS}.", field)
+
+
+def _checked_timeout(timeout_seconds: float) -> float:
+    if not math.isfinite(timeout_seconds) or timeout_seconds < 0:
+        raise invalid_argument("timeout_seconds must not be negative.", "timeout_seconds")
+    return timeout_seconds
+
+
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """A copy (the original would keep its whole frame in memory) whose seed is fixed from here on, so that a later
+    attempt draws the same numbers."""
+    fixed = SamplingParams()
+    fixed.CopyFrom(sampling)
+    if not fixed.HasField("seed"):
+        fixed.seed = secrets.randbits(SEED_BITS)
+    return fixed
+
+
+def _copied(stop: StopConditions) -> StopConditions:
+    copy = StopConditions()
+    copy.CopyFrom(stop)
+    return copy

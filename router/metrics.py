@@ -1,0 +1,128 @@
+"""What the router measures: once a request and once a scrape, never once a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvloom.errors import KvloomError, reason_name
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.actions import ModelState, RequestEnded
+
+log = structlog.get_logger()
+
+LATENCY_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+
+
+class RouterMetrics:
+    """Histograms carry the names of OpenTelemetry's GenAI conventions, the rest is `kvloom_router_...`."""
+
+    def __init__(self, models: Callable[[], Iterable[ModelState]], registry: CollectorRegistry = REGISTRY) -> None:
+        self._models = models
+        self._model_names: set[str] = set()
+        self._registry = registry
+        self._requests = Counter(
+            "kvloom_router_requests",
+            "Requests that ended, by how and why.",
+            ("gen_ai_request_model", "outcome", "error_type"),
+            registry=registry,
+        )
+        self._refused = Counter(
+            "kvloom_router_requests_invalid",
+            "Requests that were refused before they were admitted, by reason.",
+            ("error_type",),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "kvloom_router_tokens",
+            "Tokens of requests that ended; output tokens are those that were delivered.",
+            ("gen_ai_request_model", "gen_ai_token_type"),
+            registry=registry,
+        )
+        self._attempts = Counter(
+            "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry=registry
+        )
+        self._duration = self._histogram("gen_ai_server_request_duration_seconds", "Arrival to end.", LATENCY_BUCKETS)
+        self._ttft = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+        )
+        self._tpot = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "kvloom_router_queue_time_seconds", "Arrival to first dispatch.", LATENCY_BUCKETS
+        )
+
+    def request_ended(self, ended: RequestEnded) -> None:
+        model = self._model_label(ended.model)
+        outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
+        error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
+        self._requests.labels(model, outcome, error_type).inc()
+        self._attempts.labels(model).inc(ended.num_attempts)
+        self._tokens.labels(model, "input").inc(ended.num_prompt_tokens)
+        self._tokens.labels(model, "cached_input").inc(ended.num_cached_tokens)
+        self._tokens.labels(model, "output").inc(ended.num_output_tokens)
+        self._duration.labels(model).observe(ended.e2e_latency_seconds)
+        if ended.num_attempts:
+            self._queue_time.labels(model).observe(ended.queue_time_seconds)
+        if ended.ttft_seconds is not None:
+            self._ttft.labels(model).observe(ended.ttft_seconds)
+            if ended.num_output_tokens > 1:
+                decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
+                self._tpot.labels(model).observe(decode_seconds / (ended.num_output_tokens - 1))
+        _log_end(ended, outcome, error_type)
+
+    def request_refused(self, error: KvloomError) -> None:
+        self._refused.labels(error.reason_name.lower()).inc()
+
+    def watch(self, gauges: Callable[[], dict[str, float]]) -> None:
+        """Read these (by name) and the fleet at every scrape."""
+        self._registry.register(_FleetCollector(gauges, self._models))
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, documentation, ("gen_ai_request_model",), buckets=buckets, registry=self._registry)
+
+    def _model_label(self, model: str) -> str:
+        """Clients may ask for any model: only the fleet's own become labels."""
+        if model not in self._model_names:
+            self._model_names.update(state.name for state in self._models())
+        return model if model in self._model_names else "other"
+
+
+class _FleetCollector(Collector):
+    def __init__(self, gauges: Callable[[], dict[str, float]], models: Callable[[], Iterable[ModelState]]) -> None:
+        self._gauges = gauges
+        self._models = models
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for name, value in self._gauges().items():
+            yield GaugeMetricFamily(f"kvloom_router_{name}", "As of now.", value=value)
+        ready = GaugeMetricFamily("kvloom_router_shards_ready", "Shards that take requests.", labels=["model"])
+        for model in self._models():
+            ready.add_metric([model.name], model.num_ready_shards)
+        yield ready
+
+
+def _log_end(ended: RequestEnded, outcome: str, error_type: str) -> None:
+    log.info(
+        "request ended",
+        request_id=ended.request_id,
+        tenant=ended.tenant,
+        model=ended.model,
+        shard_id=ended.shard_id,
+        outcome=outcome,
+        error_type=error_type,
+        num_attempts=ended.num_attempts,
+        num_prompt_tokens=ended.num_prompt_tokens,
+        num_cached_tokens=ended.num_cached_tokens,
+        num_output_tokens=ended.num_output_tokens,
+        queue_time_seconds=round(ended.queue_time_seconds, 6),
+        ttft_seconds=None if ended.ttft_seconds is None else round(ended.ttft_seconds, 6),
+        e2e_latency_seconds=round(ended.e2e_latency_seconds, 6),
+    )

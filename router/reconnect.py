@@ -1,0 +1,45 @@
+"""What the router's links to shards and to the safety service have in common: how they connect, break and try again."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+
+from kvloom.router_link import CHANNEL_OPTIONS
+
+FIRST_SECONDS: Final = 0.1
+LONGEST_SECONDS: Final = 2.0
+CONNECT_TIMEOUT_SECONDS: Final = 2.0
+"""From the first packet to the peer's hello."""
+LINK_OPTIONS: Final = [
+    *CHANNEL_OPTIONS,
+    # A peer whose machine is gone or whose process hangs answers no ping.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+class LinkError(Exception):
+    """This connection is of no use any more; the message says why."""
+
+
+class Backoff:
+    """Doubles from FIRST_SECONDS to LONGEST_SECONDS; begins anew after a connection that stood for longer than that."""
+
+    def __init__(self) -> None:
+        self._seconds = FIRST_SECONDS
+
+    def next_seconds(self, stood_seconds: float) -> float:
+        """The pause after an attempt that took, or a connection that stood for, `stood_seconds`."""
+        seconds = FIRST_SECONDS if stood_seconds > LONGEST_SECONDS else self._seconds
+        self._seconds = min(seconds * 2, LONGEST_SECONDS)
+        return seconds
+
+
+def cause_of(error: BaseException) -> str:
+    """For the log."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,103 @@
+"""kvloom.v1.RouterService: every RPC that clients can call, each a few lines on top of the dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router import convert
+from router.abort import abort
+from router.client_link import ClientLink
+from router.core.events import Request, RequestCancelled
+from router.dispatcher import Dispatcher
+from router.generate import GenerateCall
+from router.intake import Intake
+from router.plan import Planner, plan_to_proto
+
+log = structlog.get_logger()
+
+PLAN_CLIENT_ID = "plan"
+
+
+class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, planner: Planner) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._planner = planner
+        self._links: set[ClientLink] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def Generate(
+        self,
+        request: router_service_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[router_service_pb2.GenerateRequest, router_service_pb2.GenerateResponse],
+    ) -> None:
+        try:
+            await GenerateCall(self._dispatcher, self._intake, context).serve(request)
+        except KvloomError as error:
+            await abort(context, error)
+        except Exception:
+            await _abort_internal(context, "Generate")
+
+    async def Connect(
+        self,
+        request_iterator: AsyncIterator[router_service_pb2.RouterServiceConnectRequest],
+        context: grpc.aio.ServicerContext[
+            router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
+        ],
+    ) -> None:
+        link = ClientLink(self._dispatcher, self._intake, context)
+        self._links.add(link)
+        try:
+            await link.serve()
+        finally:
+            self._links.discard(link)
+
+    async def Plan(
+        self, request: router_service_pb2.PlanRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_service_pb2.PlanResponse:
+        try:
+            planned: Request = await self._intake.request_from_generate(request.request, PLAN_CLIENT_ID)
+            return plan_to_proto(self._planner.plan(planned, self._dispatcher.now()))
+        except KvloomError as error:
+            # The fields are those of the nested request.
+            field = f"request.{error.field}" if error.field else ""
+            named = KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
+            await abort(context, named)
+        except Exception:
+            await _abort_internal(context, "Plan")
+
+    async def Cancel(
+        self, request: router_service_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_service_pb2.CancelResponse:
+        if not request.request_id:
+            error = invalid_argument("request_id is required.", "request_id")
+            await abort(context, error)
+        found = self._dispatcher.core.has_request(request.request_id)
+        if found:
+            self._dispatcher.dispatch(RequestCancelled(request.request_id))
+        return router_service_pb2.CancelResponse(found=found)
+
+    async def ListModels(
+        self, request: router_service_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_service_pb2.ListModelsResponse:
+        return router_service_pb2.ListModelsResponse(models=convert.fleet_to_proto(self._dispatcher.core.fleet).models)
+
+    def end_streams(self) -> None:
+        """Close every client's stream in good order: the router stops."""
+        for link in list(self._links):
+            link.end()
+
+
+async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any], rpc: str) -> NoReturn:
+    """A bug of ours: the stack trace goes to the log, never to the caller."""
+    log.exception("rpc failed", rpc=rpc)
+    error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")
+    await abort(context, error)

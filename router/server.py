@@ -1,0 +1,158 @@
+"""The router process: its parts put together, from the first connection to a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol
+
+import grpc
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kvloom import service
+from kvloom.config import KvloomConfig
+from kvloom.errors import KvloomError
+from kvloom.registry import ShardRegistry
+from kvloom.tokenizer import ModelTokenizer
+from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from router import dispatcher
+from router.core.actions import RequestEnded
+from router.core.events import DrainStarted
+from router.fleet_watcher import FleetWatcher
+from router.health import HealthReporter
+from router.intake import Intake
+from router.metrics import RouterMetrics
+from router.plan import Planner
+from router.router_servicer import RouterServicer
+from router.safety_link import SafetyLink
+
+log = structlog.get_logger()
+
+SERVICE_NAMES: Final = (router_service_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name,)
+SERVER_OPTIONS: Final = [
+    *service.SERVER_OPTIONS,
+    # A client whose machine is gone must not hold its requests: it answers no ping.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+MAX_CONCURRENT_RPCS: Final = 16_384
+CLOSE_GRACE_SECONDS: Final = 1.0
+
+
+class Core(dispatcher.Core, Planner, Protocol):
+    """What the router needs of `router.core.core.RouterCore`."""
+
+    @property
+    def num_queued_requests(self) -> int: ...
+
+
+class RouterServer:
+    """Owns the dispatcher, the links and the gRPC server of one router. `start`, `serve`, and it is over."""
+
+    def __init__(
+        self,
+        config: KvloomConfig,
+        core: Core,
+        tokenizer: ModelTokenizer,
+        router_id: str = "router",
+        metrics_registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._draining = False
+        self._metrics = RouterMetrics(lambda: core.fleet.models, metrics_registry)
+        self._dispatcher = dispatcher.Dispatcher(core, self)
+        self._safety_link = _safety_link(config, self._dispatcher)
+        self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
+        self._watcher = FleetWatcher(self._registry, router_id, self._dispatcher)
+        intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
+        self._servicer = RouterServicer(self._dispatcher, intake, core)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
+        health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
+        self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
+        self._metrics.watch(self._gauges)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; returns the address. Raises StartError when the port is taken."""
+        address = service.bind(self._server, host, port)
+        await self._server.start()
+        log.info("router listens", address=address)
+        return address
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set; then lets running requests end. Raises what one of the router's own tasks raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                owned = [
+                    tasks.create_task(self._watcher.run(), name="fleet watcher"),
+                    tasks.create_task(self._health.run(), name="health reporter"),
+                ]
+                if self._safety_link is not None:
+                    owned.append(tasks.create_task(self._safety_link.run(), name="safety link"))
+                await stop.wait()
+                await self._drain()
+                await self._close_streams()
+                for task in owned:
+                    task.cancel()
+        finally:
+            await self._close_streams()
+            self._dispatcher.close()
+            await self._registry.close()
+
+    async def _drain(self) -> None:
+        self._draining = True
+        self._dispatcher.dispatch(DrainStarted())
+        self._health.look_again()
+        log.info("draining", num_live_requests=self._dispatcher.num_live_requests)
+        try:
+            async with asyncio.timeout(self._config.router.drain_timeout_seconds):
+                await self._dispatcher.wait_idle()
+        except TimeoutError:
+            log.warning("drain timed out", num_live_requests=self._dispatcher.num_live_requests)
+
+    async def _close_streams(self) -> None:
+        self._servicer.end_streams()
+        await self._server.stop(CLOSE_GRACE_SECONDS)
+
+    # -- Observer -----------------------------------------------------------------------------------------------------
+
+    def request_ended(self, ended: RequestEnded) -> None:
+        self._metrics.request_ended(ended)
+
+    def request_refused(self, error: KvloomError) -> None:
+        self._metrics.request_refused(error)
+
+    def fleet_changed(self) -> None:
+        self._health.look_again()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _is_serving(self) -> bool:
+        has_safety = self._dispatcher.has_safety or self._config.safety.on_unavailable == "allow"
+        has_shard = any(model.num_ready_shards for model in self._core.fleet.models)
+        return has_shard and has_safety and not self._draining
+
+    def _needs_prompt_text(self) -> bool:
+        return self._safety_link is not None and self._safety_link.screens_prompts
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "requests_live": self._dispatcher.num_live_requests,
+            "requests_queued": self._core.num_queued_requests,
+            "clients_connected": self._dispatcher.num_clients,
+            "safety_connected": float(self._dispatcher.has_safety),
+            "draining": float(self._draining),
+        }
+
+
+def _safety_link(config: KvloomConfig, owner: dispatcher.Dispatcher) -> SafetyLink | None:
+    """Raises StartError when requests need a safety service and none is named."""
+    safety = config.safety
+    if safety.port:
+        return SafetyLink(f"{safety.host}:{safety.port}", owner)
+    if safety.on_unavailable == "refuse":
+        raise service.StartError(
+            'safety.port is not set: name the safety service, or run without one by safety.on_unavailable = "allow"'
+        )
+    return None

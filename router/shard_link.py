@@ -1,0 +1,196 @@
+"""The router's end of one shard's data plane: `ShardService.Connect`, kept up for as long as the shard is registered.
+
+Work and cancels pile up while a frame is being written and leave together with the next one. When the stream breaks,
+or stalls so long that keepalive gives up, the core is told that the shard is down, and the link tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+import structlog
+
+from kvloom.registry import ShardRecord
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from router import convert
+from router.core.actions import SubmitAttempt
+from router.core.events import KvSnapshotArrived, LoadReported, ShardDown, ShardUp, StepArrived
+from router.dispatcher import Dispatcher
+from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
+
+log = structlog.get_logger()
+
+MAX_WAITING_SUBMITS: Final = 16_384
+MAX_TOKENS_PER_FRAME: Final = 1_000_000
+"""A frame of this many prompt tokens takes about 3 MB: far below the limit of a gRPC message."""
+
+ConnectCall = grpc.aio.StreamStreamCall[
+    shard_service_pb2.ShardServiceConnectRequest, shard_service_pb2.ShardServiceConnectResponse
+]
+
+
+class ShardLink:
+    """One shard of the registry. `run` is its only task; `registered` is the fleet watcher's word on whether to try
+    again once the connection has broken."""
+
+    def __init__(self, record: ShardRecord, router_id: str, dispatcher: Dispatcher) -> None:
+        self.record = record
+        self.registered = True
+        self._router_id = router_id
+        self._dispatcher = dispatcher
+        self._connected = False
+        self._submits: list[SubmitAttempt] = []
+        self._cancels: list[int] = []
+        self._want_kv_snapshot = False
+        self._overflown = False
+        self._wake = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """The core counts on this shard."""
+        return self._connected
+
+    async def run(self) -> None:
+        """Connect, serve, reconnect with back-off, until the shard is neither registered nor connected."""
+        backoff = Backoff()
+        while self.registered:
+            started = self._dispatcher.now()
+            try:
+                await self._serve_one_connection()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, TimeoutError) as error:
+                log.info("shard link broke", shard_id=self.record.shard_id, cause=cause_of(error))
+            except Exception:
+                log.exception("shard link failed", shard_id=self.record.shard_id)
+            if self.registered:
+                await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
+
+    # -- ShardPeer ----------------------------------------------------------------------------------------------------
+
+    def submit(self, attempt: SubmitAttempt) -> None:
+        if self._cancels:
+            # A slot is taken again only after its sequence's end came in: a cancel that still waits is for the old one.
+            taken = {choice.slot for choice in attempt.choices}
+            self._cancels = [slot for slot in self._cancels if slot not in taken]
+        self._submits.append(attempt)
+        self._overflown = self._overflown or len(self._submits) > MAX_WAITING_SUBMITS
+        self._wake.set()
+
+    def cancel(self, slots: Sequence[int]) -> None:
+        self._cancels.extend(slots)
+        self._wake.set()
+
+    def want_kv_snapshot(self) -> None:
+        self._want_kv_snapshot = True
+        self._wake.set()
+
+    # -- one connection -----------------------------------------------------------------------------------------------
+
+    async def _serve_one_connection(self) -> None:
+        """Until the shard ends the stream in good order. Raises when the stream breaks."""
+        async with grpc.aio.insecure_channel(self.record.address, options=LINK_OPTIONS) as channel:
+            call: ConnectCall = shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                    first = await self._greet(call)
+                await self._serve_frames(call, first)
+            finally:
+                call.cancel()
+
+    async def _greet(self, call: ConnectCall) -> shard_service_pb2.ShardServiceConnectResponse:
+        hello = shard_service_pb2.RouterHello(router_id=self._router_id)
+        await call.write(shard_service_pb2.ShardServiceConnectRequest(hello=hello))
+        first = await call.read()
+        if not isinstance(first, shard_service_pb2.ShardServiceConnectResponse) or not first.HasField("hello"):
+            raise LinkError("the shard did not say hello")
+        shard_id = first.hello.info.shard_id
+        if shard_id != self.record.shard_id:
+            raise LinkError(f"{self.record.address} is shard {shard_id}, not {self.record.shard_id}")
+        return first
+
+    async def _serve_frames(self, call: ConnectCall, first: shard_service_pb2.ShardServiceConnectResponse) -> None:
+        shard_id = self.record.shard_id
+        self._forget_waiting()
+        self._dispatcher.add_shard(shard_id, self)
+        self._connected = True
+        writer = asyncio.create_task(self._write_frames(call), name=f"{shard_id} writer")
+        try:
+            self._dispatcher.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
+            log.info("shard up", shard_id=shard_id, address=self.record.address)
+            self._on_frame(first)
+            await self._read_frames(call)
+        finally:
+            self._connected = False
+            self._dispatcher.remove_shard(shard_id)
+            writer.cancel()
+            self._dispatcher.dispatch(ShardDown(shard_id))
+            log.info("shard down", shard_id=shard_id)
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _read_frames(self, call: ConnectCall) -> None:
+        while True:
+            frame = await call.read()
+            if not isinstance(frame, shard_service_pb2.ShardServiceConnectResponse):  # the shard ended the stream
+                return
+            self._on_frame(frame)
+
+    def _on_frame(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> None:
+        """The cache and the load are those of the frame's step: known before the step's ends let the core place what
+        was waiting."""
+        shard_id = self.record.shard_id
+        dispatch = self._dispatcher.dispatch
+        if frame.HasField("kv_snapshot"):
+            snapshot = frame.kv_snapshot
+            dispatch(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
+        if frame.HasField("kv_events"):
+            dispatch(convert.kv_events_from_proto(shard_id, frame.kv_events))
+        if frame.HasField("load"):
+            dispatch(LoadReported(shard_id, convert.load_from_proto(frame.load)))
+        if frame.HasField("step"):
+            dispatch(StepArrived(shard_id, convert.step_from_frame(frame.step)))
+
+    async def _write_frames(self, call: ConnectCall) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._overflown:
+                    log.error("shard takes no work", shard_id=self.record.shard_id)
+                    break
+                while self._submits or self._cancels or self._want_kv_snapshot:
+                    await call.write(self._take_frame())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same break
+        except Exception:
+            log.exception("writing to a shard failed", shard_id=self.record.shard_id)
+        call.cancel()  # whatever it was: the reader ends the connection
+
+    def _take_frame(self) -> shard_service_pb2.ShardServiceConnectRequest:
+        """What waits, as one frame; the rest of the submits once a frame has enough tokens."""
+        num_submits = num_tokens = 0
+        for attempt in self._submits:
+            num_tokens += len(attempt.request.prompt_token_ids)
+            num_submits += 1
+            if num_tokens >= MAX_TOKENS_PER_FRAME:
+                break
+        taken, self._submits = self._submits[:num_submits], self._submits[num_submits:]
+        # A cancel must not overtake the submit it is for.
+        cancels: list[int] = []
+        if not self._submits:
+            cancels, self._cancels = self._cancels, []
+        want_kv_snapshot, self._want_kv_snapshot = self._want_kv_snapshot, False
+        return shard_service_pb2.ShardServiceConnectRequest(
+            submits=[convert.submit_to_proto(attempt) for attempt in taken],
+            cancel_slots=cancels,
+            want_kv_snapshot=want_kv_snapshot,
+        )
+
+    def _forget_waiting(self) -> None:
+        """What was meant for an earlier connection."""
+        self._submits.clear()
+        self._cancels.clear()
+        self._want_kv_snapshot = False
+        self._overflown = False
+        self._wake.clear()

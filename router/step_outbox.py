@@ -1,0 +1,81 @@
+"""Steps that wait for a client to take them: whatever piled up goes out as one, and the pile is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final, TypeVar
+
+from router.core.frames import Step
+
+T = TypeVar("T")
+
+MAX_WAITING_ENTRIES: Final = 65_536
+"""Tokens, starts and finishes that may wait for one client: some 20 seconds of 64 fast sequences."""
+
+
+class StepOutbox:
+    """What one client has not taken yet."""
+
+    def __init__(self, max_entries: int = MAX_WAITING_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._steps: list[Step] = []
+        self._num_entries = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def add(self, step: Step) -> bool:
+        """Take over a step (the caller must not touch it any more). False: too much waits, the client is too slow."""
+        self._num_entries += len(step.token_ids) + len(step.starts) + len(step.finishes) + 1
+        self._steps.append(step)
+        return self._num_entries <= self._max_entries
+
+    def take(self) -> Step | None:
+        """Everything that waits, as one step; None when nothing does."""
+        if not self._steps:
+            return None
+        steps, self._steps = self._steps, []
+        self._num_entries = 0
+        return steps[0] if len(steps) == 1 else merge_steps(steps)
+
+
+def merge_steps(steps: Sequence[Step]) -> Step:
+    """One step with the news of several, in order; each slot has at most one entry."""
+    merged = Step(
+        slots=_concatenated([step.slots for step in steps]),
+        token_ids=_concatenated([step.token_ids for step in steps]),
+        deltas=_concatenated([step.deltas for step in steps]),
+        logprobs=_concatenated([step.logprobs for step in steps]),
+        starts=_concatenated([step.starts for step in steps]),
+        finishes=_concatenated([step.finishes for step in steps]),
+    )
+    if any(step.num_tokens for step in steps):
+        merged.num_tokens = _concatenated([step.num_tokens or [1] * len(step.slots) for step in steps])
+    # Steps of different shards have no slot in common; those of one shard nearly always do.
+    if len(set(merged.slots)) < len(merged.slots):
+        _gather_by_slot(merged)
+    return merged
+
+
+def _gather_by_slot(step: Step) -> None:
+    """Join the entries of each slot, slots in the order of their first entry."""
+    ids: dict[int, list[int]] = {}
+    texts: dict[int, list[str]] = {}
+    position = 0
+    for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
+        count = step.num_tokens[i] if step.num_tokens else 1
+        ids.setdefault(slot, []).extend(step.token_ids[position : position + count])
+        texts.setdefault(slot, []).append(delta)
+        position += count
+    step.slots = list(ids)
+    step.num_tokens = [len(own) for own in ids.values()]
+    step.token_ids = _concatenated(list(ids.values()))
+    step.deltas = ["".join(own) for own in texts.values()]
+    if step.logprobs:
+        rank = {slot: i for i, slot in enumerate(step.slots)}
+        step.logprobs.sort(key=lambda entry: rank.get(entry[0], len(rank)))
+
+
+def _concatenated(lists: Sequence[list[T]]) -> list[T]:
+    return list(chain.from_iterable(lists))
