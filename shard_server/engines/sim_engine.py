@@ -1,0 +1,286 @@
+"""The simulated engine: the `Engine` protocol with a timing model and real block accounting, and no weights.
+
+For tests, demos and benchmarks of the fabric. A step decodes one token of every running sequence and prefills up to
+`max_prefill_tokens_per_step` prompt tokens; it lasts `step_ms` (if it decodes) + prefilled tokens /
+`prefill_tokens_per_second`. Text is a function of (prompt, seed, position): see `expected_token_id`. Temperature and
+the other sampling parameters change nothing.
+
+The engine advances when its consumer asks for the next step, on the event loop and without a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final
+
+from kvloom.config import ShardConfig
+from shard_server.engines.base import (
+    Capability,
+    EngineError,
+    EngineInfo,
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    SequenceEnd,
+    SequenceStart,
+    StepOutput,
+)
+from shard_server.engines.sim_blocks import SimBlockPool
+from shard_server.engines.sim_sequence import SimSequence
+from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, expected_token_id
+
+__all__ = ["SimEngine", "expected_token_id"]
+
+DEFAULT_NUM_BLOCKS: Final = 8192
+DEFAULT_MAX_MODEL_LEN: Final = 8192
+MAX_LAG_SECONDS: Final = 1.0
+"""Steps catch up when they are late, so that the pace has no drift; further behind than this the clock starts anew."""
+
+
+class SimEngine:
+    """See the module. `max_model_len` is the model's window, for when the config does not set one."""
+
+    def __init__(
+        self,
+        model_name: str,
+        config: ShardConfig,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+    ) -> None:
+        if vocab_size <= max(WORD_TOKEN_IDS) or eos_token_ids.intersection(WORD_TOKEN_IDS):
+            raise EngineError(f"the simulated engine's words are not plain tokens of {model_name}'s vocabulary")
+        num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
+        self._info = EngineInfo(
+            engine="sim",
+            model=model_name,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_batch=config.max_batch,
+            max_model_len=min(config.max_model_len or max_model_len, num_blocks * config.block_size),
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            capabilities=frozenset(
+                {
+                    Capability.LOGPROBS,
+                    Capability.SEEDED_RESUME,
+                    Capability.BATCH_INVARIANT,
+                    Capability.PREFIX_CACHING,
+                }
+            ),
+        )
+        self._step_seconds = config.sim.step_ms / 1000
+        self._prefill_tokens_per_second = config.sim.prefill_tokens_per_second
+        self._max_prefill_tokens = config.max_prefill_tokens_per_step
+        self._pool = SimBlockPool(num_blocks)
+        self._live: dict[str, SimSequence] = {}
+        self._waiting: deque[SimSequence] = deque()
+        self._running: list[SimSequence] = []
+        self._cancelled: set[str] = set()
+        self._num_preemptions = 0
+        self._step_ends_at = 0.0
+        self._closed = False
+        self._wake = asyncio.Event()
+        self._step_timer: asyncio.Future[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def start(self) -> None:
+        """There is nothing to load."""
+
+    def submit(self, request: EngineRequest) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if request.request_id in self._live:
+            raise EngineError(f"request {request.request_id} is already live")
+        sequence = SimSequence(request, self._info, time.monotonic())
+        self._live[request.request_id] = sequence
+        self._waiting.append(sequence)
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._live:
+            self._cancelled.add(request_id)
+            self._wake.set()
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        while not self._closed:
+            if not (self._running or self._waiting or self._cancelled):
+                self._wake.clear()
+                await self._wake.wait()
+                self._step_ends_at = time.monotonic()
+                continue
+            output = StepOutput()
+            planned, duration_seconds = self._schedule()
+            await self._pass_time(duration_seconds)
+            if self._closed:
+                return
+            self._apply_cancels(output)
+            for sequence, num_tokens in planned:
+                if sequence.request.request_id in self._live:
+                    self._advance(sequence, num_tokens, output)
+            output.kv_events = self._pool.take_events()
+            if output.request_ids or output.ends or output.kv_events:
+                output.load = self._load()
+                yield output
+
+    async def close(self) -> None:
+        self._closed = True
+        self._live.clear()
+        self._waiting.clear()
+        self._running.clear()
+        self._wake.set()
+        if self._step_timer is not None and not self._step_timer.done():
+            self._step_timer.set_result(None)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> tuple[list[tuple[SimSequence, int]], float]:
+        """What this step computes, as (sequence, tokens), and how long that takes."""
+        planned: list[tuple[SimSequence, int]] = []
+        budget = self._max_prefill_tokens
+        num_decodes = 0
+        position = 0
+        while position < len(self._running):  # preemption shortens the list from behind
+            sequence = self._running[position]
+            num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+            if sequence.is_decoding:
+                if not self._make_room(sequence):
+                    break
+                num_decodes += 1
+            else:
+                num_tokens = min(num_tokens, budget)
+                budget -= num_tokens
+            if num_tokens:
+                planned.append((sequence, num_tokens))
+            position += 1
+        while budget and self._waiting and len(self._running) < self._info.max_batch:
+            sequence = self._waiting[0]
+            if sequence.request.request_id in self._cancelled or not self._admit(sequence):
+                break
+            self._running.append(self._waiting.popleft())
+            num_tokens = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
+            budget -= num_tokens
+            planned.append((sequence, num_tokens))
+        num_prefilled = self._max_prefill_tokens - budget
+        seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if num_decodes else 0.0)
+        return planned, seconds
+
+    def _admit(self, sequence: SimSequence) -> bool:
+        """Give a waiting sequence the blocks of its tokens, cached ones where there are any; False: too few are left."""
+        hashes = sequence.known_hashes()
+        # The last token is always computed: its logits are what the first new token is drawn from.
+        reusable = (len(sequence.token_ids) - 1) // self._info.block_size
+        cached = hashes[: self._pool.count_cached(hashes[:reusable])]
+        self._pool.reference(cached)
+        num_private = -(-len(sequence.token_ids) // self._info.block_size) - len(cached)
+        if num_private > self._pool.num_available:
+            self._pool.free(cached, 0)
+            return False
+        self._pool.allocate(num_private)
+        sequence.admit(len(cached), num_private, time.monotonic())
+        return True
+
+    def _make_room(self, sequence: SimSequence) -> bool:
+        """See that the next token has a block, preempting the latest sequences if need be; False: itself was."""
+        if sequence.num_blocks * self._info.block_size > sequence.num_computed_tokens:
+            return True
+        while not self._pool.num_available:
+            victim = self._running.pop()
+            self._pool.free(victim.cached_hashes, victim.num_private_blocks)
+            victim.preempt()
+            self._waiting.appendleft(victim)
+            self._num_preemptions += 1
+            if victim is sequence:
+                return False
+        self._pool.allocate(1)
+        sequence.num_private_blocks += 1
+        return True
+
+    def _advance(self, sequence: SimSequence, num_tokens: int, output: StepOutput) -> None:
+        """Account for computed tokens; with the last of them comes a new one."""
+        new_hashes = sequence.compute(num_tokens)
+        if new_hashes:
+            self._pool.store(new_hashes)
+        if sequence.num_computed_tokens < len(sequence.token_ids):
+            return
+        request = sequence.request
+        if not sequence.started:
+            sequence.started = True
+            output.starts.append(
+                SequenceStart(request.request_id, sequence.num_cached_tokens, sequence.queue_time_seconds)
+            )
+        token_id = sequence.emit()
+        output.request_ids.append(request.request_id)
+        output.token_ids.append([token_id])
+        if request.sampling.num_logprobs is not None:
+            output.logprobs[request.request_id] = [sequence.logprobs_of(token_id, request.sampling.num_logprobs)]
+        if token_id in request.stop_token_ids:
+            self._end(sequence, FinishReason.STOP, output)
+        elif sequence.num_output_tokens >= request.max_tokens:
+            self._end(sequence, FinishReason.LENGTH, output)
+
+    def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
+        request_id = sequence.request.request_id
+        self._running.remove(sequence)
+        self._pool.free(sequence.cached_hashes, sequence.num_private_blocks)
+        del self._live[request_id]
+        output.ends.append(SequenceEnd(request_id, reason))
+
+    def _apply_cancels(self, output: StepOutput) -> None:
+        for request_id in self._cancelled:
+            sequence = self._live[request_id]
+            if sequence in self._running:
+                self._end(sequence, FinishReason.CANCELLED, output)
+            else:
+                self._waiting.remove(sequence)
+                del self._live[request_id]
+                output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
+        self._cancelled.clear()
+
+    async def _pass_time(self, seconds: float) -> None:
+        """Wait for the step's end on an absolute clock, so that late wake-ups do not add up."""
+        now = time.monotonic()
+        if now - self._step_ends_at > MAX_LAG_SECONDS:
+            self._step_ends_at = now
+        self._step_ends_at += seconds
+        delay_seconds = self._step_ends_at - now
+        if delay_seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        loop = asyncio.get_running_loop()
+        self._step_timer = loop.create_future()
+        handle = loop.call_later(delay_seconds, _fire, self._step_timer)
+        try:
+            await self._step_timer
+        finally:
+            handle.cancel()
+
+    def _load(self) -> EngineLoad:
+        num_context = 0
+        num_queued = sum(len(sequence.token_ids) for sequence in self._waiting)
+        for sequence in self._running:
+            if sequence.is_decoding:
+                num_context += sequence.num_computed_tokens
+            else:
+                num_queued += len(sequence.token_ids) - sequence.num_computed_tokens
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_queued_prefill_tokens=num_queued,
+            num_decode_context_tokens=num_context,
+            num_available_blocks=self._pool.num_available,
+            num_preemptions=self._num_preemptions,
+            prefill_tokens_per_second=self._prefill_tokens_per_second,
+            decode_step_seconds=self._step_seconds,
+        )
+
+
+def _fire(timer: asyncio.Future[None]) -> None:
+    if not timer.done():
+        timer.set_result(None)

@@ -1,0 +1,128 @@
+"""One sequence of the simulated engine."""
+
+from __future__ import annotations
+
+from kvloom.block_hash import block_hash, block_hashes
+from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
+from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
+
+CHOSEN_LOGPROB = -0.5
+
+
+class SimSequence:
+    """Tokens, and how far their (imagined) KV is computed. Raises EngineError for a request that can never run."""
+
+    __slots__ = (
+        "_block_size",
+        "_hashes",
+        "_key",
+        "is_decoding",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_output_tokens",
+        "num_private_blocks",
+        "num_stored_blocks",
+        "request",
+        "scheduled_at",
+        "started",
+        "submitted_at",
+        "token_ids",
+    )
+
+    def __init__(self, request: EngineRequest, info: EngineInfo, now: float) -> None:
+        check_request(request, info)
+        self.request = request
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_output_tokens = len(request.output_token_ids)
+        self.num_computed_tokens = 0
+        self.num_stored_blocks = 0
+        """Leading blocks that are cached under a hash and held."""
+        self.num_private_blocks = 0
+        self.num_cached_tokens = 0
+        self.is_decoding = False
+        """All tokens but the newest are computed."""
+        self.started = False
+        self.submitted_at = now
+        self.scheduled_at: float | None = None
+        self._key = sequence_key(request.prompt_token_ids, request.sampling.seed)
+        self._block_size = info.block_size
+        self._hashes: list[int] = []
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_stored_blocks + self.num_private_blocks
+
+    @property
+    def cached_hashes(self) -> list[int]:
+        return self._hashes[: self.num_stored_blocks]
+
+    @property
+    def queue_time_seconds(self) -> float:
+        return (self.scheduled_at or self.submitted_at) - self.submitted_at
+
+    def known_hashes(self) -> list[int]:
+        """The hashes of all full blocks of the present tokens."""
+        if not self._hashes:
+            self._hashes = block_hashes(self.token_ids, self._block_size, self.request.root_hash)
+        return self._hashes
+
+    def admit(self, num_cached_blocks: int, num_private_blocks: int, now: float) -> None:
+        self.num_stored_blocks = num_cached_blocks
+        self.num_private_blocks = num_private_blocks
+        self.num_computed_tokens = num_cached_blocks * self._block_size
+        if self.scheduled_at is None:
+            self.scheduled_at = now
+            self.num_cached_tokens = self.num_computed_tokens
+
+    def preempt(self) -> None:
+        """Its blocks are gone: everything is to be computed again."""
+        self.num_stored_blocks = self.num_private_blocks = self.num_computed_tokens = 0
+        self.is_decoding = False
+        self._hashes.clear()
+
+    def compute(self, num_tokens: int) -> list[int]:
+        """Account for `num_tokens` more computed ones; returns the hashes of blocks that are full now."""
+        self.num_computed_tokens += num_tokens
+        size = self._block_size
+        first, full = self.num_stored_blocks, self.num_computed_tokens // size
+        if first == full:
+            return []
+        hashes = self._hashes
+        while len(hashes) < full:
+            parent = hashes[-1] if hashes else self.request.root_hash
+            start = len(hashes) * size
+            hashes.append(block_hash(parent, self.token_ids[start : start + size]))
+        self.num_stored_blocks = full
+        self.num_private_blocks -= full - first
+        return hashes[first:full]
+
+    def emit(self) -> int:
+        """The next token, appended."""
+        token_id = token_at(self._key, self.num_output_tokens)
+        self.token_ids.append(token_id)
+        self.num_output_tokens += 1
+        self.is_decoding = True
+        return token_id
+
+    @staticmethod
+    def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+        """Made up, but with the right shape: the chosen token first, its neighbours in the word list behind it."""
+        first = WORD_TOKEN_IDS.index(token_id)
+        others = (WORD_TOKEN_IDS[(first + i) % len(WORD_TOKEN_IDS)] for i in range(num_top))
+        return TokenLogprobs(CHOSEN_LOGPROB, [(other, CHOSEN_LOGPROB - i) for i, other in enumerate(others)])
+
+
+def check_request(request: EngineRequest, info: EngineInfo) -> None:
+    """Raise EngineError for a request that can never run."""
+    num_prompt = len(request.prompt_token_ids)
+    if not num_prompt:
+        raise EngineError("the prompt is empty")
+    if num_prompt + request.max_tokens > info.max_model_len:
+        raise EngineError(
+            f"{num_prompt} prompt tokens + {request.max_tokens} output tokens exceed the window of {info.max_model_len}"
+        )
+    if len(request.output_token_ids) >= request.max_tokens:
+        raise EngineError(f"all {request.max_tokens} output tokens have been emitted already")
+    for token_ids in (request.prompt_token_ids, request.output_token_ids):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
+            raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")
