@@ -53,7 +53,17 @@ def llama3_factors(head_dim: int, theta: float, scaling: RopeScaling) -> torch.T
 def rotation_table(
     num_positions: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each float32 [num_positions, head_dim]; the second half repeats the first."""
+    """(cos, sin), each float32 [num_positions, head_dim], for `rotate_`: the halves repeat, the first of sin negated."""
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling)).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling)).double()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `heads` [tokens, heads, head_dim] in place, in float32; `cos` and `sin` are [tokens, 1, head_dim]."""
+    x = heads.to(torch.float32, copy=True)
+    # Product and sum are separate operations, each correctly rounded: a fused one would round differently in the
+    # vectorised and in the leftover part of a loop, and which element falls where depends on the number of rows.
+    turned = x.roll(heads.shape[-1] // 2, dims=-1).mul_(sin)
+    heads.copy_(x.mul_(cos).add_(turned))

@@ -1,0 +1,188 @@
+"""Causal attention over the paged KV cache, for a ragged batch, with the same bits whatever the batch is.
+
+torch's CPU flash attention walks over the keys in blocks of 512 in order, with float32 sums. Its result for a row
+depends neither on how far the keys are padded (with masked ones, to a multiple of 16), nor on how many sequences or
+rows there are, as long as the number of rows is not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves
+prefill, chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
+
+Gathering blocks into contiguous memory is cheap if what was gathered is still in the CPU's cache when it is read:
+decoding sequences are sorted by length and gathered in groups that fit there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.kv_cache import KvCache
+
+_ROWS_PER_TILE = 32
+"""The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
+_PIECE_TOKENS = 128
+"""A prompt's queries are taken in pieces, so that later keys, which are masked, are not computed for all of them."""
+_KEY_ALIGNMENT = 16
+"""The kernel's exponentials are vectors of 16; leftovers would get scalar code, which rounds differently."""
+_GROUP_TOKENS = 3072
+"""Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
+_GROUP_WASTE_TOKENS = 384
+"""Padding in a group beyond which another group is cheaper."""
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclasses.dataclass(slots=True)
+class Extent:
+    """Where the tokens of one sequence lie: `num_new` rows of the batch from `first_row`, behind `num_past` others."""
+
+    first_row: int
+    num_new: int
+    num_past: int
+    block_table: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_past + self.num_new
+
+
+@dataclasses.dataclass(slots=True)
+class _DecodeGroup:
+    first_row: int
+    num_sequences: int
+    blocks: torch.Tensor
+    """int64 [num_sequences * blocks per sequence]"""
+    mask: torch.Tensor
+    """float32 [num_sequences, 1, 1, keys]: 0, or -inf where there is no key."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Prefill:
+    blocks: torch.Tensor
+    pieces: list[tuple[int, int, torch.Tensor]]
+    """(first row, rows, mask float32 [1, 1, padded rows, keys])"""
+
+
+@dataclasses.dataclass(slots=True)
+class AttentionPlan:
+    """What every layer of one step does; made once per step."""
+
+    slots: torch.Tensor
+    """int64 [tokens]: where the KV of each token goes."""
+    num_rows: int
+    """Rows that the batch must have, some padding included."""
+    decode_groups: list[_DecodeGroup]
+    prefills: list[_Prefill]
+
+    @property
+    def max_gathered_blocks(self) -> int:
+        return max(part.blocks.shape[0] for part in (*self.decode_groups, *self.prefills))
+
+
+class PagedAttention:
+    """Attention of one model over one KV cache."""
+
+    def __init__(self, config: LlamaConfig, cache: KvCache) -> None:
+        self._cache = cache
+        self._num_kv_heads = config.num_kv_heads
+        self._group_size = config.num_heads_per_kv_head
+        self._head_dim = config.head_dim
+        # The kernel takes another path for a single row: at least 4 (the others' results are not used).
+        self._decode_rows = self._group_size if self._group_size > 1 else 4
+        self._key_alignment = math.lcm(_KEY_ALIGNMENT, cache.block_size)
+        self._buffer = cache.new_gather_buffer(_GROUP_TOKENS // cache.block_size)
+
+    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> AttentionPlan:
+        """`decodes` have one new token each and are sorted by num_tokens, longest first; their rows are 0, 1, 2 ...
+        The rows of `prefills` follow."""
+        slots = [self._slot(extent, extent.num_past) for extent in decodes]
+        for extent in prefills:
+            slots += [self._slot(extent, position) for position in range(extent.num_past, extent.num_tokens)]
+        planned_prefills = [self._plan_prefill(extent) for extent in prefills]
+        piece_ends = [first + mask.shape[2] for part in planned_prefills for first, _, mask in part.pieces]
+        plan = AttentionPlan(
+            slots=torch.tensor(slots),
+            num_rows=max([len(slots), *piece_ends]),
+            decode_groups=self._plan_decodes(decodes),
+            prefills=planned_prefills,
+        )
+        if plan.max_gathered_blocks > self._buffer.shape[0]:
+            self._buffer = self._cache.new_gather_buffer(plan.max_gathered_blocks)
+        return plan
+
+    def attend(self, plan: AttentionPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
+        heads = queries.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
+        out = queries.new_zeros(heads.shape)
+        for group in plan.decode_groups:
+            rows = slice(group.first_row, group.first_row + group.num_sequences)
+            keys, values = self._gather(layer, group.blocks, group.num_sequences)
+            query = heads[rows]
+            if self._decode_rows != self._group_size:
+                query = query.expand(-1, -1, self._decode_rows, -1).contiguous()
+            attended = _flash_attention(query, keys, values, attn_mask=group.mask)[0]
+            out[rows] = attended[:, :, : self._group_size]
+        for part in plan.prefills:
+            keys, values = self._gather(layer, part.blocks, 1)
+            for first_row, num_rows, mask in part.pieces:
+                num_padded, num_keys = mask.shape[2], mask.shape[3]
+                # The heads that share keys are the kernel's batch: they see the same keys through a stride of 0.
+                query = heads[first_row : first_row + num_padded].permute(2, 1, 0, 3)
+                shared = (self._group_size, -1, -1, -1)
+                attended = _flash_attention(
+                    query, keys[:, :, :num_keys].expand(shared), values[:, :, :num_keys].expand(shared), attn_mask=mask
+                )[0]
+                out[first_row : first_row + num_rows] = attended[:, :, :num_rows].permute(2, 1, 0, 3)
+        return out.view(queries.shape[0], -1)
+
+    def _gather(self, layer: int, blocks: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered = self._buffer[: blocks.shape[0]]
+        self._cache.gather(layer, blocks, gathered)
+        return self._cache.keys_and_values(gathered, num_sequences)
+
+    def _slot(self, extent: Extent, position: int) -> int:
+        block, offset = divmod(position, self._cache.block_size)
+        return extent.block_table[block] * self._cache.block_size + offset
+
+    def _num_keys(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._key_alignment) * self._key_alignment
+
+    def _blocks(self, extent: Extent, num_keys: int) -> list[int]:
+        """The sequence's blocks, padded with block 0, whose content is masked."""
+        used = list(extent.block_table[: -(-extent.num_tokens // self._cache.block_size)])
+        return used + [0] * (num_keys // self._cache.block_size - len(used))
+
+    def _plan_decodes(self, decodes: Sequence[Extent]) -> list[_DecodeGroup]:
+        groups: list[_DecodeGroup] = []
+        first = 0
+        while first < len(decodes):
+            num_keys = self._num_keys(decodes[first].num_tokens)
+            end, waste = first + 1, 0
+            while end < len(decodes) and (end + 1 - first) * num_keys <= _GROUP_TOKENS:
+                waste += num_keys - decodes[end].num_tokens
+                if waste > _GROUP_WASTE_TOKENS:
+                    break
+                end += 1
+            members = decodes[first:end]
+            lengths = torch.tensor([extent.num_tokens for extent in members])
+            blocks = [block for extent in members for block in self._blocks(extent, num_keys)]
+            absent = torch.arange(num_keys) >= lengths[:, None]
+            mask = torch.zeros(absent.shape).masked_fill_(absent, -math.inf)[:, None, None]
+            groups.append(_DecodeGroup(members[0].first_row, len(members), torch.tensor(blocks), mask))
+            first = end
+        return groups
+
+    def _plan_prefill(self, extent: Extent) -> _Prefill:
+        blocks = torch.tensor(self._blocks(extent, self._num_keys(extent.num_tokens)))
+        pieces: list[tuple[int, int, torch.Tensor]] = []
+        for start in range(0, extent.num_new, _PIECE_TOKENS):
+            num_rows = min(_PIECE_TOKENS, extent.num_new - start)
+            num_padded = -(-num_rows // _ROWS_PER_TILE) * _ROWS_PER_TILE
+            first_position = extent.num_past + start
+            num_keys = self._num_keys(first_position + num_rows)
+            future = torch.arange(num_keys) > torch.arange(first_position, first_position + num_padded)[:, None]
+            mask = torch.zeros(future.shape).masked_fill_(future, -math.inf)[None, None]
+            pieces.append((extent.first_row + start, num_rows, mask))
+        return _Prefill(blocks, pieces)

@@ -1,0 +1,153 @@
+"""config.json of a Llama-family model, checked, as the engine uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.rope import RopeScaling
+
+_MODEL_TYPES = ("llama", "mistral", "qwen2")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """A decoder of RMSNorm, rotary grouped-query attention and a SwiGLU MLP."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Of the attention's output projection."""
+    mlp_bias: bool
+    eos_token_ids: frozenset[int]
+
+    @property
+    def num_heads_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Of the keys, and again of the values, of one token."""
+        return self.num_kv_heads * self.head_dim
+
+
+def load_config(model_dir: Path) -> LlamaConfig:
+    """Read config.json, and the end-of-sequence ids of generation_config.json if there is one. Raises EngineError."""
+    path = model_dir / "config.json"
+    content = _read_json(path)
+    generation_path = model_dir / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    try:
+        _refuse_unsupported(content)
+        config = _parse(content, generation)
+    except KeyError as error:
+        raise EngineError(f"{path}: {error} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"{path}: {error}") from error
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise EngineError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise EngineError(f"{path}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise EngineError(f"{path}: must hold a JSON object")
+    return content
+
+
+def _refuse_unsupported(content: dict[str, Any]) -> None:
+    if content["model_type"] not in _MODEL_TYPES:
+        raise ValueError(f"model type {content['model_type']!r} is not supported, only {', '.join(_MODEL_TYPES)}")
+    if content.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"activation {content['hidden_act']!r} is not supported, only 'silu'")
+    if content.get("quantization_config"):
+        raise ValueError("quantised weights are not supported")
+    sliding_window = content.get("sliding_window") if content.get("use_sliding_window", True) else None
+    if sliding_window and sliding_window < content["max_position_embeddings"]:
+        raise ValueError("sliding-window attention is not supported")
+
+
+def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
+    is_qwen2 = content["model_type"] == "qwen2"
+    num_heads = _positive(content, "num_attention_heads")
+    hidden_size = _positive(content, "hidden_size")
+    rope = content.get("rope_parameters") or {}
+    config = LlamaConfig(
+        vocab_size=_positive(content, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(content, "intermediate_size"),
+        num_layers=_positive(content, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_positive(content, "num_key_value_heads", num_heads),
+        head_dim=_positive(content, "head_dim", hidden_size // num_heads),
+        max_position_embeddings=_positive(content, "max_position_embeddings"),
+        rms_norm_eps=float(content["rms_norm_eps"]),
+        rope_theta=float(content.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        rope_scaling=_parse_rope_scaling(content.get("rope_scaling") or rope),
+        tie_word_embeddings=bool(content.get("tie_word_embeddings", False)),
+        qkv_bias=is_qwen2 or bool(content.get("attention_bias", False)),
+        output_bias=not is_qwen2 and bool(content.get("attention_bias", False)),
+        mlp_bias=bool(content.get("mlp_bias", False)),
+        eos_token_ids=_token_ids(generation.get("eos_token_id", content.get("eos_token_id"))),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+    if config.head_dim % 2:
+        raise ValueError("head_dim must be even")
+    return config
+
+
+def _positive(content: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = content.get(key)
+    if value is None:
+        if default is None:
+            raise KeyError(key)
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _parse_rope_scaling(content: dict[str, Any]) -> RopeScaling | None:
+    kind = content.get("rope_type", content.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=float(content["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=float(content["factor"]),
+            low_freq_factor=float(content["low_freq_factor"]),
+            high_freq_factor=float(content["high_freq_factor"]),
+            original_max_position_embeddings=int(content["original_max_position_embeddings"]),
+        )
+    raise ValueError(f"rope scaling {kind!r} is not supported")
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)

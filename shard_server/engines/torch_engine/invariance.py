@@ -1,0 +1,73 @@
+"""Measures, when an engine starts, whether its results are the same bits in whatever batch they are computed.
+
+Matrix libraries promise no such thing: it depends on the CPU, the library's version and the shapes. So it is tried,
+on random input, with the shapes of the model at hand; that takes some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from shard_server.engines.torch_engine.attention import Extent, PagedAttention
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.linear import Linear, row_granularity
+
+_BLOCK_SIZE = 16
+_NUM_TOKENS = 640
+"""More than the 512 keys that the attention kernel takes at a time."""
+
+
+def common_row_granularity(linears: Sequence[Linear], dtype: torch.dtype) -> int | None:
+    """To what multiple batches must be padded, so that rows do not depend on the batch; None: no padding helps."""
+    granularities = [row_granularity(linear, dtype) for linear in linears]
+    if None in granularities:
+        return None
+    return max(granularity for granularity in granularities if granularity is not None)
+
+
+def attention_is_invariant(config: LlamaConfig, dtype: torch.dtype) -> bool:
+    """Compare prefill of a whole sequence with prefill in chunks, and with decoding it in batches."""
+    probe = _AttentionProbe(config, dtype)
+    whole = probe.attend([], [probe.extent(0, _NUM_TOKENS)])
+    chunk_ends = (77, 80, 177, 435, _NUM_TOKENS)
+    start = 0
+    for end in chunk_ends:
+        if not torch.equal(probe.attend([], [probe.extent(start, end)]), whole[start:end]):
+            return False
+        start = end
+    for positions in ([_NUM_TOKENS - 1], [520, 515, 300], list(range(600, 8, -37))):
+        decoded = probe.attend([probe.extent(position, position + 1) for position in positions], [])
+        if not torch.equal(decoded, whole[positions]):
+            return False
+    return True
+
+
+class _AttentionProbe:
+    """One layer's attention over one random sequence."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        num_blocks = _NUM_TOKENS // _BLOCK_SIZE
+        one_layer = dataclasses.replace(config, num_layers=1)
+        self._cache = KvCache(one_layer, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype)
+        self._attention = PagedAttention(config, self._cache)
+        kv = torch.randn(_NUM_TOKENS, 2 * config.kv_size, generator=generator)
+        self._cache.write(0, torch.arange(_NUM_TOKENS), kv.to(dtype))
+        self._queries = torch.randn(_NUM_TOKENS, config.query_size, generator=generator).mul_(2).to(dtype)
+        self._block_table = list(range(num_blocks))
+
+    def extent(self, start: int, end: int) -> Extent:
+        return Extent(first_row=0, num_new=end - start, num_past=start, block_table=self._block_table)
+
+    def attend(self, decodes: list[Extent], prefills: list[Extent]) -> torch.Tensor:
+        positions: list[int] = []
+        for extent in (*decodes, *prefills):
+            extent.first_row = len(positions)
+            positions += range(extent.num_past, extent.num_tokens)
+        plan = self._attention.plan(decodes, prefills)
+        padding = [0] * (plan.num_rows - len(positions))
+        return self._attention.attend(plan, 0, self._queries[positions + padding])[: len(positions)]

@@ -1,0 +1,99 @@
+"""The paged KV cache: one pool of blocks per layer, addressed through block tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.config import LlamaConfig
+
+_DEFAULT_WINDOWS = 8
+"""Full-length sequences that the default number of blocks has room for."""
+_MEMORY_SHARE = 0.5
+"""Of the memory that is free at the start, for the default number of blocks at most."""
+
+
+class KvCache:
+    """Keys and values of `num_blocks` blocks of `block_size` tokens, per layer.
+
+    A token's keys and values of all heads lie side by side, so that a step writes them with one copy per layer and
+    attention gathers a block with one.
+    """
+
+    def __init__(self, config: LlamaConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """Raises EngineError when there is too little memory."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._num_kv_heads = config.num_kv_heads
+        self._head_dim = config.head_dim
+        token_size = 2 * config.kv_size
+        shape = (config.num_layers, num_blocks, block_size * token_size)
+        num_bytes = config.num_layers * num_blocks * block_size * token_size * dtype.itemsize
+        if num_bytes > available_memory_bytes():
+            raise EngineError(f"{num_blocks} KV blocks need {num_bytes / 2**30:.1f} GiB of memory, more than is free")
+        # numpy's zeros are pages that the kernel provides when they are first written (torch's are written at once).
+        # Zeros, because attention multiplies what lies behind a sequence's end by 0, which must not be a NaN.
+        storage = np.zeros(shape, dtype=np.uint16 if dtype.itemsize == 2 else np.uint32)
+        self._blocks = torch.from_numpy(storage).view(dtype)
+        self._layers = list(self._blocks)
+        self._layer_tokens = [layer.view(num_blocks * block_size, token_size) for layer in self._layers]
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store `rows` [tokens, 2 * kv_size] at `slots` (block * block_size + offset)."""
+        self._layer_tokens[layer].index_copy_(0, slots, rows)
+
+    def gather(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy `blocks` [n] into `out` [n, block_size * 2 * kv_size]."""
+        torch.index_select(self._layers[layer], 0, blocks, out=out)
+
+    def new_gather_buffer(self, num_blocks: int) -> torch.Tensor:
+        """Room for `num_blocks` in `gather`."""
+        return self._blocks.new_zeros(num_blocks, self._blocks.shape[-1])
+
+    def keys_and_values(self, gathered: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [num_sequences, num_kv_heads, tokens, head_dim] of what `gather` gave."""
+        tokens = gathered.view(num_sequences, -1, 2, self._num_kv_heads, self._head_dim)
+        return tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block, in all layers."""
+        self._blocks[:, target] = self._blocks[:, source]
+
+
+def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:
+    """Blocks for 8 full windows, or what fits into half of the free memory. Raises EngineError when that is less than
+    one window."""
+    window_blocks = -(-max_model_len // block_size)
+    block_bytes = config.num_layers * block_size * 2 * config.kv_size * dtype.itemsize
+    affordable = int(available_memory_bytes() * _MEMORY_SHARE / block_bytes)
+    if affordable < window_blocks:
+        raise EngineError(
+            f"too little memory: one sequence of {max_model_len} tokens needs "
+            f"{window_blocks * block_bytes / 2**30:.1f} GiB of KV cache; lower max_model_len or set num_blocks"
+        )
+    return min(_DEFAULT_WINDOWS * window_blocks, affordable)
+
+
+def available_memory_bytes() -> int:
+    """What this process may still take: free memory of the machine, or of its cgroup if that is less."""
+    available = _machine_available_bytes()
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            counters = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+            # The page cache counts as used, but the kernel gives it back when memory is wanted.
+            available = min(available, max(int(limit) - used + int(counters["file"]), 0))
+    except (OSError, ValueError, KeyError):
+        pass  # no cgroup v2 here
+    return available
+
+
+def _machine_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise EngineError("/proc/meminfo does not say how much memory is available")

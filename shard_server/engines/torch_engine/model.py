@@ -1,0 +1,105 @@
+"""The Llama-family decoder: a forward pass over a flat batch of tokens from many sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shard_server.engines.torch_engine.attention import AttentionPlan, PagedAttention
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.linear import Linear, PlainLinear, make_linear
+from shard_server.engines.torch_engine.rope import rotate_, rotation_table
+
+
+@dataclasses.dataclass(slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    attention_output: Linear
+    mlp_norm: torch.Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """Weights, ready to compute with."""
+
+    def __init__(
+        self, config: LlamaConfig, weights: dict[str, torch.Tensor], *, dtype: torch.dtype, max_model_len: int
+    ) -> None:
+        """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory."""
+        self._config = config
+        # A copy, so that nothing refers to the mapped file any more.
+        self._embedding = weights.pop("model.embed_tokens.weight").to(dtype, copy=True)
+        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype, copy=True)
+        # Not packed: it is as fast as it is (a large matrix), and tied to the embedding it costs no memory.
+        self._head = PlainLinear(head)
+        self._norm = weights.pop("model.norm.weight").to(dtype, copy=True)
+        self._layers = [_take_layer(weights, layer, dtype) for layer in range(config.num_layers)]
+        self._cos, self._sin = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
+
+    @property
+    def distinct_linears(self) -> list[Linear]:
+        """One of every shape."""
+        layer = self._layers[0]
+        return [layer.qkv, layer.attention_output, layer.gate, layer.down, self._head]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        plan: AttentionPlan,
+        attention: PagedAttention,
+        cache: KvCache,
+    ) -> torch.Tensor:
+        """`token_ids` and `positions`: int64 [plan.num_rows], padding included. Writes the tokens' KV.
+
+        Returns float32 logits [len(logit_rows), vocab_size].
+        """
+        config = self._config
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
+        num_tokens = plan.slots.shape[0]
+        rotated_size = config.query_size + config.kv_size
+        x = F.embedding(token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(self._normalise(x, layer.attention_norm))
+            rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
+            cache.write(index, plan.slots, qkv[:num_tokens, config.query_size :])
+            attended = attention.attend(plan, index, qkv[:, : config.query_size])
+            x = layer.attention_output.add(attended, x)
+            normalised = self._normalise(x, layer.mlp_norm)
+            x = layer.down.add(layer.up.multiply(normalised, layer.gate.silu(normalised)), x)
+        return self._head(self._normalise(x[logit_rows], self._norm)).float()
+
+    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+
+def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype) -> _Layer:
+    prefix = f"model.layers.{index}"
+
+    def norm(name: str) -> torch.Tensor:
+        return weights.pop(f"{prefix}.{name}.weight").to(dtype, copy=True)
+
+    def linear(*names: str) -> Linear:
+        parts = [weights.pop(f"{prefix}.{name}.weight").to(dtype) for name in names]
+        biases = [
+            weights.pop(f"{prefix}.{name}.bias").to(dtype) for name in names if f"{prefix}.{name}.bias" in weights
+        ]
+        # Always a copy: `cat` of one tensor, too, leaves the mapped file.
+        return make_linear(torch.cat(parts), torch.cat(biases) if biases else None)
+
+    return _Layer(
+        attention_norm=norm("input_layernorm"),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        attention_output=linear("self_attn.o_proj"),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate=linear("mlp.gate_proj"),
+        up=linear("mlp.up_proj"),
+        down=linear("mlp.down_proj"),
+    )

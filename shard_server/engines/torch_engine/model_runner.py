@@ -1,0 +1,118 @@
+"""Runs the model for the scheduler: one call computes one step of continuous batching."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.attention import Extent, PagedAttention
+from shard_server.engines.torch_engine.config import load_config
+from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
+from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
+from shard_server.engines.torch_engine.model import LlamaModel
+from shard_server.engines.torch_engine.weights import load_weights
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclasses.dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step."""
+
+    token_ids: Sequence[int]
+    """Tokens to compute in this step."""
+    num_computed_tokens: int
+    """How many tokens of the sequence lie in KV already; these come behind."""
+    block_table: Sequence[int]
+    """Covers num_computed_tokens + len(token_ids) tokens."""
+    wants_logits: bool
+    """True when the last of token_ids is the sequence's last known token."""
+
+
+class ModelRunner:
+    """A model, its KV blocks and the threads that compute. Used from one thread at a time."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        num_threads: int,
+    ) -> None:
+        """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
+        `max_model_len` or `num_threads` means the default. Raises EngineError."""
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        torch_dtype = _DTYPES[dtype]
+        config = load_config(model_dir)
+        if max_model_len > config.max_position_embeddings:
+            raise EngineError(
+                f"max_model_len is {max_model_len}, but {model_dir} was made for {config.max_position_embeddings} tokens"
+            )
+        self.vocab_size = config.vocab_size
+        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.eos_token_ids = config.eos_token_ids
+        self.num_blocks = num_blocks or default_num_blocks(
+            config, block_size=block_size, max_model_len=self.max_model_len, dtype=torch_dtype
+        )
+        with torch.inference_mode():
+            weights = load_weights(model_dir, config)
+            self._model = LlamaModel(config, weights, dtype=torch_dtype, max_model_len=self.max_model_len)
+            self._cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
+            self._attention = PagedAttention(config, self._cache)
+            granularity = common_row_granularity(self._model.distinct_linears, torch_dtype)
+            self._row_granularity = granularity or 1
+            self.batch_invariant = granularity is not None and attention_is_invariant(config, torch_dtype)
+            """Whether logits do not depend on the batch, bit for bit: measured on this machine at the start."""
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """Compute the tokens of `batch` and keep their KV.
+
+        Returns float32 logits [number of sequences with wants_logits, vocab_size], in batch order.
+        """
+        decodes = [index for index, sequence in enumerate(batch) if len(sequence.token_ids) == 1]
+        decodes.sort(key=lambda index: batch[index].num_computed_tokens, reverse=True)
+        prefills = [index for index, sequence in enumerate(batch) if len(sequence.token_ids) > 1]
+        extents: dict[int, Extent] = {}
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for index in (*decodes, *prefills):
+            sequence = batch[index]
+            num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
+            extents[index] = Extent(len(token_ids), num_new, num_past, sequence.block_table)
+            token_ids += sequence.token_ids
+            positions += range(num_past, num_past + num_new)
+        plan = self._attention.plan([extents[index] for index in decodes], [extents[index] for index in prefills])
+        plan.num_rows = self._rounded(plan.num_rows)
+        padding = [0] * (plan.num_rows - len(token_ids))
+        logit_rows = [
+            extents[index].first_row + extents[index].num_new - 1
+            for index, sequence in enumerate(batch)
+            if sequence.wants_logits
+        ]
+        num_logits = len(logit_rows)
+        logit_rows += [0] * (self._rounded(num_logits) - num_logits)
+        logits = self._model.forward(
+            torch.tensor(token_ids + padding),
+            torch.tensor(positions + padding),
+            torch.tensor(logit_rows, dtype=torch.int64),
+            plan,
+            self._attention,
+            self._cache,
+        )
+        return logits[:num_logits]
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the KV of one block to another."""
+        self._cache.copy_block(source, target)
+
+    def _rounded(self, num_rows: int) -> int:
+        return -(-num_rows // self._row_granularity) * self._row_granularity
