@@ -81,16 +81,18 @@ class AliasedEncoder:
                 self._aliases[content] = f"{_ALIAS_BRACKET}{self._nonce}{len(self._aliases)}{_ALIAS_BRACKET}"
                 entry["content"] = self._aliases[content]
             real_ids[entry["content"]] = entry["id"]
-        self._special_ids = frozenset(real_ids[alias] for alias in self._aliases.values())
         self._twin = Tokenizer.from_str(json.dumps(description))
         # The twin numbers its added tokens anew where the model's own vocabulary does not know them.
         self._real_ids = {self._twin.token_to_id(content): real_id for content, real_id in real_ids.items()}
+        special_ids = frozenset(real_ids[alias] for alias in self._aliases.values())
+        self._spelled_out_ids = special_ids - self._real_ids.keys()
+        """Control tokens that come out as such can only come from the twin's model, that is from ordinary text."""
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Ids of a rendered text in which `mark` breaks what is not to be a special token."""
         aliased = self._strings.replace(text, self._aliases).replace(mark, "")
         ids: list[int] = self._twin.encode_batch_fast([aliased], add_special_tokens=False)[0].ids
-        if not self._special_ids.isdisjoint(ids):
+        if not self._spelled_out_ids.isdisjoint(ids):
             # A vocabulary that spells a control token out as an ordinary piece: there is no plain way to write it.
             raise invalid_argument("The content holds a control token of the model.", "messages")
         real_ids = self._real_ids

@@ -1,0 +1,58 @@
+"""Small tokenizers, trained on the spot, for tests that need no model."""
+
+from __future__ import annotations
+
+import functools
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from kvloom.chat_template import ChatTemplate
+from kvloom.tokenizer import ModelTokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog, and im_end | <| |> start of it\n" * 20,
+    "héé 日本語 日本 🙂 " * 20,
+]
+
+
+@functools.cache
+def byte_level_tokenizer() -> Tokenizer:
+    """GPT-2 style; "<think>" is an added token that is not special and not in the model's own vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL[:2],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer.add_special_tokens([SPECIAL[2]])  # behind it, so that ids shift when a twin is numbered anew
+    return tokenizer
+
+
+@functools.cache
+def model_tokenizer() -> ModelTokenizer:
+    tokenizer = byte_level_tokenizer()
+    eos = tokenizer.token_to_id("<|im_end|>")
+    return ModelTokenizer(tokenizer, template=ChatTemplate(CHATML, {}), eos_token_ids=frozenset({eos}))
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Llama 2 style: "▁" for spaces, <0xNN> for what the vocabulary lacks."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "é"]
+    model = {"type": "BPE", "vocab": {p: i for i, p in enumerate(pieces)}, "merges": []}
+    tokenizer = Tokenizer(models.BPE(vocab=model["vocab"], merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer

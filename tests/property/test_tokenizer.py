@@ -1,0 +1,117 @@
+"""Laws of tokenizing and detokenizing, for any text and any way of cutting it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.detokenizer import IncrementalDetokenizer
+from kvloom.errors import KvloomError
+from kvloom.special_tokens import AliasedEncoder, SpecialStrings
+from kvloom.tokenizer import ChatMessage
+from tests.fakes.tiny_tokenizer import SPECIAL, byte_level_tokenizer, model_tokenizer
+
+TOKENIZER = model_tokenizer()
+STRINGS = SpecialStrings(SPECIAL)
+ALIASED = AliasedEncoder(byte_level_tokenizer(), STRINGS)
+
+texts = st.text(st.sampled_from("ab <|im_end>start\n日é🙂\ue000"), max_size=60) | st.text(max_size=30)
+injections = st.lists(st.sampled_from([*SPECIAL, "<|im_", "end|>", "<think>", "a", "<", " "]), max_size=8).map("".join)
+token_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
+
+
+@given(texts)
+@settings(max_examples=150)
+def test_the_aliased_encoding_equals_the_plain_one(text: str) -> None:
+    """Where a conversation holds no special string, the guarded way gives the same ids as the plain way."""
+    if any(special in text for special in SPECIAL):
+        return
+    prompt = f"<|im_start|>user\n{text}<|im_end|>\n<think>"
+    assert ALIASED.encode(prompt, "\uf8ff") == TOKENIZER.encode_now(prompt)
+
+
+@given(st.lists(injections | texts, min_size=1, max_size=4))
+@settings(max_examples=150)
+def test_contents_never_yield_control_tokens(contents: list[str]) -> None:
+    """The prompt's control tokens are the template's, whatever the contents; its text is the conversation's."""
+    messages = [ChatMessage("user", content) for content in contents]
+    ids, text = asyncio.run(TOKENIZER.encode_chat(messages))
+    assert text == TOKENIZER.render_chat(messages)
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+    assert sum(not TOKENIZER.shown_bytes(i) for i in ids) == 2 * len(contents) + 1
+
+
+def feed(detokenizer: IncrementalDetokenizer, ids: list[int], cuts: list[int]) -> str:
+    edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    pieces = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
+    return "".join(pieces) + detokenizer.flush()
+
+
+cuts = st.lists(st.integers(0, 100), max_size=40)
+
+
+@given(token_ids, cuts)
+@settings(max_examples=200)
+def test_any_cut_of_the_tokens_gives_the_whole_text(ids: list[int], at: list[int]) -> None:
+    """Text does not depend on how tokens are grouped into steps; random ids make broken UTF-8 too."""
+    text = feed(IncrementalDetokenizer(TOKENIZER), ids, at)
+    assert text == TOKENIZER.decode(ids) == byte_level_tokenizer().decode(ids)
+
+
+stops = st.lists(st.text(st.sampled_from("ab é日<"), min_size=1, max_size=5), min_size=1, max_size=4)
+stop_text_ids = (st.text(st.sampled_from("aab é日<"), max_size=40)).map(TOKENIZER.encode_now) | token_ids
+
+
+def cut_before_first_complete(text: str, stop_strings: list[str]) -> tuple[str, str | None]:
+    """The definition, written plainly."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stop_strings, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(stop_text_ids, stops, cuts)
+@settings(max_examples=300)
+def test_stop_strings_cut_the_same_for_any_cut_of_the_tokens(ids: list[int], strings: list[str], at: list[int]) -> None:
+    """The answer ends before the stop string that is first complete, over token borders, with nothing shown of it."""
+    detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
+    text = feed(detokenizer, ids, at)
+    assert (text, detokenizer.stop_string) == cut_before_first_complete(TOKENIZER.decode(ids), strings)
+
+
+@given(stop_text_ids, stops)
+@settings(max_examples=150)
+def test_no_more_is_held_back_than_a_stop_string_needs(ids: list[int], strings: list[str]) -> None:
+    """Held is exactly the longest end that a stop string may begin with: users see the rest at once."""
+    detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
+    shown = "".join(detokenizer.push([token_id]) for token_id in ids)
+    rest = detokenizer.flush()
+    if detokenizer.stop_string is not None or rest.endswith("\ufffd"):
+        return
+    text = shown + rest
+    prefixes = {string[:length] for string in strings for length in range(1, len(string))}
+    assert rest == max((prefix for prefix in prefixes if text.endswith(prefix)), key=len, default="")
+
+
+@given(stop_text_ids, stops | st.just([]), st.integers(0, 40), st.integers(0, 60))
+@settings(max_examples=300)
+def test_a_resumed_sequence_continues_where_delivery_ended(
+    ids: list[int], strings: list[str], num_resumed: int, num_delivered: int
+) -> None:
+    """After a failover the client gets exactly the rest: nothing twice, nothing skipped."""
+    whole_detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
+    safe = whole_detokenizer.push(ids[:num_resumed])
+    whole = safe + whole_detokenizer.push(ids[num_resumed:]) + whole_detokenizer.flush()
+    if num_delivered > len(safe):
+        with pytest.raises(KvloomError):
+            IncrementalDetokenizer(TOKENIZER, strings, ids[:num_resumed], num_delivered)
+        return
+    resumed = IncrementalDetokenizer(TOKENIZER, strings, ids[:num_resumed], num_delivered)
+    rest = resumed.push(ids[num_resumed:]) + resumed.flush()
+    assert safe[:num_delivered] + rest == whole
+    assert resumed.stop_string == whole_detokenizer.stop_string
