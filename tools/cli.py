@@ -1,0 +1,38 @@
+"""The `kvloom` command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import click
+
+from tools.lazy_group import LazyGroup
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "up": "tools.up:up",
+        "down": "tools.up:down",
+        "status": "tools.status:status",
+        "logs": "tools.logs:logs",
+        "chat": "tools.chat:chat",
+        "bench": "tools.cli:bench",
+    },
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(importlib.metadata.version("kvloom"), prog_name="kvloom")
+def main() -> None:
+    """kvloom: a low-latency serving fabric for language models, on this machine.
+
+    Every option has an environment twin: --http-port is KVLOOM_HTTP_PORT.
+    """
+
+
+@click.group(cls=LazyGroup, commands_at={"engine": "tools.bench_engine:bench_engine"})
+def bench() -> None:
+    """Measure."""
+
+
+if __name__ == "__main__":
+    main()

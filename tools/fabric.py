@@ -1,0 +1,131 @@
+"""Runs a whole fabric in the foreground: starts it, says when it is ready, keeps it up, stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+from kvloom.config import KvloomConfig
+from tools.child import ChildFailedError
+from tools.failures import CommandError
+from tools.processes import STOP_ORDER, plan_stages
+from tools.readiness import fleet_is_complete, http_url, is_http_ready, router_address
+from tools.reporters import Reporter
+from tools.state import FabricState, RunFolder, own_start_time
+from tools.supervisor import Supervisor
+
+_READY_TIMEOUT_SECONDS = 60.0
+"""From "every process serves" to "they have found one another"."""
+_POLL_SECONDS = 0.05
+
+
+class Fabric:
+    """One run. `config` has every address and the model's path filled in."""
+
+    def __init__(
+        self,
+        config: KvloomConfig,
+        folder: RunFolder,
+        reporter: Reporter,
+        *,
+        embed_redis: bool,
+        start_timeout_seconds: float,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._reporter = reporter
+        self._state = FabricState(
+            supervisor_pid=os.getpid(),
+            supervisor_started=own_start_time(),
+            http_url=http_url(config),
+            router_address=router_address(config),
+            model=config.model.name,
+        )
+        self._supervisor = Supervisor(
+            plan_stages(
+                config, folder.config_path, embed_redis=embed_redis, start_timeout_seconds=start_timeout_seconds
+            ),
+            stop_order=STOP_ORDER,
+            log_dir=folder.log_dir,
+            on_change=self._write_state,
+            on_event=reporter.step,
+        )
+
+    async def run(self) -> None:
+        """Until SIGINT, SIGTERM or SIGHUP; a second one kills what still runs. Leaves no process behind. Raises
+        CommandError when the fabric does not come up."""
+        stop = self._stop_on_signals()
+        self._write_state()
+        work = asyncio.create_task(self._start_and_watch(), name="fabric")
+        stopped = asyncio.create_task(stop.wait(), name="stop signal")
+        try:
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        except ChildFailedError as error:
+            raise CommandError(f"{error}\n  (logs: {self._folder.log_dir})") from error
+        finally:
+            self._enter_phase("stopping")
+            if stop.is_set():
+                self._reporter.step("stopping: running requests may finish (again to stop at once)")
+            for task in (work, stopped):
+                task.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
+            await self._supervisor.stop()
+
+    async def _start_and_watch(self) -> None:
+        await self._supervisor.start()
+        await self._wait_ready()
+        self._enter_phase("ready")
+        self._announce()
+        await self._supervisor.watch()
+
+    async def _wait_ready(self) -> None:
+        """Every shard is known to the router, and the edge takes requests."""
+        config = self._config
+        deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
+        while not (
+            self._supervisor.all_ready
+            and await fleet_is_complete(self._state.router_address, config.shard.num_shards)
+            and await is_http_ready(config)
+        ):
+            if time.monotonic() > deadline:
+                raise CommandError(
+                    f"every process runs, but {self._state.http_url}/ready did not turn ready in "
+                    f"{_READY_TIMEOUT_SECONDS:g} s (logs: {self._folder.log_dir})"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _announce(self) -> None:
+        url = self._state.http_url
+        self._reporter.line("")
+        self._reporter.line(f"  model      {self._config.model.name}")
+        self._reporter.line(f"  chat page  {url}/")
+        self._reporter.line(f"  API        {url}/v1")
+        self._reporter.line(f"  router     {self._state.router_address} (gRPC)")
+        self._reporter.line(f"  logs       {self._folder.log_dir}")
+        self._reporter.line("")
+        self._reporter.ready(url)
+
+    def _stop_on_signals(self) -> asyncio.Event:
+        stop = asyncio.Event()
+
+        def on_signal() -> None:
+            if stop.is_set():
+                self._supervisor.force_stop()
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, on_signal)
+        return stop
+
+    def _enter_phase(self, phase: str) -> None:
+        self._state.phase = phase
+        self._write_state()
+
+    def _write_state(self) -> None:
+        self._state.processes = self._supervisor.statuses
+        self._folder.write(self._state)

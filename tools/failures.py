@@ -1,0 +1,21 @@
+"""How a command fails: one line on stderr, a status that scripts can tell apart."""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, Any, Final
+
+import click
+
+EXIT_NOT_RUNNING: Final = 3
+
+
+class CommandError(click.ClickException):
+    """`message` is for the user: what is wrong, and where it helps, what to do."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue]  (click reads the instance)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        print(f"error: {self.message}", file=file or sys.stderr)

@@ -1,0 +1,111 @@
+"""From what the user asked for to a running fabric: settings completed, ports and model found, processes started."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from kvloom.config import KvloomConfig, ModelConfig, dump_config
+from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
+from tools.fabric import Fabric
+from tools.failures import CommandError
+from tools.models import resolve_model
+from tools.processes import pick_free_ports, port_is_free
+from tools.reporters import LogReporter, Reporter
+from tools.state import RunFolder
+
+
+def apply_flags(
+    config: KvloomConfig,
+    *,
+    shards: int | None,
+    engine: Literal["torch", "sim"] | None,
+    sim_step_ms: float | None,
+    sim_prefill_tokens_per_second: float | None,
+    http_port: int | None,
+    router_port: int | None,
+    redis_url: str | None,
+) -> None:
+    """What was given goes over what the file says."""
+    if shards is not None:
+        config.shard.num_shards = shards
+    if engine is not None:
+        config.shard.engine = engine
+    if sim_step_ms is not None:
+        config.shard.sim.step_ms = sim_step_ms
+    if sim_prefill_tokens_per_second is not None:
+        config.shard.sim.prefill_tokens_per_second = sim_prefill_tokens_per_second
+    if http_port is not None:
+        config.edge.port = http_port
+    if router_port is not None:
+        config.router.port = router_port
+    if redis_url is not None:
+        config.redis.url = redis_url
+
+
+def absolute_model(model: str | None) -> str | None:
+    """A path is taken from where the command was given, also when a daemon opens it."""
+    if model is None or model == BUILTIN_MODEL_NAME:
+        return model
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    config: KvloomConfig
+    folder: RunFolder
+    model: str | None
+    """As given with --model. None: what `config.model` says."""
+    model_cache_dir: Path
+    start_timeout_seconds: float
+
+    def run(self, reporter: Reporter) -> None:
+        """Until a signal stops it. Raises CommandError when the fabric cannot come up."""
+        with self.folder.locked():
+            reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
+            try:
+                embed_redis = not self.config.redis.url
+                self._fill_in_ports()
+                self._fill_in_model(reporter)
+                self.config.data_dir = str(self.folder.data_dir)
+                dump_config(self.config, self.folder.config_path)
+                fabric = Fabric(
+                    self.config,
+                    self.folder,
+                    reporter,
+                    embed_redis=embed_redis,
+                    start_timeout_seconds=self.start_timeout_seconds,
+                )
+                asyncio.run(fabric.run())
+            except CommandError as error:
+                reporter.note(f"error: {error.message}")
+                raise
+
+    def _fill_in_ports(self) -> None:
+        """A restarted process comes back where it was, so every port is fixed here."""
+        config = self.config
+        for section, flag in ((config.edge, "--http-port"), (config.router, "--router-port")):
+            if section.port and not port_is_free(section.host, section.port):
+                where = f"{section.host}:{section.port}"
+                raise CommandError(f"cannot listen on {where}: another process uses the port (choose with {flag})")
+        if config.edge.port == config.router.port != 0:
+            raise CommandError(f"--http-port and --router-port are both {config.edge.port}")
+        fresh = pick_free_ports(4)
+        config.edge.port = config.edge.port or fresh[0]
+        config.router.port = config.router.port or fresh[1]
+        config.safety.port = config.safety.port or fresh[2]
+        config.redis.url = config.redis.url or f"redis://127.0.0.1:{fresh[3]}/0"
+
+    def _fill_in_model(self, reporter: Reporter) -> None:
+        wanted = self.config.model
+        if self.model is None and not wanted.path and wanted.name != BUILTIN_MODEL_NAME:
+            raise CommandError(f"model.path is not set for model {wanted.name} (built in: {BUILTIN_MODEL_NAME})")
+        source = self.model or wanted.path or BUILTIN_MODEL_NAME
+        reporter.step(f"model {source}")
+        name, path = resolve_model(source, self.model_cache_dir, reporter.step)
+        # A name in the file is the name that its own path is served under.
+        keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path)
+        self.config.model = ModelConfig(name=wanted.name if keeps_name else name, path=str(path))

@@ -1,0 +1,60 @@
+"""Flags: each kebab-case, each with its environment twin `KVLOOM_...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvloom.config import ConfigError, KvloomConfig, load_config
+from tools.failures import CommandError
+
+DEFAULT_DATA_DIR: Final = Path("~/.kvloom")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(flag: str, *names: str, **settings: Any) -> Callable[[F], F]:
+    """click.option with the twin of `--some-flag`: KVLOOM_SOME_FLAG."""
+    twin = "KVLOOM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return click.option(flag, *names, envvar=twin, show_envvar=True, **settings)
+
+
+def data_dir_option(function: F) -> F:
+    return option(
+        "--data-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        help=f"Where the fabric keeps its state, logs and models.  [default: {DEFAULT_DATA_DIR}]",
+    )(function)
+
+
+def config_option(function: F) -> F:
+    return option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="TOML or JSON file; flags and their environment twins go before it.",
+    )(function)
+
+
+def load_config_file(path: Path | None) -> KvloomConfig:
+    """Its relative paths are taken from the file's own directory. Raises CommandError."""
+    try:
+        config = load_config(path)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    base = Path.cwd() if path is None else path.absolute().parent
+    config.data_dir = _absolute(config.data_dir, base)
+    config.model.path = _absolute(config.model.path, base)
+    config.safety.policy_file = _absolute(config.safety.policy_file, base)
+    return config
+
+
+def choose_data_dir(flag: Path | None, config: KvloomConfig) -> Path:
+    return (flag or Path(config.data_dir or DEFAULT_DATA_DIR)).expanduser().absolute()
+
+
+def _absolute(path: str, base: Path) -> str:
+    return str(base / Path(path).expanduser()) if path else ""

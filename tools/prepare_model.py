@@ -1,0 +1,45 @@
+"""Make a model ready to load, in a process of its own: `python -m tools.prepare_model CACHE_DIR [GGUF_FILE]`.
+
+Prints what it does, a line each, and last the model's directory as `path: DIRECTORY`. A process of its own, because
+converting brings in torch, whose memory the supervisor would keep for as long as the fabric runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
+from shard_server.engines.torch_engine.converted_model import ensure_converted_model
+
+
+def main(args: list[str]) -> int:
+    cache_dir = Path(args[0])
+    try:
+        if len(args) == 1:
+            model_dir = ensure_builtin_model(cache_dir, _report)
+        else:
+            model_dir = _ensure_converted(Path(args[1]), cache_dir)
+    except (EngineError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    _report(f"path: {model_dir}")
+    return 0
+
+
+def _ensure_converted(gguf_path: Path, cache_dir: Path) -> Path:
+    """A file that was replaced by another of its size is another model: the time of change is part of the name."""
+    stat = gguf_path.stat()
+    identity = f"{gguf_path.resolve()}\0{stat.st_mtime_ns}\0{stat.st_size}"
+    name = f"{gguf_path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return ensure_converted_model(gguf_path, cache_dir, name=name, on_progress=_report)
+
+
+def _report(message: str) -> None:
+    print(message, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
