@@ -1,0 +1,188 @@
+"""An answer in the making: takes the router's news of all its choices and knows when it is over.
+
+`Answer` is the Sink that a request hands to the RouterLink. Its methods run inside the link's reader, so they never
+raise and never block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom.v1 import generation_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+
+log = structlog.get_logger()
+
+FINISH_REASONS: Final = {
+    generation_pb2.FINISH_REASON_STOP: "stop",
+    generation_pb2.FINISH_REASON_LENGTH: "length",
+    generation_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
+}
+
+
+class Answer:
+    """Base of streamed and collected answers. Choices are numbered through all prompts: prompt * n + choice."""
+
+    __slots__ = (
+        "_prompt_sizes",
+        "ended",
+        "error",
+        "finishes",
+        "first_token_at",
+        "num_choices",
+        "num_open",
+        "num_output_tokens",
+        "started_at",
+        "starts",
+    )
+
+    def __init__(self, prompt_sizes: Sequence[int], n: int) -> None:
+        self._prompt_sizes = prompt_sizes
+        self.num_choices = len(prompt_sizes) * n
+        self.num_open = self.num_choices
+        """Choices that have not finished; cancelling concerns these."""
+        self.num_output_tokens = 0
+        self.starts: dict[int, SequenceStart] = {}
+        self.finishes: dict[int, SequenceFinish] = {}
+        self.started_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: KvloomError | None = None
+        """Why it ended, when it did not end well."""
+
+    # --- Sink
+
+    def on_start(self, index: int, start: SequenceStart) -> None:
+        if self.ended.done():
+            return
+        self.starts[index] = start
+        try:
+            self._take_start(index)
+        except Exception:
+            self._on_bug()
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        if self.ended.done():
+            return
+        self.num_output_tokens += len(token_ids)
+        try:
+            self._take_tokens(index, delta, token_ids, logprobs)
+        except Exception:
+            self._on_bug()
+
+    def on_finish(self, index: int, finish: SequenceFinish) -> None:
+        if self.ended.done():
+            return
+        self.finishes[index] = finish
+        self.num_open -= 1
+        try:
+            error = self._fault(finish)
+            if error is not None:
+                self.fail(error)
+                return
+            self._take_finish(index, FINISH_REASONS[finish.reason])
+            if not self.num_open and not self.ended.done():
+                self._complete()
+                self.ended.set_result(None)
+        except Exception:
+            self._on_bug()
+
+    # --- for the handler
+
+    def fail(self, error: KvloomError) -> None:
+        """End it now, with an error."""
+        if not self.ended.done():
+            self.error = error
+            self.ended.set_result(None)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object. A prompt counts once, however many answers it has."""
+        n = self.num_choices // len(self._prompt_sizes)
+        first_of_prompts = [self.finishes[i] for i in range(0, self.num_choices, n)]
+        num_prompt_tokens = sum(self._prompt_sizes)
+        num_output_tokens = sum(finish.num_output_tokens for finish in self.finishes.values())
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached_tokens for finish in first_of_prompts)},
+        }
+
+    def details(self) -> dict[str, Any]:
+        """What `x-kvloom-details` asks for, of the first choice."""
+        start = self.starts.get(0)
+        return {
+            "shard_id": start.shard_id if start else "",
+            "num_cached_tokens": self.finishes[0].num_cached_tokens if 0 in self.finishes else 0,
+            "queue_time_seconds": round(start.queue_time_seconds, 6) if start else 0.0,
+        }
+
+    # --- for the two kinds of answer
+
+    @property
+    def _is_visible(self) -> bool:
+        """The client has seen something of it, so that it is too late for an HTTP status."""
+        raise NotImplementedError
+
+    def _take_start(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        raise NotImplementedError
+
+    def _take_finish(self, index: int, finish_reason: str) -> None:
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        raise NotImplementedError
+
+    def _note_first_token(self) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+
+    def _fault(self, finish: SequenceFinish) -> KvloomError | None:
+        """The error that a finish stands for, if it does."""
+        reason = finish.reason
+        if reason in (generation_pb2.FINISH_REASON_STOP, generation_pb2.FINISH_REASON_LENGTH):
+            return None
+        if reason == generation_pb2.FINISH_REASON_CONTENT_FILTER:
+            # Nothing was generated: it is the prompt that was refused, which is the client's error.
+            if finish.num_output_tokens or self.num_output_tokens or self._is_visible:
+                return None
+            message = finish.error.message or "The prompt was refused by the safety policy."
+            return KvloomError(ErrorReason.ERROR_REASON_CONTENT_FILTERED, message)
+        if reason == generation_pb2.FINISH_REASON_CANCELLED:
+            return KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled.")
+        if finish.error.reason == ErrorReason.ERROR_REASON_UNSPECIFIED:
+            return KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The request failed.")
+        return KvloomError.from_proto(finish.error)
+
+    def _on_bug(self) -> None:
+        log.exception("answer broke")
+        self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The answer could not be delivered."))
+
+
+class PromptSink:
+    """Gives one prompt's choices their place among those of all prompts."""
+
+    __slots__ = ("_answer", "_base")
+
+    def __init__(self, answer: Answer, base: int) -> None:
+        self._answer = answer
+        self._base = base
+
+    def on_start(self, index: int, start: SequenceStart) -> None:
+        self._answer.on_start(self._base + index, start)
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self._answer.on_tokens(self._base + index, delta, token_ids, logprobs)
+
+    def on_finish(self, index: int, finish: SequenceFinish) -> None:
+        self._answer.on_finish(self._base + index, finish)

@@ -1,0 +1,37 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from edge_http.body import read_json_body
+from edge_http.edge import Edge
+from edge_http.generation import Job, envelope_for, generate, wants_usage
+from edge_http.prompt import chat_prompt
+from edge_http.requests import decode_chat
+from edge_http.sampling import chat_max_tokens, chat_sampling, num_choices, stop_conditions
+from edge_http.shapes import ChatShape
+
+
+async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    with edge.admitted():
+        raw = await read_json_body(request, edge.config.max_body_bytes)
+        body = decode_chat(raw, edge.config.max_messages)
+        model = edge.find_model(body.model)
+        n = num_choices(body)
+        sampling = chat_sampling(body)
+        max_tokens, max_tokens_field = chat_max_tokens(body)
+        stop = stop_conditions(body, max_tokens)
+        job = Job(
+            operation="chat",
+            model=model,
+            prompts=[await chat_prompt(body, model.tokenizer)],
+            n=n,
+            sampling=sampling,
+            stop=stop,
+            max_tokens_field=max_tokens_field,
+            stream=bool(body.stream),
+            include_usage=wants_usage(body),
+        )
+        envelope = envelope_for(job, "chatcmpl-")
+        return await generate(edge, request, job, ChatShape(envelope, model.tokenizer), envelope.id)

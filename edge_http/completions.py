@@ -1,0 +1,35 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from edge_http.body import read_json_body
+from edge_http.edge import Edge
+from edge_http.generation import Job, envelope_for, generate, wants_usage
+from edge_http.prompt import completion_prompts
+from edge_http.requests import decode_completion
+from edge_http.sampling import completion_max_tokens, completion_sampling, num_choices, stop_conditions
+from edge_http.shapes import CompletionShape
+
+
+async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    with edge.admitted():
+        body = decode_completion(await read_json_body(request, edge.config.max_body_bytes))
+        model = edge.find_model(body.model)
+        n = num_choices(body)
+        sampling = completion_sampling(body)
+        stop = stop_conditions(body, completion_max_tokens(body))
+        job = Job(
+            operation="text_completion",
+            model=model,
+            prompts=await completion_prompts(body, n, model.tokenizer),
+            n=n,
+            sampling=sampling,
+            stop=stop,
+            max_tokens_field="max_tokens",
+            stream=bool(body.stream),
+            include_usage=wants_usage(body),
+        )
+        envelope = envelope_for(job, "cmpl-")
+        return await generate(edge, request, job, CompletionShape(envelope, model.tokenizer), envelope.id)

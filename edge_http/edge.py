@@ -1,0 +1,107 @@
+"""What all handlers share: configuration, the way to the router, the models, and who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from edge_http.metrics import EdgeMetrics
+from kvloom.config import EdgeConfig
+from kvloom.errors import KvloomError
+from kvloom.router_link import RouterLink
+from kvloom.tokenizer import ModelTokenizer
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import ModelInfo
+
+BUSY_RETRY_SECONDS: Final = 1.0
+DRAINING_RETRY_SECONDS: Final = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this edge can tokenize for."""
+
+    name: str
+    tokenizer: ModelTokenizer
+    created: int
+    """Unix time, for the OpenAI model object."""
+    system_fingerprint: str
+
+
+class Edge:
+    """State of one edge process. Lives on the event loop."""
+
+    def __init__(self, config: EdgeConfig, link: RouterLink, models: Mapping[str, ServedModel]) -> None:
+        self.config = config
+        self.link = link
+        self.models = models
+        self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
+        self.num_running = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def drain(self) -> None:
+        """Take no new requests from now on; what runs goes on."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Return once no request runs."""
+        await self._idle.wait()
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Holds one of the places for running requests. Raises KvloomError (DRAINING, QUEUE_FULL)."""
+        if self._draining:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_DRAINING,
+                "This server is stopping and takes no new requests.",
+                retry_after_seconds=DRAINING_RETRY_SECONDS,
+            )
+        if self.num_running >= self.config.max_concurrent_requests:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_QUEUE_FULL,
+                "This server is at its limit of concurrent requests.",
+                retry_after_seconds=BUSY_RETRY_SECONDS,
+            )
+        self.num_running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                self._idle.set()
+
+    def find_model(self, name: str) -> ServedModel:
+        """Raises KvloomError (MODEL_NOT_FOUND)."""
+        model = self.models.get(name)
+        if model is None:
+            shown = name if len(name) <= 128 else name[:128] + "…"
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, f"The model '{shown}' does not exist.", field="model"
+            )
+        return model
+
+    def model_info(self, name: str) -> ModelInfo | None:
+        """What the router said of a model; None while it knows of no shard that serves it."""
+        return next((model for model in self.link.fleet.models if model.name == name), None)
+
+    def not_ready_reason(self) -> str:
+        """Why no request can be served now; "" when it can."""
+        if self._draining:
+            return "this edge is draining"
+        if not self.link.connected:
+            return "the router cannot be reached"
+        if self.link.fleet.draining:
+            return "the router is draining"
+        if not any(model.num_ready_shards for model in self.link.fleet.models if model.name in self.models):
+            return "no shard is ready"
+        return ""

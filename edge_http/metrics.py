@@ -1,0 +1,104 @@
+"""The edge's metrics: counted once a request, never once a token. Names are OpenTelemetry's where it has one.
+
+The `model` label only ever holds names of models that this edge serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from edge_http.answer import Answer
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
+_GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
+
+
+class EdgeMetrics:
+    """One per edge, with a registry of its own."""
+
+    def __init__(self, num_running: Callable[[], float], is_connected: Callable[[], bool]) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        prometheus_client.ProcessCollector(registry=registry)
+        prometheus_client.GCCollector(registry=registry)
+        self._requests = Counter(
+            "kvloom_edge_requests", "HTTP requests by route and status.", ("route", "status"), registry=registry
+        )
+        self._disconnects = Counter(
+            "kvloom_edge_client_disconnects", "Clients that went away before their answer ended.", registry=registry
+        )
+        self._slow_clients = Counter(
+            "kvloom_edge_slow_clients", "Streams ended because the client read too slowly.", registry=registry
+        )
+        self._output_tokens = Counter(
+            "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry=registry
+        )
+        self._events = Counter("kvloom_edge_sse_events", "Server-sent events written.", registry=registry)
+        running = Gauge("kvloom_edge_running_requests", "Generation requests under way.", registry=registry)
+        running.set_function(num_running)
+        connected = Gauge("kvloom_edge_router_connected", "1 while the link to the router is up.", registry=registry)
+        connected.set_function(lambda: float(is_connected()))
+        self._duration = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "From the prompt's submission to the last token.",
+            (*_GEN_AI_LABELS, "error_type"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "From the prompt's submission to the first token.",
+            _GEN_AI_LABELS,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time between the tokens of an answer, after the first.",
+            _GEN_AI_LABELS,
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._usage = Histogram(
+            "gen_ai_client_token_usage",
+            "Tokens of a request.",
+            (*_GEN_AI_LABELS, "gen_ai_token_type"),
+            buckets=_TOKENS,
+            registry=registry,
+        )
+
+    def on_response(self, route: str, status: int) -> None:
+        """`route` is one of the routing table's names, never a path that a client made up."""
+        self._requests.labels(route, str(status)).inc()
+
+    def on_disconnect(self) -> None:
+        self._disconnects.inc()
+
+    def on_answer(self, operation: str, model: str, answer: Answer, num_prompt_tokens: int, num_events: int) -> None:
+        """An answer that was submitted is over, well or not. `model` is the served model's name."""
+        now = time.monotonic()
+        error_type = answer.error.reason_name.lower() if answer.error else ""
+        self._duration.labels(operation, model, error_type).observe(now - answer.started_at)
+        self._output_tokens.labels(model).inc(answer.num_output_tokens)
+        self._usage.labels(operation, model, "input").observe(num_prompt_tokens)
+        self._usage.labels(operation, model, "output").observe(answer.num_output_tokens)
+        self._events.inc(num_events)
+        if answer.first_token_at is not None:
+            self._ttft.labels(operation, model).observe(answer.first_token_at - answer.started_at)
+            tokens_per_choice = answer.num_output_tokens / answer.num_choices
+            if tokens_per_choice > 1:
+                self._tpot.labels(operation, model).observe((now - answer.first_token_at) / (tokens_per_choice - 1))
+        if answer.error is not None and answer.error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:
+            self._slow_clients.inc()
+
+    def exposition(self) -> bytes:
+        return prometheus_client.generate_latest(self._registry)

@@ -1,0 +1,45 @@
+"""The chat page: three static files, kept in memory, that load nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import xxhash
+from aiohttp import web
+
+from edge_http.edge import Edge
+
+_FOLDER: Final = Path(__file__).parent
+_FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/chat.css": ("chat.css", "text/css"),
+    "/chat.js": ("chat.js", "text/javascript"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
+_SECURITY_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asks each time, answered with 304
+}
+
+
+def _file_handler(name: str, content_type: str) -> Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]:
+    content = (_FOLDER / name).read_bytes()
+    etag = f'"{xxhash.xxh3_64_hexdigest(content)}"'
+    headers = {**_SECURITY_HEADERS, "ETag": etag}
+
+    async def handle(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+        if etag in request.headers.get("If-None-Match", ""):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=content, content_type=content_type, charset="utf-8", headers=headers)
+
+    return handle
+
+
+PAGE_ROUTES: Final[Mapping[str, Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
+    path: _file_handler(name, content_type) for path, (name, content_type) in _FILES.items()
+}
+"""Path → handler."""

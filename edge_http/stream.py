@@ -1,0 +1,108 @@
+"""A streamed answer: every delta becomes one server-sent event the moment it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from edge_http.answer import Answer
+from edge_http.shapes import Shape, encode_json
+from edge_http.sse import DONE, EventStream
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import TokenLogprobs
+
+SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
+"""How long a client that read too slowly may take for what is buffered, the error included."""
+
+
+class StreamedAnswer(Answer):
+    """Sends nothing before the first news of any choice, so that a refusal can still have its HTTP status."""
+
+    __slots__ = ("_events", "_headers", "_include_usage", "_opened", "_shape", "_with_details")
+
+    def __init__(
+        self,
+        prompt_sizes: Sequence[int],
+        n: int,
+        shape: Shape,
+        events: EventStream,
+        headers: Mapping[str, str],
+        *,
+        include_usage: bool,
+        with_details: bool,
+    ) -> None:
+        super().__init__(prompt_sizes, n)
+        self._shape = shape
+        self._events = events
+        self._headers = headers
+        self._include_usage = include_usage
+        self._with_details = with_details
+        self._opened = [False] * self.num_choices
+
+    @property
+    def events(self) -> EventStream:
+        return self._events
+
+    @property
+    def _is_visible(self) -> bool:
+        return self._events.begun
+
+    def fail(self, error: KvloomError) -> None:
+        if not self.ended.done() and self._events.begun:
+            payload = encode_json(error.to_openai())
+            if error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:
+                self._events.break_off(payload, SLOW_CLIENT_LINGER_SECONDS)
+            else:
+                self._events.send(b"", payload, b"")
+                self._events.end()
+        super().fail(error)
+
+    def _take_start(self, index: int) -> None:
+        if not self._opened[index]:
+            self._open(index)
+
+    def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        if not self._opened[index]:
+            self._open(index)
+        shape = self._shape
+        if logprobs:
+            entries = shape.logprobs(index, token_ids, logprobs)
+            self._send(shape.delta_with_logprobs(index, delta, entries))
+        elif delta and not self._events.send(shape.prefixes[index], encode_json(delta), shape.suffix):
+            self._on_slow_reader()
+
+    def _take_finish(self, index: int, finish_reason: str) -> None:
+        if not self._opened[index]:
+            self._open(index)
+        is_last_chunk = not self.num_open and not self._include_usage
+        details = self.details() if is_last_chunk and self._with_details else None
+        self._send(self._shape.finish(index, finish_reason, details))
+
+    def _complete(self) -> None:
+        if self._include_usage:
+            self._send(self._shape.usage_chunk(self.usage(), self.details() if self._with_details else None))
+        self._send(DONE)
+        self._events.end()
+
+    def _open(self, index: int) -> None:
+        """The first news of a choice."""
+        self._opened[index] = True
+        self._note_first_token()
+        if not self._events.begun:
+            self._events.begin(self._headers)
+        opening = self._shape.opening(index)
+        if opening is not None:
+            self._send(opening)
+
+    def _send(self, chunk: bytes) -> None:
+        if not self._events.send(chunk, b"", b""):
+            self._on_slow_reader()
+
+    def _on_slow_reader(self) -> None:
+        self.fail(
+            KvloomError(
+                ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW,
+                "The stream was ended because the client reads it too slowly.",
+            )
+        )

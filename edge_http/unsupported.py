@@ -1,0 +1,76 @@
+"""OpenAI parameters that kvloom does not support: known by name, so that each is refused by name and never ignored.
+
+The tables give, for every such field, the values besides null that ask for nothing and are therefore accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvloom.errors import unsupported
+
+Harmless = Mapping[str, Sequence[Any]]
+"""Field name → values that mean "off"."""
+
+_BOTH: Final[Harmless] = {
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "store": (False,),
+}
+
+CHAT: Final[Harmless] = {
+    **_BOTH,
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"], []),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+COMPLETION: Final[Harmless] = {
+    **_BOTH,
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+MESSAGE: Final[Harmless] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+CONTENT_PART: Final[Harmless] = {
+    "file": (),
+    "image_url": (),
+    "input_audio": (),
+    "prompt_cache_breakpoint": (),
+    "refusal": (),
+}
+
+
+def refuse(body: object, harmless: Harmless, at: str = "") -> None:
+    """Raise KvloomError (UNSUPPORTED_PARAMETER) for the first field that asks for something we cannot do.
+
+    `at` prefixes the field's name, e.g. "messages[2].".
+    """
+    for name, values in harmless.items():
+        value = getattr(body, name)
+        if value is not None and not any(type(value) is type(off) and value == off for off in values):
+            field = at + name
+            raise unsupported(f"{field} is not supported.", field)
