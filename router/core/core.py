@@ -1,0 +1,321 @@
+"""The router core: events in, actions out. No I/O, no clock, no randomness of its own.
+
+    core = RouterCore(CoreConfig(), seed=1)
+    actions = core.handle(event, now)
+
+The same core runs in the service, in the trace simulator and in the deterministic simulation tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core import events as ev
+from router.core import integrity
+from router.core.actions import Action, FleetChanged, WantKvSnapshot
+from router.core.admission import check_servable, queue_full, safety_unavailable
+from router.core.deadlines import Deadlines
+from router.core.dispatch import Dispatcher
+from router.core.events import Event, Request
+from router.core.fleet import Fleet
+from router.core.frames import Finish
+from router.core.lifecycle import Lifecycle, request_ended
+from router.core.live import Client, LiveRequest
+from router.core.load_ledger import LoadLedger
+from router.core.outbox import Outbox
+from router.core.placement import Plan
+from router.core.placement.placer import Placer
+from router.core.prefix_index import PrefixIndex
+from router.core.relay import Relay
+from router.core.screening import Screening
+from router.core.verdicts import Verdicts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CoreConfig:
+    max_queued_requests: int = 1024
+    """Waiting for a shard with room; beyond that a request is refused at once."""
+    max_queue_seconds: float = 60.0
+    request_timeout_seconds: float = 600.0
+    """From arrival to the last token, for requests that do not say."""
+    max_attempts: int = 3
+    policy: str = "ect"
+    """A name in router.core.placement.POLICIES."""
+    answer_mode: str = "gate"
+    """gate: text is held until it is screened. async: sent at once, halted on a hit. off: not screened."""
+    safety_required: bool = True
+    """Refuse and end requests rather than serve them unscreened."""
+    max_held_tokens: int = 65536
+    """Tokens of one request that may wait for a verdict."""
+
+
+class RouterCore:
+    """Deterministic: the same events at the same times with the same seed give the same actions.
+
+    Raises ValueError for a policy or an answer mode that does not exist.
+    """
+
+    def __init__(self, config: CoreConfig, seed: int = 0) -> None:
+        self._config = config
+        self._outbox = Outbox()
+        self._fleet = Fleet()
+        self._index = PrefixIndex()
+        self._ledger = LoadLedger()
+        self._screening = Screening(self._outbox)
+        self._deadlines = Deadlines()
+        self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed)
+        self._dispatcher = Dispatcher(self._fleet, self._index, self._ledger, self._placer, self._outbox)
+        self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
+        self._verdicts = Verdicts(
+            self._lifecycle, self._screening, config.answer_mode, safety_required=config.safety_required
+        )
+        self._relay = Relay(
+            self._lifecycle,
+            self._dispatcher,
+            self._ledger,
+            self._screening,
+            self._outbox,
+            safety_required=config.safety_required,
+        )
+        self._told_fleet = self._fleet.state()
+        handlers: dict[type, Callable[[Any, float], None]] = {
+            ev.RequestArrived: self._on_request_arrived,
+            ev.SlotsCancelled: self._on_slots_cancelled,
+            ev.RequestCancelled: self._on_request_cancelled,
+            ev.ClientGone: self._on_client_gone,
+            ev.ShardUp: self._on_shard_up,
+            ev.ShardDown: self._on_shard_down,
+            ev.StepArrived: self._on_step_arrived,
+            ev.KvEventsArrived: self._on_kv_events,
+            ev.KvSnapshotArrived: lambda event, _now: self._on_kv_snapshot(event),
+            ev.LoadReported: self._on_load_reported,
+            ev.SafetyUp: lambda event, _now: self._on_safety_up(event),
+            ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
+            ev.PromptVerdict: self._verdicts.on_prompt,
+            ev.AnswersScreened: self._verdicts.on_answers,
+            ev.Tick: lambda _event, now: self._on_tick(now),
+            ev.DrainStarted: lambda _event, _now: self._on_drain_started(),
+        }
+        self._handlers = handlers
+
+    # -- API ------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in one event. `now` never goes backwards.
+
+        Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together; nothing has changed then,
+        and the stream that brought it should be broken.
+        """
+        self._handlers[type(event)](event, now)
+        if len(self._dispatcher.queue):
+            if self._dispatcher.check_hopeless:
+                self._lifecycle.give_up_hopeless(now)
+            self._dispatcher.serve_queue(now)
+        self._lifecycle.drop_idle_clients(self._outbox.clients)
+        return self._outbox.take()
+
+    def plan(self, request: Request, now: float) -> Plan:
+        """Where `request` would go, and how every shard looks to it. Places nothing."""
+        error = self._refusal(request)
+        if error is not None:
+            return Plan(len(request.prompt_token_ids), (), error=error)
+        return self._placer.plan(LiveRequest(request, Client(request.client_id), now), now)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this name is live."""
+        return request_id in self._lifecycle.requests
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is needed at the latest; None: not before another event."""
+        return self._deadlines.next()
+
+    @property
+    def fleet(self) -> FleetChanged:
+        """The state that clients were last told."""
+        return self._told_fleet
+
+    def check_integrity(self) -> None:
+        """Assert all invariants; for tests and simulation."""
+        integrity.check(
+            self._fleet, self._lifecycle, self._dispatcher, self._placer, self._ledger, self._index, self._screening
+        )
+
+    # -- clients --------------------------------------------------------------------------------------------------
+
+    def _on_request_arrived(self, event: ev.RequestArrived, now: float) -> None:
+        request = event.request
+        client = self._lifecycle.client(request.client_id)
+        error = self._refusal(request) or self._check_names(request, client)
+        if error is not None:
+            self._refuse(request, client, error, now)
+            return
+        live = LiveRequest(request, client, now)
+        live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
+        if not self._placer.can_run(live) and not self._make_queue_place(request.tenant, now):
+            self._refuse(request, client, queue_full(), now)
+            return
+        live.deadline = now + (request.timeout_seconds or self._config.request_timeout_seconds)
+        live.queue_deadline = min(live.deadline, now + self._config.max_queue_seconds)
+        self._lifecycle.add(live, client)
+        self._verdicts.begin(live)
+        for choice in live.choices:
+            if request.max_tokens is not None and choice.num_given_tokens >= request.max_tokens:
+                self._lifecycle.end(choice, FinishReason.FINISH_REASON_LENGTH, None, now)
+        if not live.num_open_choices:
+            return
+        self._deadlines.add(live.deadline, live)
+        if not self._dispatcher.dispatch(live, now):
+            self._dispatcher.queue.push(live)
+            self._deadlines.add(live.queue_deadline, live)
+        self._deadlines.drop_ended(len(self._lifecycle.requests))
+
+    def _refusal(self, request: Request) -> KvloomError | None:
+        error = check_servable(request, self._fleet)
+        if error is None and not self._verdicts.can_admit:
+            return safety_unavailable()
+        return error
+
+    def _check_names(self, request: Request, client: Client) -> KvloomError | None:
+        if request.request_id in self._lifecycle.requests:
+            return KvloomError(
+                ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID,
+                f"A request named {request.request_id!r} is still running.",
+                field="request_id",
+            )
+        slots = [choice.slot for choice in request.choices]
+        if not slots or len(set(slots)) != len(slots) or any(slot in client.choices for slot in slots):
+            return KvloomError(
+                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "Each choice needs a slot that is not in use."
+            )
+        return None
+
+    def _make_queue_place(self, tenant: str, now: float) -> bool:
+        """Whether one more request may wait; a tenant above its share gives way to one below."""
+        if len(self._dispatcher.queue) < self._config.max_queued_requests:
+            return True
+        victim = self._dispatcher.queue.take_victim(tenant)
+        if victim is None:
+            return False
+        self._lifecycle.end_request(victim, FinishReason.FINISH_REASON_ERROR, queue_full(), now)
+        return True
+
+    def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
+        step = self._outbox.step(client)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        for slot in dict.fromkeys(choice.slot for choice in request.choices):
+            if slot not in client.choices:
+                step.finishes.append(Finish(slot, FinishReason.FINISH_REASON_ERROR, num_prompt_tokens, error=error))
+        rejected = LiveRequest(request, client, now)
+        rejected.note_end(FinishReason.FINISH_REASON_ERROR, error)
+        self._outbox.add(request_ended(rejected, now))
+
+    def _on_slots_cancelled(self, event: ev.SlotsCancelled, now: float) -> None:
+        client = self._lifecycle.clients.get(event.client_id)
+        if client is None:
+            return
+        for slot in event.slots:
+            choice = client.choices.get(slot)
+            if choice is not None:
+                self._lifecycle.end(choice, FinishReason.FINISH_REASON_CANCELLED, None, now)
+
+    def _on_request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
+        live = self._lifecycle.requests.get(event.request_id)
+        if live is not None:
+            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_CANCELLED, None, now)
+
+    def _on_client_gone(self, event: ev.ClientGone, now: float) -> None:
+        client = self._lifecycle.clients.get(event.client_id)
+        if client is None:
+            return
+        for choice in list(client.choices.values()):
+            self._lifecycle.end(choice, FinishReason.FINISH_REASON_CANCELLED, None, now)
+        self._outbox.drop_client(client)
+        del self._lifecycle.clients[event.client_id]
+
+    # -- shards ---------------------------------------------------------------------------------------------------
+
+    def _on_shard_up(self, event: ev.ShardUp, now: float) -> None:
+        shard_id = event.shard.shard_id
+        if shard_id in self._fleet.shards:
+            self._on_shard_down(ev.ShardDown(shard_id), now)
+        self._fleet.add(event.shard)
+        self._ledger.add_shard(shard_id)
+        self._index.add_shard(shard_id, event.shard.num_blocks, now)
+        self._tell_fleet()
+
+    def _on_shard_down(self, event: ev.ShardDown, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is None:
+            return
+        lost = self._dispatcher.end_all_slots(shard)
+        self._fleet.remove(event.shard_id)
+        self._ledger.remove_shard(event.shard_id)
+        self._index.remove_shard(event.shard_id)
+        error = KvloomError(
+            ErrorReason.ERROR_REASON_SHARD_LOST, "The shard that served this request was lost.", retry_after_seconds=1.0
+        )
+        for choice in lost:
+            self._lifecycle.retry(choice, error, event.shard_id, now)
+        self._tell_fleet()
+
+    def _on_step_arrived(self, event: ev.StepArrived, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is not None:
+            self._relay.on_step(shard, event.step, now)
+
+    def _on_kv_events(self, event: ev.KvEventsArrived, now: float) -> None:
+        if event.shard_id in self._fleet.shards and self._index.apply_events(
+            event.shard_id, event.number, event.changes, now
+        ):
+            self._outbox.add(WantKvSnapshot(event.shard_id))
+
+    def _on_kv_snapshot(self, event: ev.KvSnapshotArrived) -> None:
+        if event.shard_id in self._fleet.shards:
+            self._index.apply_snapshot(event.shard_id, event.number, event.block_hashes)
+
+    def _on_load_reported(self, event: ev.LoadReported, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is None:
+            return
+        self._ledger.report(event.shard_id, event.load, now)
+        if shard.is_draining != event.load.draining:
+            shard.is_draining = event.load.draining
+            self._tell_fleet()
+
+    # -- safety, time ---------------------------------------------------------------------------------------------
+
+    def _on_safety_up(self, event: ev.SafetyUp) -> None:
+        self._screening.set_up(screens_prompts=event.screens_prompts, screens_answers=event.screens_answers)
+
+    def _on_tick(self, now: float) -> None:
+        for live in self._deadlines.pop_due(now):
+            error = self._expiry(live, now)
+            if error is not None:
+                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
+
+    def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
+        if now >= live.deadline:
+            return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
+        if live.is_queued and not live.num_attempts:
+            return KvloomError(
+                ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
+                f"No shard had room for this request within {self._config.max_queue_seconds:g} seconds.",
+                retry_after_seconds=1.0,
+            )
+        return None
+
+    def _on_drain_started(self) -> None:
+        self._fleet.is_draining = True
+        self._tell_fleet()
+
+    def _tell_fleet(self) -> None:
+        self._dispatcher.check_hopeless = True
+        state = self._fleet.state()
+        if state != self._told_fleet:
+            self._told_fleet = state
+            self._outbox.add(state)

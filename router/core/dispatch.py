@@ -1,0 +1,106 @@
+"""Sends requests to shards: at once, or from the queue as soon as a shard has room."""
+
+from __future__ import annotations
+
+from router.core.actions import SubmitAttempt
+from router.core.events import ChoiceSpec
+from router.core.fair_queue import FairQueue
+from router.core.fleet import Fleet, Shard
+from router.core.live import Attempt, Choice, LiveRequest
+from router.core.load_ledger import LoadLedger, Reservation
+from router.core.outbox import Outbox
+from router.core.placement import ShardPlan
+from router.core.placement.placer import Placer
+from router.core.prefix_index import PrefixIndex
+
+
+class Dispatcher:
+    def __init__(self, fleet: Fleet, index: PrefixIndex, ledger: LoadLedger, placer: Placer, outbox: Outbox) -> None:
+        self.queue = FairQueue()
+        self.check_hopeless = False
+        """What can run where may have changed: look for requests that wait in vain."""
+        self._fleet = fleet
+        self._index = index
+        self._ledger = ledger
+        self._placer = placer
+        self._outbox = outbox
+
+    def serve_queue(self, now: float) -> None:
+        """Dispatch everything that waits and for which there is room."""
+        for model in self.queue.models:
+            while any(shard.has_room for shard in self._fleet.ready(model)):
+                live = self.queue.pop_first(model, self._placer.can_run)
+                if live is None:
+                    break
+                self.dispatch(live, now)
+
+    def dispatch(self, live: LiveRequest, now: float) -> bool:
+        """Send all pending choices to one shard. False when no shard has room."""
+        picked = self._placer.pick(live, now)
+        if picked is None:
+            return False
+        shard, score = picked
+        request = live.request
+        window = shard.description.max_model_len - len(request.prompt_token_ids)
+        live.max_tokens = window if live.max_tokens is None else min(live.max_tokens, window)
+        live.num_attempts += 1
+        live.last_shard_id = shard.shard_id
+        if live.first_dispatched_at is None:
+            live.first_dispatched_at = now
+        attempt = Attempt(request.request_id, live.num_attempts, shard.shard_id, len(live.pending))
+        self._reserve(live, shard, score, attempt, now)
+        specs = [self._assign_slot(choice, shard, attempt) for choice in live.pending]
+        live.pending = []
+        live.hashes = {}
+        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, live.max_tokens))
+        return True
+
+    def hopeless(self) -> list[LiveRequest]:
+        """Requests that wait although no ready shard could ever run them."""
+        return [live for live in self.queue if not self._placer.eligible(live)]
+
+    def end_slot(self, shard: Shard, slot: int) -> bool:
+        """The shard has ended a slot, which is free again. False for a slot that was not in use."""
+        attempt = shard.attempts.pop(slot, None)
+        if attempt is None:
+            return False
+        shard.slots.free(slot)
+        self._end_one(attempt)
+        return True
+
+    def end_all_slots(self, shard: Shard) -> list[Choice]:
+        """The shard is gone. Returns the choices that were running there."""
+        for attempt in shard.attempts.values():
+            self._end_one(attempt)
+        shard.attempts.clear()
+        lost = list(shard.choices.values())
+        for choice in lost:
+            shard.detach(choice)
+        return lost
+
+    def _end_one(self, attempt: Attempt) -> None:
+        attempt.num_open_slots -= 1
+        if not attempt.num_open_slots:
+            self._ledger.release(attempt.key)
+
+    def _reserve(self, live: LiveRequest, shard: Shard, score: ShardPlan, attempt: Attempt, now: float) -> None:
+        block_size = shard.description.block_size
+        num_prefill_tokens = live.num_context_tokens - score.num_overlap_tokens
+        reservation = Reservation(
+            shard_id=shard.shard_id,
+            num_sequences=len(live.pending),
+            num_prefill_tokens=num_prefill_tokens,
+            num_blocks=-(-num_prefill_tokens // block_size),
+            placed_at=now,
+        )
+        self._ledger.reserve(attempt.key, reservation)
+        self._index.place(shard.shard_id, self._placer.hashes(live, block_size), now)
+
+    def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt) -> ChoiceSpec:
+        slot = shard.slots.allocate()
+        choice.shard_id = shard.shard_id
+        choice.shard_slot = slot
+        choice.num_attempts += 1
+        shard.choices[slot] = choice
+        shard.attempts[slot] = attempt
+        return ChoiceSpec(slot, choice.index, tuple(choice.output_token_ids), choice.num_given_chars + choice.num_chars)

@@ -1,0 +1,80 @@
+"""The shards that are connected, and the models that are or were served."""
+
+from __future__ import annotations
+
+from router.core.actions import FleetChanged, ModelState
+from router.core.events import ShardDescription
+from router.core.live import Attempt, Choice
+from router.core.slot_pool import SlotPool
+
+OUTSTANDING_PER_BATCH = 2
+"""A shard gets at most this many times its batch: enough to never run dry, little enough that what waits in the
+router can still go wherever room comes up first."""
+
+
+class Shard:
+    """A shard's stream and the slots on it."""
+
+    __slots__ = ("attempts", "choices", "description", "is_draining", "shard_id", "slots", "turn")
+
+    def __init__(self, description: ShardDescription) -> None:
+        self.shard_id = description.shard_id
+        self.description = description
+        self.is_draining = False
+        self.turn = 0
+        self.slots = SlotPool()
+        self.choices: dict[int, Choice] = {}
+        """By shard slot: those whose news is wanted."""
+        self.attempts: dict[int, Attempt] = {}
+        """By shard slot: all that the shard has not ended, cancelled ones too."""
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.attempts) < OUTSTANDING_PER_BATCH * self.description.max_batch
+
+    def detach(self, choice: Choice) -> None:
+        """Its news is not wanted any more."""
+        del self.choices[choice.shard_slot]
+        choice.shard_id = ""
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.shards: dict[str, Shard] = {}
+        self.is_draining = False
+        self._windows: dict[str, tuple[int, frozenset[str]]] = {}
+        """Model → shortest window and common capabilities, as of when it last had a shard."""
+
+    def add(self, description: ShardDescription) -> Shard:
+        shard = self.shards[description.shard_id] = Shard(description)
+        return shard
+
+    def remove(self, shard_id: str) -> Shard:
+        return self.shards.pop(shard_id)
+
+    def knows(self, model: str) -> bool:
+        """Whether any shard has ever served it."""
+        return model in self._windows
+
+    def ready(self, model: str) -> list[Shard]:
+        """Shards that take new requests for `model`."""
+        return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]
+
+    def state(self) -> FleetChanged:
+        by_model: dict[str, list[Shard]] = {}
+        for shard in self.shards.values():
+            by_model.setdefault(shard.description.model, []).append(shard)
+        for model, shards in by_model.items():
+            window = min(shard.description.max_model_len for shard in shards)
+            capabilities = frozenset.intersection(*(shard.description.capabilities for shard in shards))
+            self._windows[model] = (window, capabilities)
+        models = [
+            ModelState(
+                name=model,
+                num_ready_shards=sum(not shard.is_draining for shard in by_model.get(model, ())),
+                max_model_len=window,
+                capabilities=capabilities,
+            )
+            for model, (window, capabilities) in sorted(self._windows.items())
+        ]
+        return FleetChanged(models, self.is_draining)

@@ -1,0 +1,93 @@
+"""The core's invariants, asserted. For tests and simulation: it looks at everything."""
+
+from __future__ import annotations
+
+from router.core.dispatch import Dispatcher
+from router.core.fleet import Fleet
+from router.core.lifecycle import Lifecycle
+from router.core.live import LiveRequest
+from router.core.load_ledger import LoadLedger
+from router.core.placement.placer import Placer
+from router.core.prefix_index import PrefixIndex
+from router.core.screening import Screening
+
+
+def check(
+    fleet: Fleet,
+    lifecycle: Lifecycle,
+    dispatcher: Dispatcher,
+    placer: Placer,
+    ledger: LoadLedger,
+    index: PrefixIndex,
+    screening: Screening,
+) -> None:
+    index.check_integrity()
+    ledger.check_integrity()
+    screening.check_integrity()
+    _check_shards(fleet, ledger)
+    _check_clients(lifecycle)
+    _check_queue(dispatcher, placer)
+    queued = {id(live) for live in dispatcher.queue}
+    for request_id, live in lifecycle.requests.items():
+        assert live.request.request_id == request_id
+        assert live.is_queued == (id(live) in queued)
+        _check_request(live, fleet)
+
+
+def _check_shards(fleet: Fleet, ledger: LoadLedger) -> None:
+    """A slot is lent exactly while an attempt uses it, a reservation is held exactly while its attempt has slots."""
+    held = set()
+    for shard in fleet.shards.values():
+        assert shard.slots.num_allocated == len(shard.attempts)
+        assert shard.choices.keys() <= shard.attempts.keys()
+        num_slots: dict[tuple[str, int], int] = {}
+        for attempt in shard.attempts.values():
+            assert attempt.shard_id == shard.shard_id
+            num_slots[attempt.key] = num_slots.get(attempt.key, 0) + 1
+        for attempt in shard.attempts.values():
+            assert attempt.num_open_slots == num_slots[attempt.key]
+        for slot, choice in shard.choices.items():
+            assert not choice.is_done
+            assert (choice.shard_id, choice.shard_slot) == (shard.shard_id, slot)
+        held |= num_slots.keys()
+    assert ledger.keys() == held
+
+
+def _check_clients(lifecycle: Lifecycle) -> None:
+    for client in lifecycle.clients.values():
+        assert client.choices
+        assert client.step is None
+        for slot, choice in client.choices.items():
+            assert choice.client is client
+            assert choice.client_slot == slot
+            assert not choice.is_done
+            assert lifecycle.requests[choice.request.request.request_id] is choice.request
+
+
+def _check_queue(dispatcher: Dispatcher, placer: Placer) -> None:
+    """No request waits while a shard that could run it has room, or although none ever could."""
+    assert len(dispatcher.queue) == sum(1 for _ in dispatcher.queue)
+    for live in dispatcher.queue:
+        assert live.num_open_choices
+        assert live.pending
+        assert placer.eligible(live)
+        assert not placer.can_run(live)
+
+
+def _check_request(live: LiveRequest, fleet: Fleet) -> None:
+    """Every open choice waits, runs, or has its end held; what is held is within its bound."""
+    open_choices = [choice for choice in live.choices if not choice.is_done]
+    assert live.num_open_choices == len(open_choices) > 0
+    assert live.is_queued == bool(live.pending)
+    for choice in open_choices:
+        is_pending = choice in live.pending
+        is_running = bool(choice.shard_id)
+        is_over = choice.hold is not None and choice.hold.finish is not None
+        assert is_pending + is_running + is_over == 1
+        if is_running:
+            assert fleet.shards[choice.shard_id].choices[choice.shard_slot] is choice
+        if choice.hold is not None:
+            assert choice.hold.num_tokens == sum(len(entry[0]) for entry in choice.hold.entries)
+            assert choice.hold.num_tokens <= live.max_held_tokens
+        else:
+            assert not live.prompt_verdict_open

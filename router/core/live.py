@@ -1,0 +1,227 @@
+"""What the core remembers of clients and of live requests: request → choices, and attempts that run them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.events import ChoiceSpec, Request
+from router.core.frames import Finish, Start, Step
+from router.core.load_ledger import ReservationKey
+
+HeldEntry = tuple[Sequence[int], str, int, Sequence[object]]
+"""Token ids, their text, the number of characters up to its end, logprobs."""
+
+_SEVERITY: Final[dict[int, int]] = {
+    FinishReason.FINISH_REASON_STOP: 0,
+    FinishReason.FINISH_REASON_LENGTH: 1,
+    FinishReason.FINISH_REASON_CANCELLED: 2,
+    FinishReason.FINISH_REASON_CONTENT_FILTER: 3,
+    FinishReason.FINISH_REASON_ERROR: 4,
+}
+
+
+class Client:
+    """One client stream."""
+
+    __slots__ = ("choices", "client_id", "step")
+
+    def __init__(self, client_id: str) -> None:
+        self.client_id = client_id
+        self.choices: dict[int, Choice] = {}
+        """By the client's slot; gone once the choice's finish was sent."""
+        self.step: Step | None = None
+        """News of the event that is being handled."""
+
+
+class Hold:
+    """News of one choice that must not be shown yet, in order."""
+
+    __slots__ = ("entries", "finish", "num_clear_chars", "num_tokens", "start")
+
+    def __init__(self, num_clear_chars: int | None) -> None:
+        self.entries: deque[HeldEntry] = deque()
+        self.num_tokens = 0
+        self.start: Start | None = None
+        self.finish: Finish | None = None
+        self.num_clear_chars = num_clear_chars
+        """Text that the safety service has cleared, from the beginning; None: all of it."""
+
+    def take_clear(self) -> tuple[Sequence[int], str, Sequence[object]] | None:
+        """Everything that may be shown, as one entry; tokens are never torn apart."""
+        entries, clear = self.entries, self.num_clear_chars
+        if not entries or (clear is not None and entries[0][2] > clear):
+            return None
+        token_ids, delta, _, logprobs = entries.popleft()
+        if entries and (clear is None or entries[0][2] <= clear):
+            ids, deltas, all_logprobs = list(token_ids), [delta], list(logprobs)
+            while entries and (clear is None or entries[0][2] <= clear):
+                more_ids, more_text, _, more_logprobs = entries.popleft()
+                ids += more_ids
+                deltas.append(more_text)
+                all_logprobs += more_logprobs
+            token_ids, delta, logprobs = ids, "".join(deltas), all_logprobs
+        self.num_tokens -= len(token_ids)
+        return token_ids, delta, logprobs
+
+    def cut(self, num_chars: int) -> int:
+        """Forget what lies behind `num_chars`, which clears the rest; returns how many tokens were forgotten. A delta
+        that straddles the limit is cut, and its tokens go."""
+        kept: deque[HeldEntry] = deque()
+        num_kept_tokens = 0
+        for token_ids, delta, end, logprobs in self.entries:
+            if end <= num_chars:
+                kept.append((token_ids, delta, end, logprobs))
+                num_kept_tokens += len(token_ids)
+                continue
+            if end - len(delta) < num_chars:
+                kept.append(((), delta[: num_chars - end], num_chars, ()))
+            break
+        num_forgotten = self.num_tokens - num_kept_tokens
+        self.entries = kept
+        self.num_tokens = num_kept_tokens
+        self.num_clear_chars = None
+        return num_forgotten
+
+
+class Attempt:
+    """One dispatch to one shard. Its reservation lasts until the shard has ended all its sequences (or is gone)."""
+
+    __slots__ = ("attempt_id", "num_open_slots", "request_id", "shard_id")
+
+    def __init__(self, request_id: str, attempt_id: int, shard_id: str, num_open_slots: int) -> None:
+        self.request_id = request_id
+        self.attempt_id = attempt_id
+        self.shard_id = shard_id
+        self.num_open_slots = num_open_slots
+
+    @property
+    def key(self) -> ReservationKey:
+        return (self.request_id, self.attempt_id)
+
+
+class Choice:
+    """One wanted answer, from admission to the finish that the client gets."""
+
+    __slots__ = (
+        "client",
+        "client_slot",
+        "hold",
+        "index",
+        "is_done",
+        "is_screened",
+        "num_attempts",
+        "num_cached_tokens",
+        "num_chars",
+        "num_given_chars",
+        "num_given_tokens",
+        "output_token_ids",
+        "request",
+        "screening_slot",
+        "shard_id",
+        "shard_slot",
+    )
+
+    def __init__(self, request: LiveRequest, client: Client, spec: ChoiceSpec) -> None:
+        self.request = request
+        self.client = client
+        self.client_slot = spec.slot
+        self.index = spec.index
+        self.output_token_ids: list[int] = list(spec.output_token_ids)
+        """The client's own, then all that shards have emitted (delivered or held)."""
+        self.num_given_tokens = len(self.output_token_ids)
+        self.num_given_chars = spec.num_delivered_chars
+        self.num_chars = 0
+        """Of text that shards have emitted, delivered or held."""
+        self.num_attempts = 0
+        self.num_cached_tokens: int | None = None
+        """Of the first attempt that started."""
+        self.is_done = False
+        self.shard_id = ""
+        """Where it runs; "" while it does not."""
+        self.shard_slot = 0
+        self.hold: Hold | None = None
+        self.is_screened = False
+        self.screening_slot: int | None = None
+        """None until there is text to screen."""
+
+
+class LiveRequest:
+    """A request that was admitted and has not ended."""
+
+    __slots__ = (
+        "arrived_at",
+        "avoid_shard_id",
+        "check_id",
+        "choices",
+        "deadline",
+        "ended_with",
+        "failure",
+        "first_dispatched_at",
+        "first_sent_at",
+        "hashes",
+        "is_queued",
+        "last_shard_id",
+        "max_held_tokens",
+        "max_tokens",
+        "num_attempts",
+        "num_cached_tokens",
+        "num_open_choices",
+        "num_output_tokens",
+        "pending",
+        "prompt_verdict_open",
+        "queue_deadline",
+        "request",
+    )
+
+    def __init__(self, request: Request, client: Client, now: float) -> None:
+        self.request = request
+        self.arrived_at = now
+        self.deadline = 0.0
+        self.queue_deadline = 0.0
+        self.choices = [Choice(self, client, spec) for spec in request.choices]
+        self.num_open_choices = len(self.choices)
+        self.pending: list[Choice] = list(self.choices)
+        """Choices that are to be dispatched."""
+        self.is_queued = False
+        self.avoid_shard_id = ""
+        """It has just failed there."""
+        self.failure: KvloomError | None = None
+        """Why it waits for another shard."""
+        self.hashes: dict[int, list[int]] = {}
+        """Block size → hashes of the prompt's blocks; kept only while the request waits."""
+        self.max_tokens = request.max_tokens
+        """None until the first dispatch decides it."""
+        self.max_held_tokens = 0
+        """Per choice."""
+        self.num_attempts = 0
+        self.last_shard_id = ""
+        self.first_dispatched_at: float | None = None
+        self.first_sent_at: float | None = None
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.prompt_verdict_open = False
+        self.check_id = 0
+        self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FinishReason.FINISH_REASON_STOP, None)
+        """The gravest end among its choices."""
+
+    def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
+        if _SEVERITY.get(reason, 0) >= _SEVERITY.get(self.ended_with[0], 0):
+            self.ended_with = (reason, error)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt and the longest answer so far: what the next attempt prefills."""
+        longest = max((len(choice.output_token_ids) for choice in self.pending), default=0)
+        return len(self.request.prompt_token_ids) + longest
+
+    @property
+    def min_window(self) -> int:
+        """Window that a shard needs to run it."""
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        if self.request.max_tokens is not None:
+            return num_prompt_tokens + self.request.max_tokens
+        return self.num_context_tokens + 1

@@ -1,0 +1,78 @@
+"""Collects what one handled event makes the core do: at most one SendStep per client and one ScreenAnswers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep
+from router.core.frames import Step
+from router.core.live import Choice, Client
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
+        self._clients: list[Client] = []
+        self._cancels: dict[str, list[int]] = {}
+        self.screen_slots: list[int] = []
+        self.screen_deltas: list[str] = []
+        self.close_slots: list[int] = []
+
+    def add(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def cancel(self, shard_id: str, slot: int) -> None:
+        self._cancels.setdefault(shard_id, []).append(slot)
+
+    def step(self, client: Client) -> Step:
+        """The step that this event sends to `client`."""
+        step = client.step
+        if step is None:
+            step = client.step = Step()
+            self._clients.append(client)
+        return step
+
+    def drop_client(self, client: Client) -> None:
+        """The client is gone: nothing is sent to it."""
+        if client.step is not None:
+            client.step = None
+            self._clients.remove(client)
+
+    def add_tokens(self, choice: Choice, token_ids: Sequence[int], delta: str, logprobs: Sequence[object]) -> None:
+        """One entry. `num_tokens` stays behind `slots` where entries have one token; `take` fills it up."""
+        step = self.step(choice.client)
+        count = len(token_ids)
+        if count != 1:
+            step.num_tokens.extend([1] * (len(step.slots) - len(step.num_tokens)))
+            step.num_tokens.append(count)
+        step.slots.append(choice.client_slot)
+        step.token_ids.extend(token_ids)
+        step.deltas.append(delta)
+        for entry in logprobs:
+            step.logprobs.append((choice.client_slot, entry))
+
+    @property
+    def clients(self) -> Sequence[Client]:
+        """Those that this event sends something to."""
+        return self._clients
+
+    def take(self) -> list[Action]:
+        """All actions since the last call."""
+        actions = self._actions
+        if self._cancels:
+            actions.extend(CancelOnShard(shard_id, slots) for shard_id, slots in self._cancels.items())
+            self._cancels = {}
+        if self._clients:
+            for client in self._clients:
+                step = client.step
+                assert step is not None
+                client.step = None
+                if step.num_tokens:
+                    step.num_tokens.extend([1] * (len(step.slots) - len(step.num_tokens)))
+                actions.append(SendStep(client.client_id, step))
+            self._clients = []
+        if self.screen_slots or self.close_slots:
+            actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots))
+            self.screen_slots, self.screen_deltas, self.close_slots = [], [], []
+        self._actions = []
+        return actions

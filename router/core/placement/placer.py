@@ -1,0 +1,154 @@
+"""Filters shards, prices them with a policy, picks the cheapest."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import xxhash
+
+from kvloom.block_hash import block_hashes, root_hash
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.core.fleet import Fleet, Shard
+from router.core.live import LiveRequest
+from router.core.load_ledger import LoadLedger
+from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.policies import POLICIES, Candidate
+from router.core.prefix_index import PrefixIndex
+
+COST_EPSILON_SECONDS: Final = 1e-9
+"""Costs closer than this are equal: floating point must not decide."""
+
+
+class Placer:
+    """Raises ValueError for a policy that does not exist."""
+
+    def __init__(self, fleet: Fleet, index: PrefixIndex, ledger: LoadLedger, policy: str, seed: int) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"unknown placement policy {policy!r}; there are: {', '.join(sorted(POLICIES))}")
+        self._fleet = fleet
+        self._index = index
+        self._ledger = ledger
+        self._policy = POLICIES[policy]
+        self._seed = seed
+        self._num_picks = 0
+
+    def eligible(self, live: LiveRequest) -> list[Shard]:
+        """Ready shards that could run it, with room or without; not the one where it just failed, if there is
+        another."""
+        window = live.min_window
+        shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
+        if live.avoid_shard_id and len(shards) > 1:
+            return [shard for shard in shards if shard.shard_id != live.avoid_shard_id]
+        return shards
+
+    def can_run(self, live: LiveRequest) -> bool:
+        """Whether a shard that could run it has room."""
+        return any(shard.has_room for shard in self.eligible(live))
+
+    def pick(self, live: LiveRequest, now: float) -> tuple[Shard, ShardPlan] | None:
+        """The cheapest shard with room, and the terms of its cost."""
+        shards = [shard for shard in self.eligible(live) if shard.has_room]
+        if not shards:
+            return None
+        scores = self._score(shards, live, now)
+        best = self._cheapest(scores, live)
+        shard = self._fleet.shards[best.shard_id]
+        self._num_picks += 1
+        shard.turn = self._num_picks
+        return shard, best
+
+    def plan(self, live: LiveRequest, now: float) -> Plan:
+        """How every shard looks to the request. Changes nothing."""
+        eligible = self.eligible(live)
+        open_shards = [shard for shard in eligible if shard.has_room]
+        open_ids = {shard.shard_id for shard in open_shards}
+        filtered = [
+            ShardPlan(shard.shard_id, filtered_reason=self._filtered_reason(shard, live))
+            for shard in self._fleet.shards.values()
+            if shard.shard_id not in open_ids
+        ]
+        num_prompt_tokens = len(live.request.prompt_token_ids)
+        if not open_shards:
+            error = KvloomError(
+                ErrorReason.ERROR_REASON_QUEUE_FULL,
+                "Every shard that could take this request is full; it would wait in the router.",
+                retry_after_seconds=1.0,
+            )
+            return Plan(num_prompt_tokens, filtered, error=error)
+        scores = self._score(open_shards, live, now)
+        best = self._cheapest(scores, live)
+        rest = sorted((s for s in scores if s is not best), key=lambda s: (s.cost_seconds, s.shard_id))
+        return Plan(num_prompt_tokens, [best, *rest, *filtered], picked_shard_id=best.shard_id)
+
+    def hashes(self, live: LiveRequest, block_size: int) -> list[int]:
+        """Hashes of the prompt's full blocks."""
+        hashes = live.hashes.get(block_size)
+        if hashes is None:
+            root = root_hash(live.request.model, "", live.request.tenant)
+            hashes = live.hashes[block_size] = block_hashes(live.request.prompt_token_ids, block_size, root)
+        return hashes
+
+    def _score(self, shards: list[Shard], live: LiveRequest, now: float) -> list[ShardPlan]:
+        overlaps: dict[int, dict[str, int]] = {}
+        for block_size in {shard.description.block_size for shard in shards}:
+            overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
+        return [
+            self._score_one(shard, live, overlaps[shard.description.block_size].get(shard.shard_id, 0), now)
+            for shard in shards
+        ]
+
+    def _score_one(self, shard: Shard, live: LiveRequest, num_overlap_blocks: int, now: float) -> ShardPlan:
+        block_size = shard.description.block_size
+        num_tokens = live.num_context_tokens
+        # The last token is always computed: its logits are what the first output token is drawn from.
+        num_overlap_tokens = min(num_overlap_blocks * block_size, num_tokens - 1)
+        view = self._ledger.view(shard.shard_id)
+        num_new_blocks = -(-(num_tokens - num_overlap_tokens) // block_size)
+        num_stored = self._index.num_stored(shard.shard_id)
+        num_free_blocks = max(0, shard.description.num_blocks - num_stored - view.num_unreported_blocks)
+        candidate = Candidate(
+            num_prefill_tokens=num_tokens - num_overlap_tokens,
+            num_queued_prefill_tokens=view.num_queued_prefill_tokens,
+            num_running=view.report.num_running,
+            num_waiting=view.num_waiting,
+            prefill_tokens_per_second=view.report.prefill_tokens_per_second,
+            decode_step_seconds=view.report.decode_step_seconds,
+            block_size=block_size,
+            num_evicted_blocks=max(0, num_new_blocks - num_free_blocks),
+            tail_age_seconds=self._index.tail_age_seconds(shard.shard_id, now),
+            turn=shard.turn,
+        )
+        terms = self._policy(candidate)
+        return ShardPlan(
+            shard_id=shard.shard_id,
+            num_overlap_tokens=num_overlap_tokens,
+            num_running=candidate.num_running,
+            num_waiting=candidate.num_waiting,
+            num_queued_prefill_tokens=candidate.num_queued_prefill_tokens,
+            predicted_ttft_seconds=candidate.predicted_ttft_seconds,
+            cost_seconds=sum(terms.values()),
+            cost_terms=terms,
+        )
+
+    def _cheapest(self, scores: list[ShardPlan], live: LiveRequest) -> ShardPlan:
+        """Equal costs are decided by a hash of request, shard and seed: even over requests, the same on a replay."""
+        lowest = min(score.cost_seconds for score in scores)
+        tied = [score for score in scores if score.cost_seconds <= lowest + COST_EPSILON_SECONDS]
+        if len(tied) == 1:
+            return tied[0]
+        request_id = live.request.request_id
+        return min(
+            tied, key=lambda s: xxhash.xxh3_64_intdigest(f"{request_id}\0{s.shard_id}".encode(), seed=self._seed)
+        )
+
+    def _filtered_reason(self, shard: Shard, live: LiveRequest) -> str:
+        if shard.description.model != live.request.model:
+            return f"serves {shard.description.model}"
+        if shard.is_draining:
+            return "draining"
+        if shard.description.max_model_len < live.min_window:
+            return f"window of {shard.description.max_model_len} tokens, {live.min_window} needed"
+        if not shard.has_room:
+            return "full"
+        return "failed this request before"

@@ -1,0 +1,151 @@
+"""The hot path: one engine step's news, from a shard's slots to the clients' slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.admission import safety_unavailable
+from router.core.dispatch import Dispatcher
+from router.core.fleet import Shard
+from router.core.frames import Finish, Step
+from router.core.lifecycle import RETRYABLE_REASONS, Lifecycle
+from router.core.live import Choice
+from router.core.load_ledger import LoadLedger
+from router.core.outbox import Outbox
+from router.core.screening import Screening
+
+_NONE: Final = ()
+
+
+class Relay:
+    """Per token: a look-up, a few list appends; no object is made unless the token must be held."""
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        dispatcher: Dispatcher,
+        ledger: LoadLedger,
+        screening: Screening,
+        outbox: Outbox,
+        *,
+        safety_required: bool,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._dispatcher = dispatcher
+        self._ledger = ledger
+        self._screening = screening
+        self._outbox = outbox
+        self._safety_required = safety_required
+
+    def on_step(self, shard: Shard, step: Step, now: float) -> None:
+        """News of slots that are not in use, or were cancelled, is dropped."""
+        num_entries = len(step.slots)
+        num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
+        if len(step.deltas) != num_entries or len(step.token_ids) != num_tokens:
+            raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "A step frame's arrays do not fit together.")
+        for start in step.starts:
+            attempt = shard.attempts.get(start.slot)
+            if attempt is not None:
+                self._ledger.note_start(attempt.key)
+            choice = shard.choices.get(start.slot)
+            if choice is not None:
+                self._lifecycle.start(choice, start, now)
+        if step.num_tokens or step.logprobs:
+            overfull = self._relay_ragged(shard, step)
+        else:
+            overfull = self._relay_singles(shard, step)
+        for choice in overfull:
+            self._on_overfull(choice, now)
+        for finish in step.finishes:
+            self._on_finish(shard, finish, now)
+
+    def _relay_singles(self, shard: Shard, step: Step) -> list[Choice]:
+        """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
+        choices = shard.choices
+        screening, outbox = self._screening, self._outbox
+        overfull: list[Choice] = []
+        client = None
+        add_slot = add_token = add_delta = None
+        for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
+            choice = choices.get(slot)
+            if choice is None:
+                continue
+            choice.output_token_ids.append(token_id)
+            choice.num_chars += len(delta)
+            if choice.is_screened and delta:
+                screening.send(choice, delta)
+            hold = choice.hold
+            if hold is not None:
+                hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
+                hold.num_tokens += 1
+                if hold.num_tokens > choice.request.max_held_tokens:
+                    overfull.append(choice)
+                continue
+            if choice.client is not client:
+                client = choice.client
+                out = outbox.step(client)
+                add_slot, add_token, add_delta = out.slots.append, out.token_ids.append, out.deltas.append
+            add_slot(choice.client_slot)  # pyright: ignore[reportOptionalCall]  (set together with `client`)
+            add_token(token_id)  # pyright: ignore[reportOptionalCall]
+            add_delta(delta)  # pyright: ignore[reportOptionalCall]
+        return overfull
+
+    def _relay_ragged(self, shard: Shard, step: Step) -> list[Choice]:
+        """Any number of tokens an entry, logprobs. Returns the choices that hold too many tokens."""
+        counts: Sequence[int] = step.num_tokens or [1] * len(step.slots)
+        logprobs: dict[int, list[object]] = {}
+        for slot, entry in step.logprobs:
+            logprobs.setdefault(slot, []).append(entry)
+        overfull: list[Choice] = []
+        position = 0
+        for slot, count, delta in zip(step.slots, counts, step.deltas, strict=True):
+            token_ids = step.token_ids[position : position + count]
+            position += count
+            choice = shard.choices.get(slot)
+            if choice is None:
+                continue
+            choice.output_token_ids.extend(token_ids)
+            choice.num_chars += len(delta)
+            if choice.is_screened and delta:
+                self._screening.send(choice, delta)
+            hold = choice.hold
+            if hold is None:
+                self._outbox.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
+                continue
+            hold.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
+            hold.num_tokens += count
+            if hold.num_tokens > choice.request.max_held_tokens:
+                overfull.append(choice)
+        return overfull
+
+    def _on_overfull(self, choice: Choice, now: float) -> None:
+        """The safety service is so slow that it counts as unavailable for this request."""
+        live = choice.request
+        if not live.num_open_choices:
+            return
+        if self._safety_required:
+            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, safety_unavailable(), now)
+        else:
+            self._lifecycle.stop_screening(live, now)
+
+    def _on_finish(self, shard: Shard, finish: Finish, now: float) -> None:
+        choice = shard.choices.get(finish.slot)
+        if choice is not None:
+            shard.detach(choice)
+        self._dispatcher.end_slot(shard, finish.slot)
+        if choice is None:
+            return
+        error = finish.error
+        if finish.reason == FinishReason.FINISH_REASON_ERROR:
+            error = error or KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed.")
+            if error.reason in RETRYABLE_REASONS:
+                self._lifecycle.retry(choice, error, shard.shard_id, now)
+                return
+        if choice.num_cached_tokens is None:
+            choice.num_cached_tokens = finish.num_cached_tokens
+        news = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
+        self._lifecycle.finish(choice, news, now)

@@ -1,0 +1,101 @@
+"""The stream to the safety service: open prompt checks, open screenings of answers, and their numbers."""
+
+from __future__ import annotations
+
+from router.core.actions import CheckPrompt
+from router.core.live import Choice, LiveRequest
+from router.core.outbox import Outbox
+from router.core.slot_pool import SlotPool
+
+
+class Screening:
+    """What it was asked and has not answered. Decides nothing: verdicts are `lifecycle`'s business."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.is_up = False
+        self.screens_prompts = False
+        self.screens_answers = False
+        self._checks: dict[int, LiveRequest] = {}
+        self._check_ids = SlotPool()
+        self._answers: dict[int, Choice | None] = {}
+        """By screening slot; None: the choice has ended and the slot waits to be closed."""
+        self._slots = SlotPool()
+        self._closing: set[int] = set()
+
+    def set_up(self, *, screens_prompts: bool, screens_answers: bool) -> None:
+        self.is_up = True
+        self.screens_prompts = screens_prompts
+        self.screens_answers = screens_answers
+
+    def reset(self) -> None:
+        """The stream broke: nothing that was asked over it will be answered."""
+        self.is_up = False
+        for choice in self._answers.values():
+            if choice is not None:
+                choice.screening_slot = None
+        self._checks.clear()
+        self._check_ids = SlotPool()
+        self._answers.clear()
+        self._slots = SlotPool()
+        self._closing.clear()
+
+    def check_prompt(self, live: LiveRequest) -> None:
+        live.check_id = self._check_ids.allocate()
+        live.prompt_verdict_open = True
+        self._checks[live.check_id] = live
+        self._outbox.add(CheckPrompt(live.check_id, live.request.prompt_text, live.request.tenant))
+
+    def take_check(self, check_id: int) -> LiveRequest | None:
+        """The request that a verdict is for; None for one that nobody asked for."""
+        live = self._checks.pop(check_id, None)
+        if live is not None:
+            self._check_ids.free(check_id)
+        return live
+
+    def send(self, choice: Choice, delta: str) -> None:
+        """Have text screened; the first text opens the slot."""
+        slot = choice.screening_slot
+        if slot is None:
+            slot = choice.screening_slot = self._slots.allocate()
+            self._answers[slot] = choice
+        self._outbox.screen_slots.append(slot)
+        self._outbox.screen_deltas.append(delta)
+
+    def choice(self, slot: int) -> Choice | None:
+        return self._answers.get(slot)
+
+    def close(self, choice: Choice) -> None:
+        """No more text will come. Repeatable."""
+        slot = choice.screening_slot
+        if slot is not None and slot in self._answers and slot not in self._closing:
+            self._closing.add(slot)
+            self._outbox.close_slots.append(slot)
+
+    def forget(self, choice: Choice) -> None:
+        """The choice has ended: its slot is closed, verdicts on it change nothing."""
+        self.close(choice)
+        if choice.screening_slot is not None and choice.screening_slot in self._answers:
+            self._answers[choice.screening_slot] = None
+
+    def take_closed(self, slot: int) -> Choice | None:
+        """The service has screened a slot to its end: the slot is free. The choice, if it still waits for that."""
+        if slot not in self._closing:
+            return None
+        self._closing.remove(slot)
+        self._slots.free(slot)
+        return self._answers.pop(slot)
+
+    @property
+    def num_open(self) -> int:
+        """Checks and screenings without a verdict."""
+        return len(self._checks) + len(self._answers)
+
+    def check_integrity(self) -> None:
+        """Assert that every lent number has its use."""
+        assert self._check_ids.num_allocated == len(self._checks)
+        assert self._slots.num_allocated == len(self._answers)
+        assert self._closing <= self._answers.keys()
+        for slot, choice in self._answers.items():
+            assert choice is None or (choice.screening_slot == slot and not choice.is_done)
+            assert choice is not None or slot in self._closing
