@@ -1,7 +1,7 @@
 """Causal attention over the paged KV cache, for a ragged batch, with the same bits whatever the batch is.
 
 torch's CPU flash attention walks over the keys in blocks of 512 in order, with float32 sums. Its result for a row
-depends neither on how far the keys are padded (with masked ones, to a multiple of 16), nor on how many sequences or
+depends neither on how far the keys are padded (with masked ones, to a multiple of 32), nor on how many sequences or
 rows there are, as long as the number of rows is not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves
 prefill, chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
 
@@ -24,8 +24,8 @@ _ROWS_PER_TILE = 32
 """The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
 _PIECE_TOKENS = 128
 """A prompt's queries are taken in pieces, so that later keys, which are masked, are not computed for all of them."""
-_KEY_ALIGNMENT = 16
-"""The kernel's exponentials are vectors of 16; leftovers would get scalar code, which rounds differently."""
+_KEY_ALIGNMENT = 32
+"""Matrix tiles take 32 keys, exponentials are vectors of 16: leftovers would get code that rounds differently."""
 _GROUP_TOKENS = 3072
 """Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
 _GROUP_WASTE_TOKENS = 384

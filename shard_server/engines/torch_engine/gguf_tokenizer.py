@@ -41,8 +41,8 @@ def build_tokenizer(gguf_path: Path, fields: dict[str, Any], out_dir: Path) -> d
         ]
     )
     bos_token_id = fields.get("tokenizer.ggml.bos_token_id")
-    add_bos_token = bool(fields.get("tokenizer.ggml.add_bos_token", False)) and bos_token_id is not None
-    if add_bos_token:
+    add_bos_token = bool(fields.get("tokenizer.ggml.add_bos_token", False))
+    if add_bos_token and bos_token_id is not None:
         bos_token = tokens[bos_token_id]
         tokenizer.post_processor = processors.Sequence(
             [

@@ -54,7 +54,7 @@ class ModelRunner:
         config = load_config(model_dir)
         if max_model_len > config.max_position_embeddings:
             raise EngineError(
-                f"max_model_len is {max_model_len}, but {model_dir} was made for {config.max_position_embeddings} tokens"
+                f"max_model_len is {max_model_len}, more than the {config.max_position_embeddings} of {model_dir}"
             )
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len or config.max_position_embeddings

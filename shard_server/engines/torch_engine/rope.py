@@ -53,7 +53,7 @@ def llama3_factors(head_dim: int, theta: float, scaling: RopeScaling) -> torch.T
 def rotation_table(
     num_positions: int, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each float32 [num_positions, head_dim], for `rotate_`: the halves repeat, the first of sin negated."""
+    """(cos, sin) for `rotate_`, each float32 [num_positions, head_dim]: the halves repeat, the first of sin negated."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling)).double()
     cos, sin = angles.cos().float(), angles.sin().float()
