@@ -139,6 +139,11 @@ class RouterCore:
         """The state that clients were last told."""
         return self._told_fleet
 
+    @property
+    def num_queued_requests(self) -> int:
+        """Requests that wait for a shard with room."""
+        return len(self._dispatcher.queue)
+
     def check_integrity(self) -> None:
         """Assert all invariants; for tests and simulation."""
         integrity.check(
