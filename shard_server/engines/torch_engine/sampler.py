@@ -46,6 +46,7 @@ def uniform(seed: int, position: int) -> float:
     return (mixed >> 11) * 2.0**-53
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
     """Draw one token per row of `logits` (float32, [len(rows), vocab])."""
     # Ties go to the lowest id: torch's max returns the first.

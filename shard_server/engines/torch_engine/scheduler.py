@@ -1,14 +1,14 @@
 """What the next step computes: first come, first served, chunked prefill, prefix reuse, preemption by recompute.
 
 Why it cannot livelock: `running` is in order of admission and only its newest member is ever preempted, so the oldest
-one runs to its end; and a sequence that fits alone (`check_fits`) always finds its blocks once it is the oldest.
+one runs to its end; and since every sequence fits alone (the engine refuses longer ones), the oldest always finds its
+blocks.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from shard_server.engines.base import EngineError, EngineRequest
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
@@ -40,13 +40,6 @@ class Scheduler:
     @property
     def num_decode_context_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.running if sequence.num_uncomputed_tokens == 1)
-
-    def check_fits(self, request: EngineRequest) -> None:
-        """Raise EngineError when the request could not run even alone. Callable from any thread."""
-        # The last token drawn is never computed.
-        num_blocks = self._num_blocks(len(request.prompt_token_ids) + request.max_tokens - 1)
-        if num_blocks > self.pool.num_blocks:
-            raise EngineError(f"sequence needs {num_blocks} KV blocks, the engine has {self.pool.num_blocks}")
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

@@ -1,0 +1,255 @@
+"""TorchEngine: the embedded engine. A dedicated thread loads the model and runs the steps; asyncio sees its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvloom.config import ShardConfig
+from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, StepOutput
+from shard_server.engines.torch_engine.block_pool import BlockPool
+from shard_server.engines.torch_engine.model_runner import ModelRunner
+from shard_server.engines.torch_engine.scheduler import Scheduler
+from shard_server.engines.torch_engine.step_loop import StepLoop
+
+MAX_UNREAD_OUTPUTS: Final = 32
+"""The engine pauses when so many step outputs wait to be read."""
+
+_CAPABILITIES: Final = frozenset(
+    {
+        Capability.LOGPROBS,
+        Capability.PENALTIES,
+        Capability.TOP_K,
+        Capability.PREFIX_CACHING,
+    }
+)
+_IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})
+"""What can only be promised where the runner found its arithmetic to be the same in every batch."""
+
+_log = structlog.get_logger(__name__)
+
+
+class TorchEngine:
+    """Implements `shard_server.engines.base.Engine` for Llama-family weights in `model_dir`.
+
+    Requests and cancellations cross to the compute thread in one bounded inbox, outputs come back in one bounded
+    outbox; the condition guards both and is never held while computing.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        model_name: str,
+        config: ShardConfig,
+        *,
+        load_runner: Callable[..., ModelRunner] = ModelRunner,
+    ) -> None:
+        self._model_dir = model_dir
+        self._model_name = model_name
+        self._config = config
+        self._load_runner = load_runner
+        self._info: EngineInfo | None = None
+        self._live: set[str] = set()
+        """Submitted, and its end not yet read from `steps`."""
+        self._cancelled: set[str] = set()
+        """Those of the live ones that are to be cancelled; told once."""
+        self._condition = threading.Condition()
+        self._inbox: deque[tuple[EngineRequest, float] | str] = deque()
+        """Submitted requests with their times, and ids to cancel, in order."""
+        self._outbox: deque[StepOutput] = deque()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._readable = asyncio.Event()
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("the engine has not started")
+        return self._info
+
+    async def start(self) -> None:
+        """Load the weights and allocate the KV blocks. Raises EngineError."""
+        if self._thread is not None:
+            raise EngineError("the engine has been started before")
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        # The thread that loads also computes: torch's worker threads belong to the thread that first called it.
+        self._thread = threading.Thread(target=self._main, args=(started,), name="torch-engine", daemon=True)
+        self._thread.start()
+        try:
+            await started
+        except Exception as error:
+            raise EngineError(f"cannot load {self._model_name}: {error}") from error
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a sequence. Raises EngineError when it can never run, or the engine does not."""
+        self._check_submit(request)
+        self._live.add(request.request_id)
+        self._post((request, time.perf_counter()))
+
+    def cancel(self, request_id: str) -> None:
+        """End a sequence; its blocks are free before the next step."""
+        if request_id in self._live and request_id not in self._cancelled:
+            self._cancelled.add(request_id)
+            self._post(request_id)
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        """Outputs in order; see `Engine.steps`."""
+        while not self._closing:
+            while self._outbox and not self._closing:
+                output = self._outbox.popleft()
+                if len(self._outbox) == MAX_UNREAD_OUTPUTS - 1:
+                    with self._condition:
+                        self._condition.notify()
+                for end in output.ends:
+                    self._live.discard(end.request_id)
+                    self._cancelled.discard(end.request_id)
+                yield output
+            if self._failure is not None:
+                raise EngineError(f"the engine has died: {self._failure!r}") from self._failure
+            self._readable.clear()
+            if not (self._outbox or self._closing or self._failure):
+                await self._readable.wait()
+
+    async def close(self) -> None:
+        """Stop after the step in progress, and free everything."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        self._readable.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._live.clear()
+        self._cancelled.clear()
+        self._inbox.clear()
+        self._outbox.clear()
+
+    def _check_submit(self, request: EngineRequest) -> None:
+        info = self.info
+        if self._closing or self._failure is not None:
+            raise EngineError("the engine does not run any more")
+        request_id = request.request_id
+        if request_id in self._live:
+            raise EngineError(f"request_id {request_id!r} is in use")
+        if len(self._live) >= info.max_batch + self._config.max_waiting:
+            raise EngineError(f"{len(self._live)} sequences are queued already")
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if not num_prompt_tokens:
+            raise EngineError("the prompt is empty")
+        if request.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if num_prompt_tokens + request.max_tokens > info.max_model_len:
+            raise EngineError(
+                f"prompt ({num_prompt_tokens}) + max_tokens ({request.max_tokens}) exceed the window of "
+                f"{info.max_model_len} tokens"
+            )
+        if len(request.output_token_ids) > request.max_tokens:
+            raise EngineError(
+                f"{len(request.output_token_ids)} output tokens given, max_tokens is {request.max_tokens}"
+            )
+        for token_ids in (request.prompt_token_ids, request.output_token_ids):
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
+                raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")
+
+    def _post(self, message: tuple[EngineRequest, float] | str) -> None:
+        with self._condition:
+            self._inbox.append(message)
+            self._condition.notify()
+
+    # What follows runs in the compute thread.
+
+    def _main(self, started: asyncio.Future[None]) -> None:
+        try:
+            step_loop = self._load()
+        except Exception as error:
+            self._failure = error
+            self._call_loop(_set_exception, started, error)
+            return
+        self._call_loop(_set_result, started)
+        try:
+            self._run(step_loop)
+        except BaseException as error:
+            _log.exception("engine_died", model=self._model_name)
+            self._failure = error
+            self._call_loop(self._readable.set)
+
+    def _load(self) -> StepLoop:
+        config = self._config
+        runner = self._load_runner(
+            self._model_dir,
+            dtype=config.torch.dtype,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            num_threads=config.torch.num_threads or max(1, (os.cpu_count() or 1) // config.num_shards),
+        )
+        self._info = EngineInfo(
+            engine="torch",
+            model=self._model_name,
+            block_size=config.block_size,
+            num_blocks=runner.num_blocks,
+            max_batch=config.max_batch,
+            # A sequence that fills all blocks can still run, alone; a longer one never could.
+            max_model_len=min(runner.max_model_len, runner.num_blocks * config.block_size),
+            vocab_size=runner.vocab_size,
+            eos_token_ids=runner.eos_token_ids,
+            capabilities=_CAPABILITIES | _IF_INVARIANT if runner.batch_invariant else _CAPABILITIES,
+        )
+        scheduler = Scheduler(
+            BlockPool(runner.num_blocks, config.block_size),
+            max_batch=config.max_batch,
+            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+        )
+        return StepLoop(runner, scheduler)
+
+    def _run(self, step_loop: StepLoop) -> None:
+        while self._take_messages(step_loop):
+            output = step_loop.step()
+            if output is not None:
+                self._outbox.append(output)
+                if not self._readable.is_set():
+                    self._call_loop(self._readable.set)
+            if not step_loop.has_work:
+                step_loop.check_integrity()
+
+    def _take_messages(self, step_loop: StepLoop) -> bool:
+        """Wait until there is something to do and room for its output; False: the engine closes."""
+        with self._condition:
+            while not self._closing and (
+                not (self._inbox or step_loop.has_work) or len(self._outbox) >= MAX_UNREAD_OUTPUTS
+            ):
+                self._condition.wait()
+            messages = list(self._inbox)
+            self._inbox.clear()
+        for message in messages:
+            if isinstance(message, str):
+                step_loop.cancel(message)
+            else:
+                step_loop.add(*message)
+        return not self._closing
+
+    def _call_loop(self, callback: Callable[..., object], *args: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _set_result(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _set_exception(future: asyncio.Future[None], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

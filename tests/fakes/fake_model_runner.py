@@ -1,0 +1,72 @@
+"""A ModelRunner without a model: it stores token ids where the real one stores KV.
+
+The logits of a sequence are a fixed function of all its tokens as read back from its block table. So a block that is
+reused wrongly, freed too early or written by two sequences shows as other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from kvloom.block_hash import token_bytes
+from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+
+VOCAB_SIZE = 61
+
+
+class FakeModelRunner:
+    def __init__(
+        self,
+        model_dir: Path = Path(),
+        *,
+        dtype: str = "float32",
+        block_size: int = 4,
+        num_blocks: int = 64,
+        max_model_len: int = 0,
+        num_threads: int = 1,
+    ) -> None:
+        self.vocab_size = VOCAB_SIZE
+        self.max_model_len = max_model_len or 512
+        self.eos_token_ids = frozenset({0})
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.batch_invariant = True
+        self.batches: list[list[ScheduledSequence]] = []
+        self.num_tokens_computed = 0
+        self.before_run: Callable[[list[ScheduledSequence]], None] = lambda batch: None
+        self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
+
+    def run(self, batch: list[ScheduledSequence]) -> torch.Tensor:
+        self.before_run(batch)
+        self.batches.append(list(batch))
+        for scheduled in batch:
+            assert scheduled.token_ids, "nothing to compute"
+            end = scheduled.num_computed_tokens + len(scheduled.token_ids)
+            assert len(scheduled.block_table) == -(-end // self.block_size), "the block table covers other tokens"
+            self.num_tokens_computed += len(scheduled.token_ids)
+            for position, token_id in enumerate(scheduled.token_ids, scheduled.num_computed_tokens):
+                block_id = scheduled.block_table[position // self.block_size]
+                self._kv[block_id, position % self.block_size] = token_id
+        rows = [
+            logits_of(self._read(scheduled.block_table, scheduled.num_computed_tokens + len(scheduled.token_ids)))
+            for scheduled in batch
+            if scheduled.wants_logits
+        ]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+
+    def _read(self, block_table: list[int], num_tokens: int) -> list[int]:
+        return self._kv[block_table].reshape(-1)[:num_tokens].tolist()
+
+
+def logits_of(token_ids: list[int]) -> torch.Tensor:
+    """Logits [VOCAB_SIZE] behind these tokens; eos (0) never wins by itself."""
+    assert min(token_ids) >= 0, "KV was read that was never written"
+    seed = xxhash.xxh3_64_intdigest(token_bytes(token_ids))
+    logits = np.random.default_rng(seed).standard_normal(VOCAB_SIZE).astype(np.float32) * 3
+    logits[0] = -30.0
+    return torch.from_numpy(logits)
