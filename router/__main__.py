@@ -18,6 +18,8 @@ from router.server import RouterServer
 async def serve(config: KvloomConfig, name: str, port: int, metrics_port: int | None) -> None:
     """Until SIGTERM or SIGINT. Raises StartError."""
     stop = service.stop_event()
+    if not config.redis.url:
+        raise service.StartError("redis.url is not set: the router finds its shards there")
     host = config.router.host
     server = RouterServer(config, _new_core(config), await asyncio.to_thread(_load_tokenizer, config), name)
     address = await server.start(host, port)

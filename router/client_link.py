@@ -78,10 +78,10 @@ class ClientLink:
         try:
             await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._leave()  # before anything is awaited: this task may be cancelled once more
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            self._leave()
         await self._finish_stream(results)
 
     def end(self) -> None:
