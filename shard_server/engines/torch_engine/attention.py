@@ -1,9 +1,9 @@
 """Causal attention over the paged KV cache, for a ragged batch, with the same bits whatever the batch is.
 
 torch's CPU flash attention walks over the keys in blocks of 512 in order, with float32 sums. Its result for a row
-depends neither on how far the keys are padded (with masked ones, to a multiple of 32), nor on how many sequences or
-rows there are, as long as the number of rows is not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves
-prefill, chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
+depends neither on how far the keys are padded (with masked ones, see `_KEY_ALIGNMENT`), nor on how many sequences or
+rows there are, as long as the rows are not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves prefill,
+chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
 
 Gathering blocks into contiguous memory is cheap if what was gathered is still in the CPU's cache when it is read:
 decoding sequences are sorted by length and gathered in groups that fit there.
@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
@@ -24,8 +25,11 @@ _ROWS_PER_TILE = 32
 """The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
 _PIECE_TOKENS = 128
 """A prompt's queries are taken in pieces, so that later keys, which are masked, are not computed for all of them."""
-_KEY_ALIGNMENT = 32
-"""Matrix tiles take 32 keys, exponentials are vectors of 16: leftovers would get code that rounds differently."""
+_KEY_ALIGNMENT = {torch.bfloat16: 32, torch.float32: 512}
+"""Matrix tiles take 32 keys, exponentials are vectors of 16: leftovers would get code that rounds differently. float32
+products are blocked by their size in ways that are not public: only the kernel's whole 512 was measured to work."""
+_MIN_DECODE_ROWS = {torch.bfloat16: 2, torch.float32: 8}
+"""The kernel multiplies few query rows with other code. A decoding sequence has as many as heads share a KV head."""
 _GROUP_TOKENS = 3072
 """Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
 _GROUP_WASTE_TOKENS = 384
@@ -89,9 +93,8 @@ class PagedAttention:
         self._num_kv_heads = config.num_kv_heads
         self._group_size = config.num_heads_per_kv_head
         self._head_dim = config.head_dim
-        # The kernel takes another path for a single row: at least 4 (the others' results are not used).
-        self._decode_rows = self._group_size if self._group_size > 1 else 4
-        self._key_alignment = math.lcm(_KEY_ALIGNMENT, cache.block_size)
+        self._padded_decode_rows = max(0, _MIN_DECODE_ROWS[cache.dtype] - self._group_size)
+        self._key_alignment = math.lcm(_KEY_ALIGNMENT[cache.dtype], cache.block_size)
         self._buffer = cache.new_gather_buffer(_GROUP_TOKENS // cache.block_size)
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> AttentionPlan:
@@ -120,8 +123,8 @@ class PagedAttention:
             rows = slice(group.first_row, group.first_row + group.num_sequences)
             keys, values = self._gather(layer, group.blocks, group.num_sequences)
             query = heads[rows]
-            if self._decode_rows != self._group_size:
-                query = query.expand(-1, -1, self._decode_rows, -1).contiguous()
+            if self._padded_decode_rows:
+                query = F.pad(query, (0, 0, 0, self._padded_decode_rows))
             attended = _flash_attention(query, keys, values, attn_mask=group.mask)[0]
             out[rows] = attended[:, :, : self._group_size]
         for part in plan.prefills:

@@ -27,6 +27,7 @@ class KvCache:
         """Raises EngineError when there is too little memory."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         token_size = 2 * config.kv_size
