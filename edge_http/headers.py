@@ -10,7 +10,7 @@ from aiohttp import web
 
 REQUEST_ID: Final = "x-request-id"
 DETAILS: Final = "x-kvloom-details"
-_REQUEST_ID_KEY: Final = "kvloom.request_id"
+_REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?"

@@ -1,0 +1,56 @@
+"""A listening edge with a FakeRouterLink behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from edge_http.edge import Edge, ServedModel
+from edge_http.server import EdgeServer
+from kvloom.config import EdgeConfig
+from tests.fakes.fake_router_link import FakeRouterLink
+from tests.fakes.tiny_tokenizer import model_tokenizer
+
+
+@dataclasses.dataclass
+class EdgeWorld:
+    """A listening edge whose router is a FakeRouterLink."""
+
+    edge: Edge
+    server: EdgeServer
+    link: FakeRouterLink
+    url: str
+    http: aiohttp.ClientSession
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any]:
+        """(status, JSON of the answer)"""
+        async with self.http.post(self.url + path, json=body, **more) as response:
+            return response.status, await response.json()
+
+    async def chat(self, **fields: Any) -> tuple[int, Any]:
+        return await self.post("/v1/chat/completions", chat_body(**fields))
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "the fox"}], **fields}
+
+
+@contextlib.asynccontextmanager
+async def edge_world(config: EdgeConfig | None = None, link: FakeRouterLink | None = None) -> AsyncIterator[EdgeWorld]:
+    link = link or FakeRouterLink()
+    model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
+    edge = Edge(config or EdgeConfig(), link, {"tiny": model})
+    server = EdgeServer(edge)
+    address = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+        yield EdgeWorld(edge, server, link, f"http://{address}", http)
+    await server.stop()

@@ -1,0 +1,123 @@
+"""A RouterLink without a router: tests script the news that its sinks hear."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvloom.errors import KvloomError
+from kvloom.router_link import LinkRequest, Sink
+from kvloom.v1 import generation_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+
+STOP = generation_pb2.FINISH_REASON_STOP
+LENGTH = generation_pb2.FINISH_REASON_LENGTH
+CONTENT_FILTER = generation_pb2.FINISH_REASON_CONTENT_FILTER
+CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
+ERROR = generation_pb2.FINISH_REASON_ERROR
+
+
+class FakeRequest:
+    """A submitted request; its methods are the router's news. As on the real link, a cancelled sink hears no more."""
+
+    def __init__(self, request: LinkRequest, sink: Sink) -> None:
+        self.request = request
+        self.cancelled = asyncio.Event()
+        self._sink = sink
+        self._num_output_tokens = [0] * request.n
+        self._num_cached_tokens = 0
+
+    def start(
+        self, index: int = 0, *, shard_id: str = "shard-0", num_cached_tokens: int = 0, queue_time_seconds: float = 0.0
+    ) -> None:
+        self._num_cached_tokens = num_cached_tokens
+        if not self.cancelled.is_set():
+            start = SequenceStart(
+                shard_id=shard_id, num_cached_tokens=num_cached_tokens, queue_time_seconds=queue_time_seconds
+            )
+            self._sink.on_start(index, start)
+
+    def tokens(
+        self,
+        delta: str,
+        index: int = 0,
+        *,
+        token_ids: Sequence[int] = (65,),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        self._num_output_tokens[index] += len(token_ids)
+        if not self.cancelled.is_set():
+            self._sink.on_tokens(index, delta, token_ids, logprobs)
+
+    def finish(
+        self,
+        reason: generation_pb2.FinishReason.ValueType = STOP,
+        index: int = 0,
+        *,
+        error: KvloomError | None = None,
+    ) -> None:
+        if not self.cancelled.is_set():
+            finish = SequenceFinish(
+                reason=reason,
+                num_prompt_tokens=len(self.request.prompt_token_ids),
+                num_cached_tokens=self._num_cached_tokens,
+                num_output_tokens=self._num_output_tokens[index],
+                error=error.to_proto() if error else None,
+            )
+            self._sink.on_finish(index, finish)
+
+    def fail(self, reason: ErrorReason.ValueType, message: str = "it failed", **more: float) -> None:
+        self.finish(ERROR, error=KvloomError(reason, message, **more))  # pyright: ignore[reportArgumentType]
+
+
+Script = Callable[[FakeRequest], None]
+
+
+def answer(*deltas: str, reason: generation_pb2.FinishReason.ValueType = STOP, **start: object) -> Script:
+    """Every choice gets these deltas, one token each, all in one frame."""
+
+    def play(request: FakeRequest) -> None:
+        for index in range(request.request.n):
+            request.start(index, **start)  # pyright: ignore[reportArgumentType]
+            for delta in deltas:
+                request.tokens(delta, index)
+        for index in range(request.request.n):
+            request.finish(reason, index)
+
+    return play
+
+
+class FakeRouterLink:
+    """Without a script, tests take submitted requests with `next_request` and drive them by hand."""
+
+    def __init__(self, model: str = "tiny", max_model_len: int = 4096) -> None:
+        self.fleet = FleetState(models=[ModelInfo(name=model, num_ready_shards=1, max_model_len=max_model_len)])
+        self.connected = True
+        self.script: Script | None = None
+        self.requests: list[FakeRequest] = []
+        self._by_handle: dict[int, FakeRequest] = {}
+        self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        if not self.connected:
+            raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "The router is gone.", retry_after_seconds=1.0)
+        fake = FakeRequest(request, sink)
+        self.requests.append(fake)
+        self._by_handle[len(self.requests)] = fake
+        if self.script is None:
+            self._submitted.put_nowait(fake)
+        else:
+            asyncio.get_running_loop().call_soon(self.script, fake)
+        return len(self.requests)
+
+    def cancel(self, handle: int) -> None:
+        self._by_handle[handle].cancelled.set()
+
+    async def close(self) -> None:
+        pass
+
+    async def next_request(self) -> FakeRequest:
+        async with asyncio.timeout(5):
+            return await self._submitted.get()
