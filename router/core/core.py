@@ -83,6 +83,7 @@ class RouterCore:
             safety_required=config.safety_required,
         )
         self._told_fleet = self._fleet.state()
+        self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
             ev.RequestArrived: self._on_request_arrived,
             ev.SlotsCancelled: self._on_slots_cancelled,
@@ -112,6 +113,8 @@ class RouterCore:
         and the stream that brought it should be broken.
         """
         self._handlers[type(event)](event, now)
+        if self._fleet_may_differ:
+            self._tell_fleet()
         if len(self._dispatcher.queue):
             if self._dispatcher.check_hopeless:
                 self._lifecycle.give_up_hopeless(now)
@@ -143,6 +146,11 @@ class RouterCore:
     def num_queued_requests(self) -> int:
         """Requests that wait for a shard with room."""
         return len(self._dispatcher.queue)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is live, reserved or waiting for a verdict."""
+        return not self._lifecycle.requests and not self._ledger.keys() and not self._screening.num_open
 
     def check_integrity(self) -> None:
         """Assert all invariants; for tests and simulation."""
@@ -251,7 +259,7 @@ class RouterCore:
         self._fleet.add(event.shard)
         self._ledger.add_shard(shard_id)
         self._index.add_shard(shard_id, event.shard.num_blocks, now)
-        self._tell_fleet()
+        self._note_fleet_change()
 
     def _on_shard_down(self, event: ev.ShardDown, now: float) -> None:
         shard = self._fleet.shards.get(event.shard_id)
@@ -266,7 +274,7 @@ class RouterCore:
         )
         for choice in lost:
             self._lifecycle.retry(choice, error, event.shard_id, now)
-        self._tell_fleet()
+        self._note_fleet_change()
 
     def _on_step_arrived(self, event: ev.StepArrived, now: float) -> None:
         shard = self._fleet.shards.get(event.shard_id)
@@ -290,7 +298,7 @@ class RouterCore:
         self._ledger.report(event.shard_id, event.load, now)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
-            self._tell_fleet()
+            self._note_fleet_change()
 
     # -- safety, time ---------------------------------------------------------------------------------------------
 
@@ -316,10 +324,14 @@ class RouterCore:
 
     def _on_drain_started(self) -> None:
         self._fleet.is_draining = True
-        self._tell_fleet()
+        self._note_fleet_change()
+
+    def _note_fleet_change(self) -> None:
+        self._fleet_may_differ = True
+        self._dispatcher.check_hopeless = True
 
     def _tell_fleet(self) -> None:
-        self._dispatcher.check_hopeless = True
+        self._fleet_may_differ = False
         state = self._fleet.state()
         if state != self._told_fleet:
             self._told_fleet = state

@@ -69,7 +69,8 @@ class Outbox:
                 client.step = None
                 if step.num_tokens:
                     step.num_tokens.extend([1] * (len(step.slots) - len(step.num_tokens)))
-                actions.append(SendStep(client.client_id, step))
+                if step:
+                    actions.append(SendStep(client.client_id, step))
             self._clients = []
         if self.screen_slots or self.close_slots:
             actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots))
