@@ -172,7 +172,7 @@ class SimEngine:
         return planned, seconds
 
     def _admit(self, sequence: SimSequence) -> bool:
-        """Give a waiting sequence the blocks of its tokens, cached ones where there are any; False: too few are left."""
+        """Give a waiting sequence the blocks of its tokens, cached ones where there are any; False: too few left."""
         hashes = sequence.known_hashes()
         # The last token is always computed: its logits are what the first new token is drawn from.
         reusable = (len(sequence.token_ids) - 1) // self._info.block_size

@@ -1,0 +1,74 @@
+"""python -m shard_server --config FILE: one shard process, one engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from kvloom import service, telemetry
+from kvloom.config import KvloomConfig, load_config
+from kvloom.tokenizer import ModelTokenizer
+from shard_server.engines.base import Engine, EngineError
+from shard_server.engines.create import create_engine
+from shard_server.server import ShardServer
+
+
+async def serve(config: KvloomConfig, name: str, port: int, metrics_port: int | None) -> None:
+    """Until SIGTERM or SIGINT, or until the engine dies. Raises StartError; exits with 1 when the engine dies."""
+    stop = service.stop_event()
+    engine, tokenizer = await asyncio.to_thread(_load, config)
+    server = ShardServer(config, engine, tokenizer, name)
+    try:
+        address = await server.start(port)
+    except EngineError as error:
+        raise service.StartError(f"{name}: {error}") from error
+    metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
+    service.announce_ready(address, metrics_address)
+    try:
+        await server.serve(stop)
+    except EngineError as error:
+        sys.stderr.write(f"error: {name}: {error}\n")
+        raise SystemExit(1) from error
+    finally:
+        tokenizer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m shard_server", description=__doc__)
+    parser.add_argument("--config", type=Path, help="TOML or JSON file")
+    parser.add_argument("--name", default=f"shard-{os.getpid()}", help="this shard's id, unique in the fleet")
+    parser.add_argument("--port", type=int, default=0, help="0 (the default) picks one")
+    parser.add_argument("--metrics-port", type=int, help="serve /metrics there; 0 picks one")
+    arguments = parser.parse_args()
+
+    async def run() -> None:
+        config = load_config(arguments.config)
+        telemetry.configure_logging(config.log, arguments.name)
+        await serve(config, arguments.name, arguments.port, arguments.metrics_port)
+
+    service.run_service(run())
+
+
+def _serve_metrics(host: str, port: int) -> str:
+    try:
+        return f"{host}:{telemetry.serve_metrics(host, port)}"
+    except OSError as error:
+        raise service.StartError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+
+
+def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
+    """Runs in a thread; the engine's own loading comes with its `start`."""
+    if not config.model.path:
+        raise service.StartError("model.path is not set: the shard needs the model's tokenizer")
+    try:
+        tokenizer = ModelTokenizer.load(Path(config.model.path))
+        return create_engine(config, tokenizer), tokenizer
+    except (OSError, ValueError, EngineError) as error:
+        raise service.StartError(f"{config.model.path}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

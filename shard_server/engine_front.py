@@ -1,0 +1,397 @@
+"""Between one engine and all routers: takes their submits, and turns every engine step into one frame per router.
+
+Synchronous but for `run`, which consumes the engine's steps; everything happens on one event loop, so nothing is
+locked. A sequence has left `_live` as soon as its finish is in a frame; what the engine still says about it is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from kvloom.detokenizer import IncrementalDetokenizer, TokenText
+from kvloom.errors import KvloomError
+from kvloom.v1 import generation_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import Choice, SequenceFinish
+from kvloom.v1.shard_service_pb2 import (
+    LoadReport,
+    ShardHello,
+    ShardInfo,
+    ShardServiceConnectRequest,
+    ShardServiceConnectResponse,
+    ShardSubmit,
+)
+from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
+from shard_server.engines.base import (
+    Engine,
+    EngineError,
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    SequenceEnd,
+    StepOutput,
+    TokenLogprobs,
+)
+from shard_server.kv_mirror import KvMirror
+from shard_server.metrics import ShardMetrics
+from shard_server.sequences import LiveSequence
+from shard_server.submits import resolve_submit
+
+log = structlog.get_logger()
+
+LOAD_REPORT_SECONDS: Final = 0.05
+"""Load reports ride on step frames, this far apart at least (but at once when the engine becomes busy or idle)."""
+
+_FINISH_REASONS: Final = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: generation_pb2.FINISH_REASON_ERROR,
+}
+
+
+class EngineFront:
+    """`engine` must have started. `max_waiting`: sequences taken beyond a full batch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TokenText,
+        info: ShardInfo,
+        metrics: ShardMetrics,
+        max_waiting: int,
+        *,
+        max_pending_frames: int = MAX_PENDING_FRAMES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._engine = engine
+        self._engine_info = engine.info
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._max_sequences = engine.info.max_batch + max_waiting
+        self._max_pending_frames = max_pending_frames
+        self._clock = clock
+        self._kv = KvMirror()
+        self._connections: list[RouterConnection] = []
+        self._live: dict[str, LiveSequence] = {}
+        self._letting_go: set[str] = set()
+        """Finished here, and cancelled in the engine, whose end for them is still to come."""
+        self._serials = itertools.count()
+        self._load = EngineLoad(num_available_blocks=engine.info.num_blocks)
+        self._draining = False
+        self._failed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._load_reported_at = 0.0
+        self._reported_idle = True
+        self._last_token_step_at: float | None = None
+
+    # -- routers ------------------------------------------------------------------------------------------------------
+
+    def connect(self, router_id: str) -> RouterConnection:
+        """A new stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
+        if self._failed:
+            raise _engine_failed()
+        connection = RouterConnection(router_id, self._max_pending_frames)
+        hello = ShardHello(info=self.info)
+        connection.send(
+            ShardServiceConnectResponse(hello=hello, kv_snapshot=self._kv.snapshot(), load=self.load_report())
+        )
+        self._connections.append(connection)
+        self._metrics.on_routers(len(self._connections))
+        return connection
+
+    def disconnect(self, connection: RouterConnection) -> None:
+        """The stream is over: its sequences are cancelled, their blocks freed."""
+        if connection not in self._connections:
+            return
+        self._connections.remove(connection)
+        for sequence in list(connection.by_slot.values()):
+            self._cancel_in_engine(sequence)
+            self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
+        self._metrics.on_routers(len(self._connections))
+
+    def receive(self, connection: RouterConnection, frame: ShardServiceConnectRequest) -> None:
+        """A router's frame, submits before cancels. Raises KvloomError (PROTOCOL_VIOLATION)."""
+        if frame.HasField("hello"):
+            raise _protocol_violation("Only the first frame carries a hello.")
+        for submit in frame.submits:
+            self._submit(connection, submit)
+        for slot in frame.cancel_slots:
+            sequence = connection.by_slot.get(slot)
+            if sequence is not None:  # else its finish is on its way, or has arrived
+                self._cancel_in_engine(sequence)
+                self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
+        connection.send_step()
+        if frame.want_kv_snapshot:
+            connection.send(ShardServiceConnectResponse(kv_snapshot=self._kv.snapshot()))
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def set_draining(self, draining: bool) -> None:
+        """While it is set new sequences are refused; routers are told at once."""
+        if draining != self._draining:
+            self._draining = draining
+            report = self.load_report()
+            for connection in self._connections:
+                connection.send(ShardServiceConnectResponse(load=report))
+
+    async def wait_idle(self) -> None:
+        """Returns when no sequence is live."""
+        await self._idle.wait()
+
+    def end_connections(self) -> None:
+        """Close all streams in good order, behind the frames that wait to be written."""
+        for connection in self._connections:
+            connection.end()
+
+    def load_report(self) -> LoadReport:
+        load = self._load
+        return LoadReport(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_queued_prefill_tokens=load.num_queued_prefill_tokens,
+            num_decode_context_tokens=load.num_decode_context_tokens,
+            num_available_blocks=load.num_available_blocks,
+            num_blocks=self._engine_info.num_blocks,
+            prefill_tokens_per_second=load.prefill_tokens_per_second,
+            decode_step_seconds=load.decode_step_seconds,
+            num_preemptions=load.num_preemptions,
+            draining=self._draining,
+        )
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Hand out steps until the engine is closed. When it dies: every sequence finishes with ENGINE_FAILED, and the
+        engine's error is raised."""
+        try:
+            async for output in self._engine.steps():
+                self._on_step(output)
+        except Exception:
+            self._failed = True
+            for sequence in list(self._live.values()):
+                self._finish(sequence, generation_pb2.FINISH_REASON_ERROR, _engine_failed())
+            for connection in self._connections:
+                connection.send_step()
+            raise
+
+    def _on_step(self, output: StepOutput) -> None:
+        now = self._clock()
+        live = self._live
+        ends = {end.request_id: end for end in output.ends}
+        for start in output.starts:
+            sequence = live.get(start.request_id)
+            if sequence is not None:
+                self._start(sequence, start.num_cached_tokens, start.queue_time_seconds, now)
+        num_tokens = num_discarded = 0
+        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            sequence = live.get(request_id)
+            if sequence is None:
+                num_discarded += len(token_ids)
+                continue
+            if request_id in ends or len(token_ids) != 1:
+                token_ids, delta = sequence.push_carefully(token_ids)
+            else:
+                delta = sequence.detokenizer.push(token_ids)
+            end = ends.get(request_id)
+            parts = sequence.connection.parts
+            count = len(token_ids)
+            if count != 1:
+                parts.uneven = True
+            parts.slots.append(sequence.slot)
+            parts.num_tokens.append(count)
+            parts.token_ids += token_ids
+            num_tokens += count
+            sequence.num_output_tokens += count
+            if output.logprobs and request_id in output.logprobs:
+                parts.logprobs += _logprobs_to_proto(sequence.slot, output.logprobs[request_id][:count])
+            if sequence.has_stop_strings and sequence.detokenizer.stop_string is not None:
+                if end is None:
+                    self._cancel_in_engine(sequence)
+                self._finish(sequence, generation_pb2.FINISH_REASON_STOP)
+            elif end is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                delta += sequence.detokenizer.flush()
+                self._finish(sequence, _FINISH_REASONS[end.reason])
+            parts.deltas.append(delta)
+        for end in output.ends:
+            self._end(end)
+        self._send_step(output, now)
+        step_seconds = None
+        if output.request_ids:
+            if self._last_token_step_at is not None:
+                step_seconds = now - self._last_token_step_at
+            self._last_token_step_at = now if live else None
+        self._metrics.on_step(self._load, num_tokens, num_discarded, self._kv.num_cached_blocks, step_seconds)
+
+    def _send_step(self, output: StepOutput, now: float) -> None:
+        kv_events = self._kv.apply(output.kv_events) if output.kv_events else None
+        self._load = output.load
+        load = None
+        is_idle = not (output.load.num_running or output.load.num_waiting)
+        if is_idle != self._reported_idle or now - self._load_reported_at >= LOAD_REPORT_SECONDS:
+            self._reported_idle = is_idle
+            self._load_reported_at = now
+            load = self.load_report()
+        for connection in self._connections:
+            connection.send_step(kv_events, load)
+
+    def _start(self, sequence: LiveSequence, num_cached_tokens: int, queue_time_seconds: float, now: float) -> None:
+        sequence.num_cached_tokens = num_cached_tokens
+        sequence.connection.parts.starts.append(
+            generation_pb2.SequenceStart(
+                slot=sequence.slot, num_cached_tokens=num_cached_tokens, queue_time_seconds=queue_time_seconds
+            )
+        )
+        self._metrics.on_start(
+            len(sequence.request.prompt_token_ids), num_cached_tokens, queue_time_seconds, now - sequence.received_at
+        )
+
+    def _end(self, end: SequenceEnd) -> None:
+        """An end whose sequence has not finished with its last tokens."""
+        self._letting_go.discard(end.request_id)
+        sequence = self._live.get(end.request_id)
+        if sequence is None:
+            self._set_idle()
+            return
+        error = None
+        if end.reason is FinishReason.ERROR:
+            log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
+            error = _engine_failed()
+        elif end.reason is not FinishReason.CANCELLED:
+            self._flush(sequence)
+        self._finish(sequence, _FINISH_REASONS[end.reason], error)
+
+    # -- sequences ----------------------------------------------------------------------------------------------------
+
+    def _submit(self, connection: RouterConnection, submit: ShardSubmit) -> None:
+        choices = submit.choices
+        slots = {choice.slot for choice in choices}
+        if not choices or len(slots) < len(choices) or not slots.isdisjoint(connection.by_slot):
+            raise _protocol_violation(f"Request {submit.request_id}: every choice needs a slot that is not in use.")
+        try:
+            self._check_capacity(len(choices))
+            requests = resolve_submit(submit, self._engine_info, next(self._serials))
+        except KvloomError as error:
+            for choice in choices:
+                connection.parts.finishes.append(_refusal(choice.slot, error))
+            return
+        now = self._clock()
+        for choice, request in zip(choices, requests, strict=True):
+            try:
+                self._submit_choice(connection, choice, request, submit.stop.stop, now)
+            except KvloomError as error:
+                connection.parts.finishes.append(_refusal(choice.slot, error))
+
+    def _submit_choice(
+        self,
+        connection: RouterConnection,
+        choice: Choice,
+        request: EngineRequest,
+        stop_strings: Sequence[str],
+        now: float,
+    ) -> None:
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, stop_strings, _shown_output(request), choice.num_delivered_chars
+        )
+        sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now)
+        reason = sequence.already_ended()
+        if reason is None:
+            try:
+                self._engine.submit(request)
+            except EngineError as error:
+                log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
+                raise _engine_failed() from error  # what a client can do wrong has been checked before
+        self._live[request.request_id] = sequence
+        connection.by_slot[choice.slot] = sequence
+        self._idle.clear()
+        if reason is not None:
+            self._flush(sequence)
+            self._finish(sequence, reason)
+
+    def _check_capacity(self, num_choices: int) -> None:
+        if self._failed:
+            raise _engine_failed()
+        if self._draining:
+            raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard takes no new requests: it is draining.")
+        if len(self._live) + len(self._letting_go) + num_choices > self._max_sequences:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_QUEUE_FULL,
+                f"This shard has {len(self._live)} sequences running or waiting and takes no more.",
+                retry_after_seconds=1.0,
+            )
+
+    def _flush(self, sequence: LiveSequence) -> None:
+        """What text is left, as an entry without tokens."""
+        text = sequence.detokenizer.flush()
+        if text:
+            parts = sequence.connection.parts
+            parts.slots.append(sequence.slot)
+            parts.num_tokens.append(0)
+            parts.uneven = True
+            parts.deltas.append(text)
+
+    def _cancel_in_engine(self, sequence: LiveSequence) -> None:
+        self._letting_go.add(sequence.request.request_id)
+        self._engine.cancel(sequence.request.request_id)
+
+    def _finish(
+        self,
+        sequence: LiveSequence,
+        reason: generation_pb2.FinishReason.ValueType,
+        error: KvloomError | None = None,
+    ) -> None:
+        del self._live[sequence.request.request_id]
+        connection = sequence.connection
+        del connection.by_slot[sequence.slot]
+        finish = sequence.finish(reason)
+        if error is not None:
+            finish.error.CopyFrom(error.to_proto())
+        connection.parts.finishes.append(finish)
+        self._metrics.on_finish(reason, self._clock() - sequence.received_at)
+        self._set_idle()
+
+    def _set_idle(self) -> None:
+        if not self._live and not self._letting_go:
+            self._idle.set()
+
+
+def _shown_output(request: EngineRequest) -> Sequence[int]:
+    """The output of earlier attempts, without the stop token that ended it: that has no text."""
+    tokens = request.output_token_ids
+    return tokens[:-1] if tokens and tokens[-1] in request.stop_token_ids else tokens
+
+
+def _logprobs_to_proto(slot: int, logprobs: Sequence[TokenLogprobs]) -> list[generation_pb2.TokenLogprobs]:
+    return [
+        generation_pb2.TokenLogprobs(
+            slot=slot,
+            logprob=entry.logprob,
+            top_token_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in logprobs
+    ]
+
+
+def _refusal(slot: int, error: KvloomError) -> SequenceFinish:
+    return SequenceFinish(slot=slot, reason=generation_pb2.FINISH_REASON_ERROR, error=error.to_proto())
+
+
+def _engine_failed() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed while it served this request.")
+
+
+def _protocol_violation(message: str) -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)

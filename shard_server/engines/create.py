@@ -1,0 +1,33 @@
+"""The engine that the configuration names. Heavy ones are imported only when they are wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvloom.config import KvloomConfig
+from kvloom.tokenizer import ModelTokenizer
+from shard_server.engines.base import Engine
+from shard_server.engines.sim_engine import DEFAULT_MAX_MODEL_LEN, SimEngine
+
+
+def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
+    """Not started yet. Raises EngineError when the engine cannot serve this model, OSError or ValueError when the
+    model's config.json cannot be read."""
+    model_dir = Path(config.model.path)
+    if config.shard.engine == "torch":
+        from shard_server.engines.torch_engine.engine import TorchEngine
+
+        return TorchEngine(model_dir, config.model.name, config.shard)
+    return SimEngine(
+        config.model.name,
+        config.shard,
+        tokenizer.vocab_size,
+        tokenizer.eos_token_ids,
+        _max_position_embeddings(model_dir),
+    )
+
+
+def _max_position_embeddings(model_dir: Path) -> int:
+    model_config = json.loads((model_dir / "config.json").read_bytes())
+    return int(model_config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN))

@@ -1,0 +1,173 @@
+"""One shard process: engine, gRPC server, health, registration, and their order at the start and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import socket
+import uuid
+from typing import Any, Final
+
+import grpc
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kvloom import service
+from kvloom.config import KvloomConfig
+from kvloom.detokenizer import TokenText
+from kvloom.errors import KvloomError
+from kvloom.registry import ShardRecord, ShardRegistry
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.shard_service_pb2 import ShardInfo
+from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
+from shard_server.announcer import Announcer
+from shard_server.connection import MAX_PENDING_FRAMES
+from shard_server.engine_front import EngineFront
+from shard_server.engines.base import Engine, EngineError, EngineInfo
+from shard_server.metrics import ShardMetrics
+from shard_server.shard_servicer import ShardServicer
+
+log = structlog.get_logger()
+
+SERVICE_NAMES: Final = ("kvloom.v1.ShardService",)
+FLUSH_SECONDS: Final = 2.0
+"""How long the last frames may take to leave."""
+
+
+class ShardServer:
+    """`async start`, `async serve(stop)`. Raises EngineError when the engine cannot start or has died."""
+
+    def __init__(
+        self,
+        config: KvloomConfig,
+        engine: Engine,
+        tokenizer: TokenText,
+        shard_id: str,
+        *,
+        metrics_registry: CollectorRegistry = REGISTRY,
+        max_pending_frames: int = MAX_PENDING_FRAMES,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._shard_id = shard_id
+        self._incarnation_id = uuid.uuid4().hex
+        self._metrics_registry = metrics_registry
+        self._max_pending_frames = max_pending_frames
+        self._stopping = False
+        self._front: EngineFront
+        self._server: grpc.aio.Server
+        self._health: Any
+        self._announcer: Announcer | None = None
+        self._engine_task: asyncio.Task[None]
+
+    async def start(self, port: int = 0) -> str:
+        """Load the engine and serve; returns the address. Raises EngineError, StartError."""
+        # The port first: it costs nothing to find out that it is taken.
+        self._server = grpc.aio.server(options=service.SERVER_OPTIONS)
+        host = self._config.shard.host
+        address = service.bind(self._server, host, port)
+        await self._engine.start()
+        info = self._engine.info
+        self._front = EngineFront(
+            self._engine,
+            self._tokenizer,
+            _shard_info(info, self._shard_id, self._incarnation_id),
+            ShardMetrics(info.model, info.num_blocks, self._metrics_registry),
+            self._config.shard.max_waiting,
+            max_pending_frames=self._max_pending_frames,
+        )
+        add_ShardServiceServicer_to_server(ShardServicer(self._front, self._on_drain_call), self._server)
+        self._health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
+        self._engine_task = asyncio.create_task(self._front.run(), name="engine steps")
+        await self._server.start()
+        await service.set_serving(self._health, SERVICE_NAMES, True)
+        if self._config.redis.url:
+            registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix)
+            record = ShardRecord(self._shard_id, _reachable(address), info.model, self._incarnation_id)
+            self._announcer = Announcer(registry, record)
+        else:
+            log.warning("redis.url is not set: routers cannot find this shard")
+        log.info("shard serves", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
+        return address
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set, then drain and stop. Raises EngineError when the engine dies."""
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        tasks: list[asyncio.Task[Any]] = [stopped, self._engine_task]
+        announcing = None
+        if self._announcer is not None:
+            announcing = asyncio.create_task(self._announcer.run(), name="announcer")
+            tasks.append(announcing)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                await self._drain()
+        finally:
+            stopped.cancel()
+            if announcing is not None:
+                announcing.cancel()
+            await self._stop()
+        self._raise_failure(announcing)
+
+    async def _drain(self) -> None:
+        """Finish what runs, within the configured time."""
+        self._stopping = True
+        await self._set_draining(True)
+        timeout_seconds = self._config.shard.drain_timeout_seconds
+        idle = asyncio.create_task(self._front.wait_idle(), name="drain")
+        await asyncio.wait({idle, self._engine_task}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done():
+            log.warning("drain timed out; what runs is broken off", timeout_seconds=timeout_seconds)
+            idle.cancel()
+
+    async def _stop(self) -> None:
+        self._stopping = True
+        await service.set_serving(self._health, SERVICE_NAMES, False)
+        if self._announcer is not None:
+            await self._announcer.withdraw()
+        self._front.end_connections()
+        await self._server.stop(FLUSH_SECONDS)
+        await self._engine.close()
+        await asyncio.wait({self._engine_task}, timeout=FLUSH_SECONDS)
+        self._engine_task.cancel()
+
+    def _raise_failure(self, announcing: asyncio.Task[None] | None) -> None:
+        if announcing is not None and announcing.done() and not announcing.cancelled():
+            announcing.result()  # a bug: it never returns by itself
+        if self._engine_task.done() and not self._engine_task.cancelled():
+            error = self._engine_task.exception()
+            if error is not None:
+                raise EngineError(f"the engine died: {error}") from error
+
+    async def _on_drain_call(self, draining: bool) -> None:
+        if not self._stopping:
+            await self._set_draining(draining)
+        elif not draining:
+            raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard is stopping; it cannot resume.")
+
+    async def _set_draining(self, draining: bool) -> None:
+        self._front.set_draining(draining)
+        await service.set_serving(self._health, SERVICE_NAMES, not draining)
+        log.info("draining" if draining else "taking work again")
+
+
+def _shard_info(info: EngineInfo, shard_id: str, incarnation_id: str) -> ShardInfo:
+    return ShardInfo(
+        shard_id=shard_id,
+        incarnation_id=incarnation_id,
+        model=info.model,
+        engine=info.engine,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        max_batch=info.max_batch,
+        max_model_len=info.max_model_len,
+        capabilities=sorted(info.capabilities),
+        version=importlib.metadata.version("kvloom"),
+    )
+
+
+def _reachable(address: str) -> str:
+    """What routers elsewhere can connect to: this machine's name instead of "any interface"."""
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else address

@@ -1,0 +1,119 @@
+"""ShardService over gRPC: the data plane's stream, and what people and tools ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NoReturn, cast
+
+import grpc
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom.grpc_errors import to_grpc_status
+from kvloom.v1 import shard_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.shard_service_pb2 import (
+    DrainRequest,
+    DrainResponse,
+    GetInfoRequest,
+    GetInfoResponse,
+    ShardServiceConnectRequest,
+    ShardServiceConnectResponse,
+)
+from shard_server.connection import RouterConnection
+from shard_server.engine_front import EngineFront
+
+log = structlog.get_logger()
+
+HELLO_TIMEOUT_SECONDS: Final = 10.0
+MAX_ROUTER_ID_CHARS: Final = 128
+
+Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConnectResponse]
+
+
+class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
+    """`set_draining` follows a Drain call; it raises KvloomError when it cannot (the process is stopping)."""
+
+    def __init__(self, front: EngineFront, set_draining: Callable[[bool], Awaitable[None]]) -> None:
+        self._front = front
+        self._set_draining = set_draining
+
+    async def Connect(self, request_iterator: object, context: Context) -> None:
+        try:
+            connection = self._front.connect(await _read_hello(context))
+        except KvloomError as error:
+            await _abort(context, error)
+        log.info("router connected", router_id=connection.router_id)
+        tasks = [
+            asyncio.create_task(self._read_frames(connection, context), name=f"{connection.router_id} reader"),
+            asyncio.create_task(connection.write_frames(context.write), name=f"{connection.router_id} writer"),
+        ]
+        try:
+            await asyncio.wait([*tasks, connection.ended], return_when=asyncio.FIRST_COMPLETED)
+            if connection.ended.done() and connection.ended.result() is None:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # the frames that wait are written
+        finally:
+            self._front.disconnect(connection)  # before anything is awaited: this task may be cancelled once more
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        await _end_stream(connection, context, results)
+
+    async def GetInfo(self, request: GetInfoRequest, context: Any) -> GetInfoResponse:
+        return GetInfoResponse(info=self._front.info, load=self._front.load_report())
+
+    async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
+        error = None
+        try:
+            await self._set_draining(request.draining)
+        except KvloomError as refusal:
+            error = refusal.to_proto()
+        load = self._front.load_report()
+        return DrainResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
+
+    async def _read_frames(self, connection: RouterConnection, context: Context) -> None:
+        while True:
+            frame = await context.read()
+            if not isinstance(frame, ShardServiceConnectRequest):  # the router has closed its side: it is gone
+                return
+            self._front.receive(connection, frame)
+
+
+async def _end_stream(connection: RouterConnection, context: Context, results: list[BaseException | None]) -> None:
+    """Tell the router why, if it is there to hear it."""
+    error = connection.ended.result() if connection.ended.done() else None
+    for result in results:
+        if isinstance(result, KvloomError):
+            error = result
+        elif isinstance(result, Exception) and not _is_broken_stream(result):
+            log.error("a router's stream failed", router_id=connection.router_id, exc_info=result)
+            error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The shard failed to serve this stream.")
+    log.info("router disconnected", router_id=connection.router_id, error=error and error.message)
+    if error is not None:
+        await _abort(context, error)
+
+
+def _is_broken_stream(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError | grpc.aio.UsageError | grpc.aio.InternalError)
+
+
+async def _read_hello(context: Context) -> str:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+            frame = await context.read()
+    except TimeoutError:
+        raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "No hello came.") from None
+    if not isinstance(frame, ShardServiceConnectRequest) or not frame.hello.router_id:
+        message = "The first frame must carry a hello with a router_id."
+        raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+    if frame.submits or frame.cancel_slots:
+        message = "The first frame carries nothing but the hello."
+        raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+    return frame.hello.router_id[:MAX_ROUTER_ID_CHARS]
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: KvloomError) -> NoReturn:
+    # The published type stubs of grpc.aio do not know this method.
+    await cast(Any, context).abort_with_status(to_grpc_status(error))
+    raise AssertionError("abort_with_status raises")
