@@ -29,11 +29,14 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NUMBERS = st.sampled_from([0, 1, -1, 2, 16, 17, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**40, 0.5, -0.0, 1e308])
-PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text") | JSON}, optional={"text": JSON}), max_size=3)
+PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text")}, optional={"text": st.text(max_size=8)}), max_size=3)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "user", "assistant", "developer", "tool"]) | JSON},
-        optional={"content": st.text(max_size=8) | PARTS | JSON, "name": JSON, "tool_calls": JSON},
+        {
+            "role": st.sampled_from(["system", "user", "assistant", "developer", "tool"]),
+            "content": st.text(max_size=8) | PARTS | JSON,
+        },
+        optional={"name": st.text(max_size=3), "tool_calls": st.none() | JSON},
     ),
     max_size=3,
 )
