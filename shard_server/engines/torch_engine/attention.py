@@ -56,15 +56,16 @@ class Extent:
 class _DecodeGroup:
     first_row: int
     num_sequences: int
-    blocks: torch.Tensor
-    """int64 [num_sequences * blocks per sequence]"""
+    block_rows: torch.Tensor
+    """int64 [layers, num_sequences * blocks per sequence]"""
     mask: torch.Tensor
     """float32 [num_sequences, 1, 1, keys]: 0, or -inf where there is no key."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Prefill:
-    blocks: torch.Tensor
+    block_rows: torch.Tensor
+    """int64 [layers, blocks]"""
     pieces: list[tuple[int, int, torch.Tensor]]
     """(first row, rows, mask float32 [1, 1, padded rows, keys])"""
 
@@ -73,8 +74,8 @@ class _Prefill:
 class AttentionPlan:
     """What every layer of one step does; made once per step."""
 
-    slots: torch.Tensor
-    """int64 [tokens]: where the KV of each token goes."""
+    token_rows: torch.Tensor
+    """int64 [layers, tokens]: where the KV of each token goes."""
     num_rows: int
     """Rows that the batch must have, some padding included."""
     decode_groups: list[_DecodeGroup]
@@ -82,7 +83,7 @@ class AttentionPlan:
 
     @property
     def max_gathered_blocks(self) -> int:
-        return max(part.blocks.shape[0] for part in (*self.decode_groups, *self.prefills))
+        return max(part.block_rows.shape[1] for part in (*self.decode_groups, *self.prefills))
 
 
 class PagedAttention:
@@ -106,7 +107,7 @@ class PagedAttention:
         planned_prefills = [self._plan_prefill(extent) for extent in prefills]
         piece_ends = [first + mask.shape[2] for part in planned_prefills for first, _, mask in part.pieces]
         plan = AttentionPlan(
-            slots=torch.tensor(slots),
+            token_rows=self._cache.token_rows(slots),
             num_rows=max([len(slots), *piece_ends]),
             decode_groups=self._plan_decodes(decodes),
             prefills=planned_prefills,
@@ -118,17 +119,17 @@ class PagedAttention:
     def attend(self, plan: AttentionPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
         heads = queries.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
-        out = queries.new_zeros(heads.shape)
+        out = torch.zeros_like(heads, memory_format=torch.contiguous_format)
         for group in plan.decode_groups:
             rows = slice(group.first_row, group.first_row + group.num_sequences)
-            keys, values = self._gather(layer, group.blocks, group.num_sequences)
+            keys, values = self._gather(group.block_rows[layer], group.num_sequences)
             query = heads[rows]
             if self._padded_decode_rows:
                 query = F.pad(query, (0, 0, 0, self._padded_decode_rows))
             attended = _flash_attention(query, keys, values, attn_mask=group.mask)[0]
             out[rows] = attended[:, :, : self._group_size]
         for part in plan.prefills:
-            keys, values = self._gather(layer, part.blocks, 1)
+            keys, values = self._gather(part.block_rows[layer], 1)
             for first_row, num_rows, mask in part.pieces:
                 num_padded, num_keys = mask.shape[2], mask.shape[3]
                 # The heads that share keys are the kernel's batch: they see the same keys through a stride of 0.
@@ -140,9 +141,9 @@ class PagedAttention:
                 out[first_row : first_row + num_rows] = attended[:, :, :num_rows].permute(2, 1, 0, 3)
         return out.view(queries.shape[0], -1)
 
-    def _gather(self, layer: int, blocks: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-        gathered = self._buffer[: blocks.shape[0]]
-        self._cache.gather(layer, blocks, gathered)
+    def _gather(self, block_rows: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered = self._buffer[: block_rows.shape[0]]
+        self._cache.gather(block_rows, gathered)
         return self._cache.keys_and_values(gathered, num_sequences)
 
     def _slot(self, extent: Extent, position: int) -> int:
@@ -173,12 +174,12 @@ class PagedAttention:
             blocks = [block for extent in members for block in self._blocks(extent, num_keys)]
             absent = torch.arange(num_keys) >= lengths[:, None]
             mask = torch.zeros(absent.shape).masked_fill_(absent, -math.inf)[:, None, None]
-            groups.append(_DecodeGroup(members[0].first_row, len(members), torch.tensor(blocks), mask))
+            groups.append(_DecodeGroup(members[0].first_row, len(members), self._cache.block_rows(blocks), mask))
             first = end
         return groups
 
     def _plan_prefill(self, extent: Extent) -> _Prefill:
-        blocks = torch.tensor(self._blocks(extent, self._num_keys(extent.num_tokens)))
+        block_rows = self._cache.block_rows(self._blocks(extent, self._num_keys(extent.num_tokens)))
         pieces: list[tuple[int, int, torch.Tensor]] = []
         for start in range(0, extent.num_new, _PIECE_TOKENS):
             num_rows = min(_PIECE_TOKENS, extent.num_new - start)
@@ -188,4 +189,4 @@ class PagedAttention:
             future = torch.arange(num_keys) > torch.arange(first_position, first_position + num_padded)[:, None]
             mask = torch.zeros(future.shape).masked_fill_(future, -math.inf)[None, None]
             pieces.append((extent.first_row + start, num_rows, mask))
-        return _Prefill(blocks, pieces)
+        return _Prefill(block_rows, pieces)

@@ -56,7 +56,7 @@ class _AttentionProbe:
         self._cache = KvCache(one_layer, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype)
         self._attention = PagedAttention(config, self._cache)
         kv = torch.randn(_NUM_TOKENS, 2 * config.kv_size, generator=generator)
-        self._cache.write(0, torch.arange(_NUM_TOKENS), kv.to(dtype))
+        self._cache.write(self._cache.token_rows(range(_NUM_TOKENS))[0], kv.to(dtype))
         self._queries = torch.randn(_NUM_TOKENS, config.query_size, generator=generator).mul_(2).to(dtype)
         self._block_table = list(range(num_blocks))
 

@@ -1,7 +1,9 @@
-"""The paged KV cache: one pool of blocks per layer, addressed through block tables."""
+"""The paged KV cache: one pool of blocks, addressed through block tables."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,11 @@ _MEMORY_SHARE = 0.5
 
 
 class KvCache:
-    """Keys and values of `num_blocks` blocks of `block_size` tokens, per layer.
+    """Keys and values of `num_blocks` blocks of `block_size` tokens.
 
-    A token's keys and values of all heads lie side by side, so that a step writes them with one copy per layer and
-    attention gathers a block with one.
+    All layers of a block lie side by side, so that memory is touched block by block as blocks come into use. Within a
+    layer a token's keys and values of all heads do, so that a step writes them with one copy per layer, and attention
+    gathers a block with one.
     """
 
     def __init__(self, config: LlamaConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -28,27 +31,39 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self._num_layers = config.num_layers
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
         token_size = 2 * config.kv_size
-        shape = (config.num_layers, num_blocks, block_size * token_size)
-        num_bytes = config.num_layers * num_blocks * block_size * token_size * dtype.itemsize
+        shape = (num_blocks, config.num_layers, block_size * token_size)
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > available_memory_bytes():
             raise EngineError(f"{num_blocks} KV blocks need {num_bytes / 2**30:.1f} GiB of memory, more than is free")
         # numpy's zeros are pages that the kernel provides when they are first written (torch's are written at once).
         # Zeros, because attention multiplies what lies behind a sequence's end by 0, which must not be a NaN.
         storage = np.zeros(shape, dtype=np.uint16 if dtype.itemsize == 2 else np.uint32)
         self._blocks = torch.from_numpy(storage).view(dtype)
-        self._layers = list(self._blocks)
-        self._layer_tokens = [layer.view(num_blocks * block_size, token_size) for layer in self._layers]
+        self._block_rows = self._blocks.view(-1, block_size * token_size)
+        self._token_rows = self._blocks.view(-1, token_size)
 
-    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store `rows` [tokens, 2 * kv_size] at `slots` (block * block_size + offset)."""
-        self._layer_tokens[layer].index_copy_(0, slots, rows)
+    def block_rows(self, blocks: Sequence[int]) -> torch.Tensor:
+        """int64 [num_layers, len(blocks)]: what `gather` takes for each layer."""
+        return torch.tensor(blocks) * self._num_layers + torch.arange(self._num_layers)[:, None]
 
-    def gather(self, layer: int, blocks: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy `blocks` [n] into `out` [n, block_size * 2 * kv_size]."""
-        torch.index_select(self._layers[layer], 0, blocks, out=out)
+    def token_rows(self, slots: Sequence[int]) -> torch.Tensor:
+        """int64 [num_layers, len(slots)]: what `write` takes for each layer. A slot is block * block_size + offset."""
+        slot = torch.tensor(slots)
+        offset = slot % self.block_size
+        first_layer = (slot - offset) * self._num_layers + offset
+        return first_layer + torch.arange(self._num_layers)[:, None] * self.block_size
+
+    def write(self, token_rows: torch.Tensor, keys_and_values: torch.Tensor) -> None:
+        """Store `keys_and_values` [tokens, 2 * kv_size]: the keys of all heads, then the values."""
+        self._token_rows.index_copy_(0, token_rows, keys_and_values)
+
+    def gather(self, block_rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy blocks into `out` [blocks, block_size * 2 * kv_size]."""
+        torch.index_select(self._block_rows, 0, block_rows, out=out)
 
     def new_gather_buffer(self, num_blocks: int) -> torch.Tensor:
         """Room for `num_blocks` in `gather`."""
@@ -61,7 +76,7 @@ class KvCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block, in all layers."""
-        self._blocks[:, target] = self._blocks[:, source]
+        self._blocks[target] = self._blocks[source]
 
 
 def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:

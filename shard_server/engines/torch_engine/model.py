@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from shard_server.engines.torch_engine.attention import AttentionPlan, PagedAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Linear, PlainLinear, make_linear
+from shard_server.engines.torch_engine.linear import Linear, make_linear
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 
 
@@ -35,9 +35,8 @@ class LlamaModel:
         self._config = config
         # A copy, so that nothing refers to the mapped file any more.
         self._embedding = weights.pop("model.embed_tokens.weight").to(dtype, copy=True)
-        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype, copy=True)
-        # Not packed: it is as fast as it is (a large matrix), and tied to the embedding it costs no memory.
-        self._head = PlainLinear(head)
+        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype)
+        self._head = make_linear(head)
         self._norm = weights.pop("model.norm.weight").to(dtype, copy=True)
         self._layers = [_take_layer(weights, layer, dtype) for layer in range(config.num_layers)]
         self._cos, self._sin = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
@@ -63,13 +62,13 @@ class LlamaModel:
         """
         config = self._config
         cos, sin = self._cos[positions, None], self._sin[positions, None]
-        num_tokens = plan.slots.shape[0]
+        num_tokens = plan.token_rows.shape[1]
         rotated_size = config.query_size + config.kv_size
         x = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normalise(x, layer.attention_norm))
             rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
-            cache.write(index, plan.slots, qkv[:num_tokens, config.query_size :])
+            cache.write(plan.token_rows[index], qkv[:num_tokens, config.query_size :])
             attended = attention.attend(plan, index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
             normalised = self._normalise(x, layer.mlp_norm)
