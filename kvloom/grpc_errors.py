@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NoReturn, cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -28,6 +28,13 @@ def to_grpc_status(error: KvloomError) -> grpc.Status:
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     code: int = grpc.StatusCode[error.kind.grpc_code].value[0]
     return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=details))
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvloomError) -> NoReturn:
+    """End an RPC with the error's status and its details. Raises, as gRPC's own abort does."""
+    # The published type stubs of grpc.aio do not know this method.
+    await cast(Any, context).abort_with_status(to_grpc_status(error))
+    raise AssertionError("abort_with_status raises")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvloomError:

@@ -1,0 +1,30 @@
+"""`python -m safety_svc --config FILE [--port N]`: see --help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvloom.config import ConfigError, load_config
+from kvloom.service import run_service
+from kvloom.telemetry import configure_logging
+from safety_svc.server import serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m safety_svc", description="Serve kvloom's safety service.")
+    parser.add_argument("--config", type=Path, help="kvloom.toml or its JSON form")
+    parser.add_argument("--name", default="safety", help="how this process calls itself in logs")
+    parser.add_argument("--port", type=int, help="overrides safety.port; 0 picks one")
+    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here; 0 picks one")
+    args = parser.parse_args()
+    try:
+        config = load_config(args.config)
+    except ConfigError as error:
+        parser.error(str(error))
+    configure_logging(config.log, args.name)
+    run_service(serve(config, config.safety.port if args.port is None else args.port, args.metrics_port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The policy file: TOML rules, checked when they are read and compiled once.
+
+    [[rules]]
+    name = "no-launch-codes"
+    applies_to = ["prompt", "answer"]      # default: both
+    message = "Launch codes are not discussed here."
+    phrases = ["launch code"]              # deny list, compared after folding (see folding.py)
+    whole_words = true                     # default: "code" does not match in "codec"
+
+    [[rules]]
+    name = "private-key"
+    applies_to = ["answer"]
+    message = "The answer would have held a private key."
+    patterns = ['-----BEGIN [A-Z ]{0,30}PRIVATE KEY']   # RE2 syntax, linear time whatever the text; compared as written
+    prefixes = ["-----BEGIN "]             # every match begins with one of these
+    max_length = 64                        # characters of a match at most
+
+`prefixes` and `max_length` say how much of a streamed answer must be held back: nothing until a prefix (or its
+beginning) appears, then at most `max_length` characters. A pattern for answers without prefixes holds back the last
+`max_length` characters all the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import ahocorasick
+import msgspec
+import re2
+import xxhash
+from msgspec import Meta
+
+from safety_svc.folding import fold
+
+BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
+MAX_POLICY_BYTES: Final = 64 * 2**20
+DEFAULT_MAX_LENGTH: Final = 64
+
+Target = Literal["prompt", "answer"]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class PolicyError(Exception):
+    """The policy file cannot be used; the message names the file, the rule and what is wrong."""
+
+
+class RuleFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A rule as written."""
+
+    name: Name
+    message: Name = "This content is not allowed here."
+    applies_to: Annotated[tuple[Target, ...], Meta(min_length=1)] = ("prompt", "answer")
+    phrases: tuple[str, ...] = ()
+    whole_words: bool = True
+    patterns: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    max_length: Annotated[int, Meta(ge=1, le=4096)] = DEFAULT_MAX_LENGTH
+
+
+class PolicyFields(msgspec.Struct, forbid_unknown_fields=True):
+    rules: tuple[RuleFields, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """What a hit tells."""
+
+    name: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phrase:
+    rule: Rule
+    text: str
+    """Folded."""
+    whole_words: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    rule: Rule
+    expression: Any
+    """A compiled RE2 expression."""
+    prefixes: tuple[str, ...]
+    max_length: int
+
+    def may_begin(self, text: str, start: int) -> bool:
+        """Whether one of its prefixes stands at text[start:]."""
+        return any(text.startswith(prefix, start) for prefix in self.prefixes)
+
+
+class RuleSet:
+    """The compiled rules for one target, prompts or answers."""
+
+    def __init__(self, phrases: Sequence[Phrase], patterns: Sequence[Pattern]) -> None:
+        self.patterns = tuple(patterns)
+        self.automaton: Any = None
+        self.first_characters = frozenset(phrase.text[0] for phrase in phrases)
+        if phrases:
+            by_text: dict[str, list[Phrase]] = {}
+            for phrase in phrases:
+                by_text.setdefault(phrase.text, []).append(phrase)
+            self.automaton = ahocorasick.Automaton()
+            for text, same in by_text.items():
+                self.automaton.add_word(text, tuple(same))
+            self.automaton.make_automaton()
+        self.unanchored_length = max((p.max_length for p in patterns if not p.prefixes), default=0)
+        """How many last characters may belong to a match that can begin anywhere."""
+        self.prefixes = tuple(sorted({prefix for pattern in patterns for prefix in pattern.prefixes}))
+        self.prefix_end = re.compile("|".join(_any_beginning(prefix) for prefix in self.prefixes) or r"(?!)")
+        """Finds where the text may end in the middle of a prefix."""
+        self.prefix = re.compile(f"(?={'|'.join(map(re.escape, self.prefixes))})" if self.prefixes else r"(?!)")
+        """Finds every place where a prefix begins, overlapping ones included."""
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns or self.automaton is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy file, compiled."""
+
+    revision: str
+    """Changes with the file's content."""
+    prompt: RuleSet
+    answer: RuleSet
+
+
+def load_policy(path: Path) -> Policy:
+    """Read and compile a policy file. Raises PolicyError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise PolicyError(f"{path}: {error.strerror}") from error
+    if len(raw) > MAX_POLICY_BYTES:
+        raise PolicyError(f"{path}: larger than {MAX_POLICY_BYTES} bytes")
+    try:
+        fields = msgspec.toml.decode(raw, type=PolicyFields)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise PolicyError(f"{path}: {error}") from error
+    names = [rule.name for rule in fields.rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise PolicyError(f"{path}: rule {name!r}: the name is used twice")
+    try:
+        prompt, answer = (_compile(fields.rules, target) for target in ("prompt", "answer"))
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from error
+    return Policy(f"{xxhash.xxh3_64_hexdigest(raw)}", prompt, answer)
+
+
+def _compile(rules: Sequence[RuleFields], target: str) -> RuleSet:
+    phrases: list[Phrase] = []
+    patterns: list[Pattern] = []
+    for fields in rules:
+        if not fields.phrases and not fields.patterns:
+            raise PolicyError(f"rule {fields.name!r}: has neither phrases nor patterns")
+        if target not in fields.applies_to:
+            continue
+        rule = Rule(fields.name, fields.message)
+        phrases += [_phrase(rule, text, whole_words=fields.whole_words) for text in fields.phrases]
+        patterns += [_pattern(rule, expression, fields) for expression in fields.patterns]
+    return RuleSet(phrases, patterns)
+
+
+def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:
+    folded = fold(text)[0].strip()
+    if not folded:
+        raise PolicyError(f"rule {rule.name!r}: the phrase {text!r} is empty")
+    return Phrase(rule, folded, whole_words)
+
+
+def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:
+    if any(not prefix or len(prefix) > fields.max_length for prefix in fields.prefixes):
+        raise PolicyError(f"rule {rule.name!r}: prefixes must have 1 to max_length characters")
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        compiled = re2.compile(expression, options)
+    except re2.error as error:
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
+        raise PolicyError(f"rule {rule.name!r}: pattern {expression!r}: {reason}") from error
+    if compiled.search("") is not None:
+        raise PolicyError(f"rule {rule.name!r}: pattern {expression!r} matches the empty text")
+    return Pattern(rule, compiled, fields.prefixes, fields.max_length)
+
+
+def _any_beginning(prefix: str) -> str:
+    """An expression for the end of a text that is a proper beginning of `prefix`."""
+    nested = ""
+    for character in reversed(prefix[:-1]):
+        nested = re.escape(character) + (f"(?:{nested})?" if nested else "")
+    return rf"{nested}\Z" if nested else r"(?!)"

@@ -1,0 +1,65 @@
+"""The policy as it stands now: the file is looked at once a second and read again when it has changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from safety_svc.policy import BUILTIN_POLICY, Policy, PolicyError, load_policy
+
+log = structlog.get_logger()
+
+POLL_SECONDS: Final = 1.0
+
+
+class PolicyFile:
+    """Holds the current policy. A broken new file keeps the old policy in force."""
+
+    def __init__(self, path: str) -> None:
+        """`path` "" is the built-in policy. Raises PolicyError."""
+        self._path = Path(path) if path else BUILTIN_POLICY
+        self._stamp = _stamp(self._path)
+        self.current: Policy = load_policy(self._path)
+        self._listeners: set[Callable[[], None]] = set()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after every change, until `unlisten`."""
+        self._listeners.add(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        self._listeners.discard(listener)
+
+    async def watch(self) -> None:
+        """Never returns."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self.reload_if_changed()
+
+    async def reload_if_changed(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            policy = await asyncio.to_thread(load_policy, self._path)
+        except PolicyError as error:
+            log.warning("the policy file is broken, the old policy stays in force", error=str(error))
+            return
+        if policy.revision == self.current.revision:
+            return
+        self.current = policy
+        log.info("policy loaded", revision=policy.revision)
+        for listener in list(self._listeners):
+            listener()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

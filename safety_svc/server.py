@@ -1,0 +1,109 @@
+"""The safety service: a gRPC server around the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import grpc
+import prometheus_client
+import structlog
+
+from kvloom.config import KvloomConfig
+from kvloom.errors import KvloomError
+from kvloom.grpc_errors import abort
+from kvloom.service import (
+    SERVER_OPTIONS,
+    StartError,
+    add_health_and_reflection,
+    announce_ready,
+    bind,
+    set_serving,
+    stop_event,
+)
+from kvloom.telemetry import serve_metrics
+from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from safety_svc.connection import ScreenConnection, find_in_prompt, finding
+from safety_svc.policy import PolicyError, Rule
+from safety_svc.policy_file import PolicyFile
+
+log = structlog.get_logger()
+
+SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
+MAX_PROMPT_CHARS: Final = 8 * 2**20
+STOP_GRACE_SECONDS: Final = 1.0
+
+BLOCKS = prometheus_client.Counter(
+    "kvloom_safety_blocks_total", "Prompts refused and answers halted.", ["target", "rule"]
+)
+
+
+class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
+    """RPCs of SafetyService."""
+
+    def __init__(self, policy_file: PolicyFile) -> None:
+        self._policy_file = policy_file
+
+    async def CheckPrompt(  # noqa: N802  (gRPC's name)
+        self,
+        request: safety_service_pb2.CheckPromptRequest,
+        context: grpc.aio.ServicerContext[
+            safety_service_pb2.CheckPromptRequest, safety_service_pb2.CheckPromptResponse
+        ],
+    ) -> safety_service_pb2.CheckPromptResponse:
+        if len(request.text) > MAX_PROMPT_CHARS:
+            message = f"text has more than {MAX_PROMPT_CHARS} characters."
+            error = KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="text")
+            await abort(context, error)
+        policy = self._policy_file.current
+        hit = await find_in_prompt(policy, request.text)
+        if hit is None:
+            return safety_service_pb2.CheckPromptResponse(
+                decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
+            )
+        audit("prompt", hit.rule)
+        return safety_service_pb2.CheckPromptResponse(
+            decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit.rule), policy_revision=policy.revision
+        )
+
+    async def Screen(  # noqa: N802  (gRPC's name)
+        self,
+        request_iterator: object,  # noqa: ARG002  (frames are read through the context)
+        context: grpc.aio.ServicerContext[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse],
+    ) -> None:
+        await ScreenConnection(self._policy_file, context, audit).serve()
+
+
+def audit(target: str, rule: Rule) -> None:
+    """One line and one count for everything that is blocked; never the text."""
+    BLOCKS.labels(target, rule.name).inc()
+    log.warning("blocked", target=target, rule=rule.name)
+
+
+async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> None:
+    """Until SIGTERM. Raises StartError."""
+    try:
+        policy_file = PolicyFile(config.safety.policy_file)
+    except PolicyError as error:
+        raise StartError(str(error)) from error
+    stopping = stop_event()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(SafetyServicer(policy_file), server)
+    health = add_health_and_reflection(server, [SERVICE_NAME])
+    address = bind(server, config.safety.host, port)
+    host = config.safety.host
+    metrics_address = "" if metrics_port is None else f"{host}:{serve_metrics(host, metrics_port)}"
+    await server.start()
+    await set_serving(health, [SERVICE_NAME], serving=True)
+    log.info("serving", address=address, policy_revision=policy_file.current.revision)
+    announce_ready(address, metrics_address)
+    watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
+    stopped = asyncio.create_task(stopping.wait(), name="stop signal")
+    done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    watcher.cancel()
+    stopped.cancel()
+    await set_serving(health, [SERVICE_NAME], serving=False)
+    await server.stop(STOP_GRACE_SECONDS)
+    for task in done:
+        task.result()  # a watcher that failed ends the process with its error
