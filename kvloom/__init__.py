@@ -1,1 +1,29 @@
-"""kvloom: client SDK and what every process shares (see ARCHITECTURE.md)."""
+"""kvloom: client SDK and what every process shares (see ARCHITECTURE.md).
+
+The SDK's names are `kvloom.Client`, `kvloom.ChatMessage`, `kvloom.Delta` and `kvloom.KvloomError`. They are loaded when
+first used, so that a process which needs only a part of the package does not pay for gRPC and Jinja.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvloom.chat_template import ChatMessage as ChatMessage
+    from kvloom.client import Client as Client
+    from kvloom.errors import KvloomError as KvloomError
+    from kvloom.generation import Delta as Delta
+
+_HOMES = {
+    "ChatMessage": "kvloom.chat_template",
+    "Client": "kvloom.client",
+    "Delta": "kvloom.generation",
+    "KvloomError": "kvloom.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 import grpc
-import structlog
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
-log = structlog.get_logger()
+log = logging.getLogger(__name__)
+"""The standard library's: in an SDK user's process nobody has set structlog up, and it would print to stdout."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 CHANNEL_OPTIONS: Final = [
@@ -29,6 +30,9 @@ CHANNEL_OPTIONS: Final = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    # Find out that the other machine is gone without a word.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 ]
 RECONNECT_SECONDS: Final = 0.2
 MAX_PENDING_FRAME_PARTS: Final = 16_384
@@ -79,7 +83,7 @@ class RouterLink(Protocol):
         ...
 
     def cancel(self, handle: int) -> None:
-        """End all choices of a request; its sink hears no more. Unknown handles are ignored."""
+        """End all choices of a request; its sink hears no more. Unknown handles are ignored. A sink may call it."""
         ...
 
     async def close(self) -> None: ...
@@ -186,8 +190,11 @@ class GrpcRouterLink:
             while True:
                 try:
                     await self._serve_one_connection(stub)
-                except grpc.aio.AioRpcError as error:
-                    log.debug("router link broke", code=error.code().name, detail=error.details())
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                    log.debug("the link to the router broke: %s", error)
+                except Exception:
+                    # A frame that makes no sense. The link must outlive it: a new connection starts from scratch.
+                    log.exception("the link to the router failed")
                 self._drop_all("The connection to the router was lost.")
                 await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -233,7 +240,10 @@ class GrpcRouterLink:
         for start in step.starts:
             choice = by_slot.get(start.slot)
             if choice is not None and choice.sink is not None:
-                choice.sink.on_start(choice.index, start)
+                try:
+                    choice.sink.on_start(choice.index, start)
+                except Exception:
+                    self._give_up_sink(choice)
         logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
         for entry in step.logprobs:
             logprobs.setdefault(entry.slot, []).append(entry)
@@ -245,7 +255,10 @@ class GrpcRouterLink:
             choice = by_slot.get(slot)
             if choice is not None and choice.sink is not None:
                 ids = token_ids[position : position + count]
-                choice.sink.on_tokens(choice.index, delta, ids, logprobs.get(slot, ()))
+                try:
+                    choice.sink.on_tokens(choice.index, delta, ids, logprobs.get(slot, ()))
+                except Exception:
+                    self._give_up_sink(choice)
             position += count
         for finish in step.finishes:
             self._on_finish(finish)
@@ -261,7 +274,15 @@ class GrpcRouterLink:
             if not slots:
                 del self._slots_by_handle[choice.handle]
         if choice.sink is not None:
-            choice.sink.on_finish(choice.index, finish)
+            try:
+                choice.sink.on_finish(choice.index, finish)
+            except Exception:
+                self._give_up_sink(choice)
+
+    def _give_up_sink(self, choice: _Open) -> None:
+        """A sink raised: its request ends, the others on this link go on."""
+        log.exception("a sink failed; its request is cancelled")
+        self.cancel(choice.handle)
 
     def _drop_all(self, message: str) -> None:
         """The connection is gone: its slots mean nothing any more."""
@@ -279,7 +300,10 @@ class GrpcRouterLink:
                 finish = generation_pb2.SequenceFinish(
                     slot=slot, reason=generation_pb2.FINISH_REASON_ERROR, error=error
                 )
-                choice.sink.on_finish(choice.index, finish)
+                try:
+                    choice.sink.on_finish(choice.index, finish)
+                except Exception:
+                    self._give_up_sink(choice)
         self._tell_fleet_changed()
 
     def _tell_fleet_changed(self) -> None:

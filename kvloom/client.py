@@ -1,0 +1,174 @@
+"""The SDK: answers from a kvloom router, token by token.
+
+    async with Client("127.0.0.1:8081") as client:
+        async for delta in client.generate(model="smollm2-135m-instruct", messages=[ChatMessage("user", "Hi")]):
+            print(delta.text, end="")
+
+Prompts given as `token_ids` travel over one long-lived stream that all requests of the client share (no RPC is opened
+per request). Prompts given as `text` or `messages` are tokenized by the router, with one `Generate` RPC each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import Final, Self, TypeVar, Unpack
+
+import grpc
+
+from kvloom.errors import KvloomError
+from kvloom.generate_request import GenerateOptions, build_request
+from kvloom.generation import Delta, DeltaBuffer, Finishes
+from kvloom.grpc_errors import from_rpc_error
+from kvloom.router_link import CHANNEL_OPTIONS, GrpcRouterLink, LinkRequest
+from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+MAX_BUFFERED_TOKENS: Final = 16_384
+CONNECT_TIMEOUT_SECONDS: Final = 10.0
+
+_Answer = TypeVar("_Answer")
+
+
+class Client:
+    """A connection to one router, for use on one event loop. Every failure is a KvloomError."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        client_id: str = "",
+        connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
+        max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
+    ) -> None:
+        """`address`: host:port of the router. `client_id` names this client in the router's logs. At most
+        `max_buffered_tokens` tokens of a request wait for its reader; beyond that it is cancelled."""
+        self._address = address
+        self._client_id = client_id or f"sdk-{os.getpid()}"
+        self._connect_timeout_seconds = connect_timeout_seconds
+        self._max_buffered_tokens = max_buffered_tokens
+        self._channel: grpc.aio.Channel | None = None
+        self._link: GrpcRouterLink | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what is running. Repeatable."""
+        link, self._link = self._link, None
+        channel, self._channel = self._channel, None
+        if link is not None:
+            await link.close()
+        if channel is not None:
+            await channel.close()
+
+    def generate(self, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta, None]:
+        """News of the answer (of all n answers), in order; see GenerateOptions for what may be asked.
+
+        The last Delta of each choice has its `finish`. A choice that the safety policy halted finishes as
+        CONTENT_FILTER; when all choices have finished and one of them failed, its KvloomError is raised. Leaving the
+        loop early (`break`, `aclose`) cancels the request. Raises KvloomError at once for options out of range.
+        """
+        request = build_request(options)
+        if not request.request_id:
+            request.request_id = f"req-{uuid.uuid4().hex}"
+        if request.WhichOneof("input") == "token_ids":
+            return self._generate_over_link(request)
+        return self._generate_by_rpc(request)
+
+    async def plan(self, **options: Unpack[GenerateOptions]) -> router_service_pb2.PlanResponse:
+        """Where would this request go, and why? Places nothing."""
+        request = router_service_pb2.PlanRequest(request=build_request(options))
+        return await self._call(self._stub.Plan(request, timeout=self._connect_timeout_seconds))
+
+    async def list_models(self) -> list[router_service_pb2.ModelInfo]:
+        """What the fleet serves now."""
+        request = router_service_pb2.ListModelsRequest()
+        answer = await self._call(self._stub.ListModels(request, timeout=self._connect_timeout_seconds))
+        return list(answer.models)
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a running request, by its id, whoever started it. False when the router runs no such request."""
+        request = router_service_pb2.CancelRequest(request_id=request_id)
+        answer = await self._call(self._stub.Cancel(request, timeout=self._connect_timeout_seconds))
+        return answer.found
+
+    @property
+    def _stub(self) -> router_service_pb2_grpc.RouterServiceStub:
+        if self._channel is None:
+            raise RuntimeError("the client is closed: use `async with Client(...)`")
+        return router_service_pb2_grpc.RouterServiceStub(self._channel)
+
+    async def _call(self, call: Awaitable[_Answer]) -> _Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def _generate_by_rpc(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
+        call = self._stub.Generate(request)
+        finishes = Finishes(max(1, request.n))
+        try:
+            async for response in call:
+                for news in response.deltas:
+                    delta = Delta.from_proto(news)
+                    finishes.note(delta)
+                    yield delta
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+        finishes.raise_failure()
+
+    async def _generate_over_link(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
+        num_choices = max(1, request.n)
+        link = await self._connected_link()
+        buffer = DeltaBuffer(self._max_buffered_tokens)
+        handle = link.submit(_link_request(request, num_choices), buffer)
+        buffer.on_overflow = lambda: link.cancel(handle)
+        finishes = Finishes(num_choices)
+        try:
+            while not finishes.complete:
+                for delta in await buffer.take():
+                    finishes.note(delta)
+                    yield delta
+        finally:
+            if not finishes.complete:
+                link.cancel(handle)
+        finishes.raise_failure()
+
+    async def _connected_link(self) -> GrpcRouterLink:
+        if self._channel is None:
+            raise RuntimeError("the client is closed: use `async with Client(...)`")
+        if self._link is None:
+            self._link = GrpcRouterLink(self._address, self._client_id)
+            await self._link.start()
+        link = self._link
+        try:
+            async with asyncio.timeout(self._connect_timeout_seconds):
+                while not link.connected:
+                    await link.wait_fleet_change()
+        except TimeoutError:
+            message = f"No router answers at {self._address}."
+            raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0) from None
+        return link
+
+
+def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int) -> LinkRequest:
+    ids: Sequence[int] = request.token_ids.ids
+    return LinkRequest(
+        request_id=request.request_id,
+        model=request.model,
+        prompt_token_ids=ids,
+        prompt_text="",
+        sampling=request.sampling,
+        stop=request.stop,
+        n=num_choices,
+        timeout_seconds=request.timeout_seconds,
+    )

@@ -1,0 +1,234 @@
+"""GrpcRouterLink over a real socket: every choice hears its own news, and always its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from kvloom.errors import KvloomError
+from kvloom.router_link import GrpcRouterLink, LinkRequest
+from kvloom.v1 import generation_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from tests.fakes.fake_router import TIMEOUT_SECONDS, FakeRouter, serve_fake_router, text_of
+
+LOST = ErrorReason.ERROR_REASON_ROUTER_LOST
+
+
+class RecordingSink:
+    def __init__(self) -> None:
+        self.starts: list[tuple[int, str]] = []
+        self.texts: dict[int, str] = {}
+        self.ids: dict[int, list[int]] = {}
+        self.logprobs: list[float] = []
+        self.finishes: dict[int, generation_pb2.SequenceFinish] = {}
+        self._changed = asyncio.Event()
+
+    def on_start(self, index: int, start: generation_pb2.SequenceStart) -> None:
+        assert index not in self.ids
+        self.starts.append((index, start.shard_id))
+
+    def on_tokens(
+        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[generation_pb2.TokenLogprobs]
+    ) -> None:
+        assert index not in self.finishes
+        self.texts[index] = self.texts.get(index, "") + delta
+        self.ids.setdefault(index, []).extend(token_ids)
+        self.logprobs.extend(entry.logprob for entry in logprobs)
+        self._changed.set()
+
+    def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
+        assert index not in self.finishes
+        self.finishes[index] = finish
+        self._changed.set()
+
+    async def wait_for(self, num_finishes: int = 0, num_tokens: int = 0) -> None:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while len(self.finishes) < num_finishes or sum(map(len, self.ids.values())) < num_tokens:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class RaisingSink(RecordingSink):
+    def on_tokens(self, *_: object) -> None:
+        raise RuntimeError("a bug in a sink")
+
+
+def request(ids: Sequence[int], n: int = 1, num_logprobs: int | None = None) -> LinkRequest:
+    sampling = generation_pb2.SamplingParams(logprobs=num_logprobs)
+    return LinkRequest("r", "m", ids, "", sampling, generation_pb2.StopConditions(), n=n)
+
+
+async def connected(link: GrpcRouterLink, value: bool = True) -> None:
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while link.connected is not value:
+            await link.wait_fleet_change()
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    async with serve_fake_router() as (fake, address):
+        fake.address = address
+        yield fake
+
+
+@pytest.fixture
+async def link(router: FakeRouter) -> AsyncIterator[GrpcRouterLink]:
+    link = GrpcRouterLink(router.address, "test")
+    await link.start()
+    await connected(link)
+    yield link
+    await link.close()
+
+
+async def test_choices_get_their_own_tokens_start_logprobs_and_end(link: GrpcRouterLink, router: FakeRouter) -> None:
+    """All that a frame can carry arrives at the right choice."""
+    sink = RecordingSink()
+    link.submit(request([5, 6, 7], n=2, num_logprobs=0), sink)
+    await sink.wait_for(num_finishes=2)
+    assert sink.ids == {0: [5, 6, 7], 1: [5, 6, 7]}
+    assert sink.texts[0] == "".join(map(text_of, [5, 6, 7]))
+    assert sorted(sink.starts) == [(0, "shard-0"), (1, "shard-0")]
+    assert sorted(sink.logprobs) == [-2, -2, -1, -1, 0, 0]
+    assert sink.finishes[0].num_output_tokens == 3
+    assert router.connections[0].client_id == "test"
+    assert link.fleet.models[0].name == "m"
+
+
+async def test_one_frame_with_many_tokens_is_told_apart(link: GrpcRouterLink, router: FakeRouter) -> None:
+    """num_tokens says which tokens belong to whom, none included."""
+    router.answers = False
+    a, b, c = RecordingSink(), RecordingSink(), RecordingSink()
+    for sink in (a, b, c):
+        link.submit(request([1]), sink)
+    await router.wait_until(lambda: bool(router.connections) and len(router.connections[0].submits) == 3)
+    connection = router.connections[0]
+    slots = [submit.choices[0].slot for submit in connection.submits]
+    router.tokens(connection, (slots[0], [1, 2]), (slots[1], []), (slots[2], [3]), (999, [4]))
+    await c.wait_for(num_tokens=1)
+    assert (a.ids, b.ids, c.ids) == ({0: [1, 2]}, {0: []}, {0: [3]})
+
+
+async def test_many_requests_at_once_share_the_stream_and_slots_are_used_again(
+    link: GrpcRouterLink, router: FakeRouter
+) -> None:
+    """Slots stay small however many requests come, and none is given out twice at a time."""
+    for _ in range(3):
+        sinks = [RecordingSink() for _ in range(50)]
+        for i, sink in enumerate(sinks):
+            link.submit(request([i, i + 1]), sink)
+        for i, sink in enumerate(sinks):
+            await sink.wait_for(num_finishes=1)
+            assert sink.ids == {0: [i, i + 1]}
+    assert len(router.connections) == 1
+    slots = [submit.choices[0].slot for submit in router.connections[0].submits]
+    assert len(slots) == 150
+    assert set(slots) == set(slots[:50])
+
+
+async def test_a_cancelled_slot_is_free_only_after_its_finish(link: GrpcRouterLink, router: FakeRouter) -> None:
+    """Late tokens of a cancelled request must not reach the next one."""
+    router.answers = False
+    cancelled = RecordingSink()
+    handle = link.submit(request([1], n=2), cancelled)
+    link.cancel(handle)
+    link.cancel(handle)
+    link.cancel(12345)
+    other = RecordingSink()
+    link.submit(request([2]), other)
+    await router.wait_until(lambda: bool(router.connections) and len(router.connections[0].submits) == 2)
+    connection = router.connections[0]
+    first, second = connection.submits
+    old_slots = {choice.slot for choice in first.choices}
+    assert second.choices[0].slot not in old_slots
+    await router.wait_until(lambda: set(connection.cancelled_slots) == old_slots)
+    router.tokens(connection, (second.choices[0].slot, [9]))
+    await other.wait_for(num_tokens=1)  # by now the finishes of the cancelled slots are in
+    reused = RecordingSink()
+    link.submit(request([3]), reused)
+    await router.wait_until(lambda: len(connection.submits) == 3)
+    assert connection.submits[2].choices[0].slot in old_slots
+    assert not cancelled.finishes
+
+
+async def test_a_broken_connection_ends_every_choice_and_heals(link: GrpcRouterLink, router: FakeRouter) -> None:
+    """Nobody waits for ever; the link comes back by itself with fresh slots."""
+    router.answers = False
+    sink = RecordingSink()
+    link.submit(request([1], n=3), sink)
+    await router.wait_until(lambda: bool(router.connections) and bool(router.connections[0].submits))
+    router.connections[0].frames.put_nowait(None)
+    await sink.wait_for(num_finishes=3)
+    assert {finish.error.reason for finish in sink.finishes.values()} == {LOST}
+    assert not link.connected
+    with pytest.raises(KvloomError) as caught:
+        link.submit(request([1]), RecordingSink())
+    assert caught.value.reason == LOST
+    router.answers = True
+    await connected(link)
+    again = RecordingSink()
+    link.submit(request([4]), again)
+    await again.wait_for(num_finishes=1)
+    assert again.ids == {0: [4]}
+    assert len(router.connections) == 2
+
+
+async def test_a_link_may_start_before_its_router() -> None:
+    """Processes start in any order; a restarted router is found on its old port."""
+    async with serve_fake_router() as (_, address):
+        pass
+    link = GrpcRouterLink(address, "early")
+    await link.start()
+    assert not link.connected
+    async with serve_fake_router(int(address.rpartition(":")[2])):
+        await connected(link)
+    await connected(link, False)
+    async with serve_fake_router(int(address.rpartition(":")[2])):
+        await connected(link)
+        await link.close()
+
+
+async def test_a_sink_that_raises_ends_only_its_own_request(
+    link: GrpcRouterLink, router: FakeRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One request's bug must not take the stream, and with it everybody's answers, down."""
+    bad, good = RaisingSink(), RecordingSink()
+    link.submit(request([1, 2]), bad)
+    link.submit(request([3, 4]), good)
+    await good.wait_for(num_finishes=1)
+    assert good.ids == {0: [3, 4]}
+    await router.wait_until(lambda: bool(router.connections[0].cancelled_slots))
+    assert not bad.finishes
+    assert "a sink failed" in caplog.text
+
+
+async def test_a_senseless_frame_costs_the_connection_only(
+    link: GrpcRouterLink, router: FakeRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router that breaks the protocol is reconnected to, and open choices are told."""
+    router.answers = False
+    sink = RecordingSink()
+    link.submit(request([1]), sink)
+    await router.wait_until(lambda: bool(router.connections) and bool(router.connections[0].submits))
+    router.tokens(router.connections[0], (1, [1]))
+    frame = router.connections[0].frames.get_nowait()
+    frame.step.deltas.append("one too many")
+    router.connections[0].frames.put_nowait(frame)
+    await sink.wait_for(num_finishes=1)
+    assert sink.finishes[0].error.reason == LOST
+    await connected(link)
+    assert "the link to the router failed" in caplog.text
+
+
+async def test_closing_tells_everybody(router: FakeRouter) -> None:
+    """A process that shuts down leaves no request waiting."""
+    router.answers = False
+    link = GrpcRouterLink(router.address, "test")
+    await link.start()
+    await connected(link)
+    sink = RecordingSink()
+    link.submit(request([1]), sink)
+    await link.close()
+    await link.close()
+    assert sink.finishes[0].error.reason == LOST
