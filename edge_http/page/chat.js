@@ -58,14 +58,21 @@ function addTurn(role, text) {
 
 // Text between ``` fences becomes a code block, all else stays as it is.
 function showText(turn, text) {
-  const nodes = text.split(/^```/m).map((piece, i) => {
-    if (i % 2 === 0) return document.createTextNode(i ? piece.replace(/^\n/, "") : piece);
+  const pieces = text.split(/^```/m);
+  const nodes = pieces.map((piece, i) => {
+    // Blank lines next to a block are its margin's business.
+    if (i % 2 === 0) return document.createTextNode(trimLines(piece, i > 0, i < pieces.length - 1));
     const block = document.createElement("pre");
     block.tabIndex = 0; // can be scrolled by keyboard
     block.textContent = piece.replace(/^[^\n]*\n/, "").replace(/\n$/, "");
     return block;
   });
   turn.querySelector(".text").replaceChildren(...nodes);
+}
+
+function trimLines(text, atStart, atEnd) {
+  const started = atStart ? text.replace(/^\n+/, "") : text;
+  return atEnd ? started.replace(/\n+$/, "") : started;
 }
 
 function showFacts(turn, facts) {
@@ -148,7 +155,7 @@ function takeChunk(chunk, seen, textNode) {
 
 function factsOf(seen, stopped) {
   const facts = [];
-  if (seen.firstAt) facts.push(`first token after ${Math.round(seen.firstAt - seen.startedAt)} ms`);
+  if (seen.firstAt) facts.push(`TTFT ${Math.round(seen.firstAt - seen.startedAt)} ms`);
   if (seen.usage) {
     const count = seen.usage.completion_tokens;
     const seconds = (seen.lastAt - seen.firstAt) / 1000;
@@ -156,7 +163,7 @@ function factsOf(seen, stopped) {
     facts.push(`${count} tokens`);
   }
   if (seen.details) {
-    facts.push(`shard ${seen.details.shard_id}`);
+    facts.push(`on ${seen.details.shard_id}`);
     const prompt = seen.usage ? ` of ${seen.usage.prompt_tokens} prompt tokens` : " prompt tokens";
     facts.push(`${seen.details.num_cached_tokens}${prompt} cached`);
   }
