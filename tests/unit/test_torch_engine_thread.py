@@ -78,6 +78,11 @@ async def read_until_end(engine: TorchEngine, *names: str) -> list[StepOutput]:
     return outputs
 
 
+async def read_all(engine: TorchEngine, outputs: list[StepOutput]) -> None:
+    async for output in engine.steps():
+        outputs.append(output)  # noqa: PERF401  (what came before an error must be kept)
+
+
 def tokens_of(outputs: list[StepOutput], name: str) -> list[int]:
     return [
         token
@@ -198,8 +203,7 @@ async def test_an_exception_in_a_step_ends_steps_with_an_engine_error() -> None:
         bench.engine.submit(make_request("a", 20))
         outputs: list[StepOutput] = []
         with pytest.raises(EngineError, match="broken kernel"):
-            async for output in bench.engine.steps():
-                outputs.append(output)
+            await read_all(bench.engine, outputs)
         assert tokens_of(outputs, "a") == greedy([1, 2, 3], 3)
         with pytest.raises(EngineError, match="not run"):
             bench.engine.submit(make_request("b"))

@@ -9,87 +9,17 @@ import pytest
 import torch
 
 from kvloom.block_hash import root_hash
-from shard_server.engines.base import (
-    BlockRemoved,
-    BlockStored,
-    EngineRequest,
-    FinishReason,
-    Sampling,
-    SequenceStart,
-    StepOutput,
-    TokenLogprobs,
-)
-from shard_server.engines.torch_engine.block_pool import BlockPool
-from shard_server.engines.torch_engine.scheduler import Scheduler
-from shard_server.engines.torch_engine.step_loop import StepLoop
+from shard_server.engines.base import EngineRequest, FinishReason, Sampling
 from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner
+from tests.step_bench import Answer, StepBench, same
 
 BLOCK_SIZE = 4
 
 
-@dataclasses.dataclass
-class Answer:
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    reason: FinishReason | None = None
-    error: str = ""
-    start: SequenceStart | None = None
-
-
-class Bench:
-    """A step loop with its fake runner; collects answers and replays KV events."""
-
+class Bench(StepBench):
     def __init__(self, *, num_blocks: int = 128, max_batch: int = 16, budget: int = 512) -> None:
         self.runner = FakeModelRunner(block_size=BLOCK_SIZE, num_blocks=num_blocks)
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.pool, max_batch=max_batch, max_prefill_tokens_per_step=budget)
-        self.clock = 0.0
-        self.loop = StepLoop(self.runner, self.scheduler, clock=self._tick)
-        self.answers: dict[str, Answer] = {}
-        self.replayed: set[int] = set()
-
-    def add(self, *requests: EngineRequest) -> None:
-        for request in requests:
-            self.answers[request.request_id] = Answer()
-            self.loop.add(request, self.clock)
-
-    def step(self) -> StepOutput | None:
-        output = self.loop.step()
-        self.scheduler.check_integrity()
-        if output is not None:
-            self._collect(output)
-        return output
-
-    def run(self, *requests: EngineRequest, max_steps: int = 3000) -> dict[str, Answer]:
-        self.add(*requests)
-        for _ in range(max_steps):
-            if not self.loop.has_work:
-                return self.answers
-            self.step()
-        raise AssertionError(f"work is left after {max_steps} steps")
-
-    def _collect(self, output: StepOutput) -> None:
-        for start in output.starts:
-            assert self.answers[start.request_id].start is None
-            self.answers[start.request_id].start = start
-        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
-            answer = self.answers[request_id]
-            assert answer.reason is None, "a token behind the end"
-            answer.token_ids += token_ids
-            answer.logprobs += output.logprobs.get(request_id, [])
-        for end in output.ends:
-            assert self.answers[end.request_id].reason is None, "ended twice"
-            self.answers[end.request_id].reason = end.reason
-            self.answers[end.request_id].error = end.error
-        for event in output.kv_events:
-            if isinstance(event, BlockStored):
-                self.replayed |= set(event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                self.replayed -= set(event.block_hashes)
-
-    def _tick(self) -> float:
-        self.clock += 0.01
-        return self.clock
+        super().__init__(self.runner, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_batch=max_batch, budget=budget)
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int = 12, **changes: object) -> EngineRequest:
@@ -120,14 +50,6 @@ def various_requests(count: int, seed: int = 1) -> list[EngineRequest]:
 
 def alone(request: EngineRequest) -> Answer:
     return Bench().run(request)[request.request_id]
-
-
-def same(answer: Answer, expected: Answer) -> bool:
-    return (answer.token_ids, answer.logprobs, answer.reason) == (
-        expected.token_ids,
-        expected.logprobs,
-        expected.reason,
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 _DECAY = 0.9
-"""Weight of the past at every step: the last ten steps or so count."""
+"""Weight of the past at every decode step: the last ten or so count."""
+_HALF_LIFE_TOKENS = 2048
+"""After so many tokens of prefill what was measured before counts half: by tokens, so that a few cached prompts with
+little left to compute do not make the engine look slow."""
 
 
 class StepSpeed:
@@ -29,6 +32,6 @@ class StepSpeed:
         if num_decoding:
             # What the decoding sequences would have taken without the prefill; never so much that none is left for it.
             step_seconds = max(step_seconds - self.decode_step_seconds, 0.1 * step_seconds)
-        # Tokens and seconds are averaged apart, so that a long chunk weighs more than a short one.
-        self._prefill_tokens = _DECAY * self._prefill_tokens + num_prefill_tokens
-        self._prefill_seconds = _DECAY * self._prefill_seconds + step_seconds
+        decay = 0.5 ** (num_prefill_tokens / _HALF_LIFE_TOKENS)
+        self._prefill_tokens = decay * self._prefill_tokens + num_prefill_tokens
+        self._prefill_seconds = decay * self._prefill_seconds + step_seconds

@@ -1,0 +1,143 @@
+"""The real model: one sequence's tokens and logprobs are the same, bit for bit, however its work is cut up.
+
+Failover, preemption and prefix reuse rest on this; the scheduler's own share is tested on a fake model in tests/unit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import ShardConfig
+from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from shard_server.engines.base import Capability, EngineRequest, Sampling
+from shard_server.engines.torch_engine.engine import TorchEngine
+from shard_server.engines.torch_engine.model_runner import ModelRunner
+from tests.step_bench import Answer, StepBench, same
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 128
+MAX_TOKENS = 20
+
+SYSTEM = "You are a helpful assistant who answers in a few words and never invents anything that you do not know."
+QUESTIONS = [
+    ("Write one sentence about the sea.", Sampling(temperature=0.0, num_logprobs=3)),
+    ("Name three colours.", Sampling(temperature=1.0, seed=7, num_logprobs=2)),
+    ("Tell me about the history of the printing press.", Sampling(temperature=0.8, top_p=0.9, seed=8, num_logprobs=0)),
+    (
+        "Why is the sky blue? " * 8,
+        Sampling(temperature=0.7, top_k=40, seed=9, presence_penalty=0.5, frequency_penalty=0.2, num_logprobs=1),
+    ),
+    ("List the planets of the solar system in order, from the sun. " * 5, Sampling(temperature=0.0, num_logprobs=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def runner(model_dir: Path) -> ModelRunner:
+    return ModelRunner(
+        model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=0
+    )
+
+
+@pytest.fixture(scope="module")
+def requests(model_dir: Path) -> list[EngineRequest]:
+    tokenizer = ModelTokenizer.load(model_dir)
+    requests: list[EngineRequest] = []
+    for index, (question, sampling) in enumerate(QUESTIONS):
+        prompt = tokenizer.render_chat([ChatMessage("system", SYSTEM), ChatMessage("user", question)])
+        requests.append(EngineRequest(f"r{index}", tokenizer.encode_now(prompt), sampling, MAX_TOKENS))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner, requests: list[EngineRequest]) -> dict[str, Answer]:
+    """Each one alone, on an empty cache, its prompt in one piece."""
+    if not runner.batch_invariant:
+        pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")
+    return {request.request_id: bench(runner).run(request)[request.request_id] for request in requests}
+
+
+def bench(runner: ModelRunner, **options: int) -> StepBench:
+    """An empty cache over the same KV memory."""
+    return StepBench(runner, **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS} | options)
+
+
+def differing(answers: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:
+    return [name for name in expected if not same(answers[name], expected[name])]
+
+
+@pytest.mark.parametrize("budget", [512, 48, 7])
+def test_batched_and_chunked(
+    runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer], budget: int
+) -> None:
+    """Ragged lengths in one batch, prefill beside decode, chunks that end anywhere in a block."""
+    assert differing(bench(runner, budget=budget).run(*requests), expected) == []
+
+
+def test_prefix_reused(runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer]) -> None:
+    """The second time everything but the end of each prompt comes from the cache."""
+    warm = bench(runner)
+    warm.run(*requests)
+    answers = warm.run(*requests)
+    assert differing(answers, expected) == []
+    for request in requests:
+        start = answers[request.request_id].start
+        assert start is not None
+        assert start.num_cached_tokens == (len(request.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_preempted(runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer]) -> None:
+    """So few blocks that sequences lose theirs in the middle of their answers and are computed again."""
+    longest = max(len(request.prompt_token_ids) for request in requests)
+    # Without the common beginning nothing is shared, so that memory runs out.
+    apart = [dataclasses.replace(request, root_hash=index) for index, request in enumerate(requests)]
+    total = sum(-(-len(request.prompt_token_ids) // BLOCK_SIZE) for request in requests)
+    tight = bench(runner, num_blocks=max(total + 1, -(-(longest + MAX_TOKENS) // BLOCK_SIZE)))
+    for request in apart:  # one by one, or the reserve for those that run would keep the last ones out
+        tight.add(request)
+        tight.step()
+    assert differing(tight.run(), expected) == []
+    assert tight.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_emitted", [1, 11])
+def test_resumed(
+    runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer], num_emitted: int
+) -> None:
+    """On another shard: prompt and emitted tokens are prefilled together, and the rest follows as it would have."""
+    resumed = [
+        dataclasses.replace(request, output_token_ids=expected[request.request_id].token_ids[:num_emitted])
+        for request in requests
+    ]
+    answers = bench(runner).run(*resumed)
+    for request in requests:
+        answer, whole = answers[request.request_id], expected[request.request_id]
+        assert answer.token_ids == whole.token_ids[num_emitted:]
+        assert answer.logprobs == whole.logprobs[num_emitted:]
+
+
+async def test_the_engine_answers_a_question(model_dir: Path) -> None:
+    """TorchEngine as the shard server uses it, on the built-in model: the answer is right and ends by itself."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    engine = TorchEngine(model_dir, "smollm2-135m-instruct", ShardConfig(num_blocks=64, num_shards=1))
+    question = "What is the capital of France? Answer in one short sentence."
+    prompt = tokenizer.encode_now(tokenizer.render_chat([ChatMessage("user", question)]))
+    async with asyncio.timeout(60):
+        await engine.start()
+        try:
+            assert engine.info.eos_token_ids == tokenizer.eos_token_ids
+            assert Capability.PREFIX_CACHING in engine.info.capabilities
+            greedy = Sampling(temperature=0.0)
+            engine.submit(EngineRequest("a", prompt, greedy, 32, stop_token_ids=engine.info.eos_token_ids))
+            token_ids: list[int] = []
+            async for output in engine.steps():
+                token_ids += [token for tokens in output.token_ids for token in tokens]
+                if output.ends:
+                    break
+        finally:
+            await engine.close()
+    assert "Paris" in tokenizer.decode(token_ids)
+    assert token_ids[-1] in tokenizer.eos_token_ids
