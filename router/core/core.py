@@ -258,7 +258,8 @@ class RouterCore:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         self._fleet.add(event.shard)
         self._ledger.add_shard(shard_id)
-        self._index.add_shard(shard_id, event.shard.num_blocks, now)
+        # Twice: a batch may name the blocks that a step stored before those that made way for them.
+        self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
         self._note_fleet_change()
 
     def _on_shard_down(self, event: ev.ShardDown, now: float) -> None:

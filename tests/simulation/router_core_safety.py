@@ -41,7 +41,8 @@ class SimSafety:
             self._texts[slot] = self._texts.get(slot, "") + delta
             self._news.add(slot)
         for slot in action.close_slots:
-            assert slot in self._texts and slot not in self._closing
+            assert slot in self._texts
+            assert slot not in self._closing
             self._closing.append(slot)
 
     def answer(self, *, all_now: bool) -> list[Event]:

@@ -1,6 +1,6 @@
 """The router core under random faults: its invariants hold after every event, and everything ends.
 
-A failing seed is replayed alone with the command that the failure prints; KVLOOM_SEED adds more seeds, separated by spaces.
+A failing seed is replayed alone with the command that the failure prints; KVLOOM_SEED adds seeds, separated by spaces.
 """
 
 from __future__ import annotations

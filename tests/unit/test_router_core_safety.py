@@ -1,0 +1,208 @@
+"""Nothing unscreened is shown in gate mode; verdicts are acted on; silence means what the configuration says."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.actions import CancelOnShard, CheckPrompt, RequestEnded, ScreenAnswers, SendStep, SubmitAttempt
+from router.core.events import AnswerHalt, AnswersScreened, PromptVerdict, SafetyDown, SafetyUp, ShardDown
+from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
+
+
+def test_prompt_check_runs_beside_prefill() -> None:
+    """The check costs no time unless it is slower than prefill: dispatch does not wait, tokens do."""
+    rig = CoreRig(safety=(True, False))
+    rig.add_shard()
+    actions = rig.submit(tenant="t")
+    check = only(actions, CheckPrompt)
+    assert (check.text, check.tenant) == ("text", "t")
+    shard_id, [slot] = submitted(actions)
+    assert rig.start(shard_id, slot, delta="a") == []
+    assert rig.step(shard_id, (slot, [8], "b")) == []
+    rig.now = 4.0
+    step = sent(rig.handle(PromptVerdict(check.check_id, True)))
+    assert (step.slots, step.num_tokens, step.token_ids, step.deltas) == ([1], [2], [7, 8], ["ab"])
+    assert [start.slot for start in step.starts] == [1]
+    assert sent(rig.step(shard_id, (slot, [9], "c"))).token_ids == [9]
+    assert only(rig.finish(shard_id, slot), RequestEnded).ttft_seconds == 3.0
+
+
+def test_blocked_prompt() -> None:
+    """A blocked prompt gets the policy's words and nothing of the answer; the shard stops."""
+    rig = CoreRig(safety=(True, False))
+    rig.add_shard()
+    actions = rig.submit(slots=(1, 2))
+    shard_id, slots = submitted(actions)
+    rig.start(shard_id, slots[0])
+    actions = rig.handle(PromptVerdict(only(actions, CheckPrompt).check_id, False, "not here"))
+    step = sent(actions)
+    assert (step.slots, step.starts) == ([], [])
+    for finish in step.finishes:
+        assert finish.reason == FinishReason.FINISH_REASON_CONTENT_FILTER
+        assert finish.error is not None
+        assert finish.error.reason == ErrorReason.ERROR_REASON_CONTENT_FILTERED
+        assert finish.error.message == "not here"
+        assert finish.num_output_tokens == 0
+    assert only(actions, CancelOnShard).slots == slots
+    assert only(actions, RequestEnded).num_output_tokens == 0
+
+
+def test_whole_answer_may_wait_for_the_prompt_verdict() -> None:
+    """A verdict slower than the answer still comes first."""
+    rig = CoreRig(safety=(True, False))
+    rig.add_shard()
+    actions = rig.submit()
+    shard_id, [slot] = submitted(actions)
+    rig.start(shard_id, slot)
+    assert rig.finish(shard_id, slot) == []
+    actions = rig.handle(PromptVerdict(only(actions, CheckPrompt).check_id, True))
+    assert sent(actions).finishes[0].num_output_tokens == 1
+    assert has(actions, RequestEnded)
+
+
+def gated() -> tuple[CoreRig, str, int]:
+    """A running request whose answer is gated."""
+    rig = CoreRig(safety=(False, True))
+    rig.add_shard()
+    shard_id, [slot] = submitted(rig.submit())
+    return rig, shard_id, slot
+
+
+def test_gate_releases_whole_tokens_up_to_what_is_clear() -> None:
+    """Text is shown as far as it is clear, and a token only with all of its text."""
+    rig, shard_id, slot = gated()
+    actions = rig.start(shard_id, slot, 1, "abc")
+    screen = only(actions, ScreenAnswers)
+    assert screen.deltas == ["abc"]
+    assert not has(actions, SendStep)
+    rig.step(shard_id, (slot, [2], "de"))
+    [screening_slot] = screen.slots
+    assert rig.handle(AnswersScreened([screening_slot], [2])) == []
+    assert sent(rig.handle(AnswersScreened([screening_slot], [4]))).token_ids == [1]
+    assert rig.handle(AnswersScreened([screening_slot], [3])) == []
+    actions = rig.finish(shard_id, slot)
+    assert only(actions, ScreenAnswers).close_slots == [screening_slot]
+    assert not has(actions, SendStep)
+    step = sent(rig.handle(AnswersScreened([], [], closed_slots=[screening_slot])))
+    assert (step.token_ids, step.deltas) == ([2], ["de"])
+    assert step.finishes[0].num_output_tokens == 2
+    assert rig.core.is_idle
+
+
+def test_gate_halt_cuts_the_text() -> None:
+    """Behind the halt nothing is shown or billed; a delta that straddles it is cut and brings no token."""
+    rig, shard_id, slot = gated()
+    [screening_slot] = only(rig.start(shard_id, slot, 1, "ab"), ScreenAnswers).slots
+    rig.step(shard_id, (slot, [2], "cdef"))
+    rig.step(shard_id, (slot, [3], "gh"))
+    actions = rig.handle(AnswersScreened([], [], [AnswerHalt(screening_slot, 4, "stop")]))
+    step = sent(actions)
+    assert (step.token_ids, step.deltas, step.num_tokens) == ([1], ["abcd"], [])
+    [finish] = step.finishes
+    assert finish.reason == FinishReason.FINISH_REASON_CONTENT_FILTER
+    assert finish.num_output_tokens == 1
+    assert only(actions, CancelOnShard).slots == [slot]
+    assert only(actions, ScreenAnswers).close_slots == [screening_slot]
+    assert only(actions, RequestEnded).num_output_tokens == 1
+
+
+def test_answer_without_text_needs_no_verdict() -> None:
+    """An answer that ends before it has text has nothing to screen."""
+    rig, shard_id, slot = gated()
+    rig.start(shard_id, slot, 1, "")
+    actions = rig.finish(shard_id, slot)
+    assert sent(actions).finishes[0].num_output_tokens == 1
+    assert not has(actions, ScreenAnswers)
+
+
+def test_async_shows_at_once_and_halts() -> None:
+    """In async mode the text is out when the halt comes; the rest is not."""
+    rig = CoreRig(safety=(False, True), answer_mode="async")
+    rig.add_shard()
+    shard_id, [slot] = submitted(rig.submit())
+    actions = rig.start(shard_id, slot, 1, "ab")
+    assert sent(actions).deltas == ["ab"]
+    [screening_slot] = only(actions, ScreenAnswers).slots
+    actions = rig.handle(AnswersScreened([], [], [AnswerHalt(screening_slot, 1, "stop")]))
+    assert sent(actions).finishes[0].reason == FinishReason.FINISH_REASON_CONTENT_FILTER
+    assert has(actions, CancelOnShard)
+
+
+@pytest.mark.parametrize(("config", "screens_answers"), [({"answer_mode": "off"}, True), ({}, False)])
+def test_answers_are_not_sent_to_nobody(config: dict[str, str], screens_answers: bool) -> None:
+    """Without a rule or a mode for answers, screening costs nothing."""
+    rig = CoreRig(safety=(True, screens_answers), **config)
+    rig.add_shard()
+    actions = rig.submit()
+    shard_id, [slot] = submitted(actions)
+    rig.handle(PromptVerdict(only(actions, CheckPrompt).check_id, True))
+    actions = rig.start(shard_id, slot)
+    assert not has(actions, ScreenAnswers)
+    assert sent(actions).token_ids == [7]
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_safety_lost_in_mid_answer(required: bool) -> None:
+    """Fail-closed ends what cannot be screened any more; fail-open shows it."""
+    rig = CoreRig(safety=(True, True), safety_required=required)
+    rig.add_shard()
+    actions = rig.submit()
+    shard_id, [slot] = submitted(actions)
+    rig.start(shard_id, slot, 1, "ab")
+    actions = rig.handle(SafetyDown())
+    step = sent(actions)
+    if required:
+        [finish] = step.finishes
+        assert finish.error is not None
+        assert finish.error.reason == ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE
+        assert (step.token_ids, finish.num_output_tokens) == ([], 0)
+        assert only(actions, CancelOnShard).slots == [slot]
+    else:
+        assert step.deltas == ["ab"]
+        rig.handle(SafetyUp(True, True))
+        assert sent(rig.step(shard_id, (slot, [2], "c"))).deltas == ["c"]
+
+
+def test_unscreened_requests_survive_the_loss() -> None:
+    """A request whose prompt was allowed and whose answer needs no screening is none of the service's business."""
+    rig = CoreRig(safety=(True, False))
+    rig.add_shard()
+    actions = rig.submit()
+    shard_id, [slot] = submitted(actions)
+    rig.handle(PromptVerdict(only(actions, CheckPrompt).check_id, True))
+    assert rig.handle(SafetyDown()) == []
+    assert sent(rig.start(shard_id, slot)).token_ids == [7]
+
+
+def test_held_tokens_are_bounded() -> None:
+    """A safety service that never answers must not fill the router's memory."""
+    rig = CoreRig(safety=(True, False), max_held_tokens=2)
+    rig.add_shard()
+    shard_id, [slot] = submitted(rig.submit())
+    rig.start(shard_id, slot)
+    rig.step(shard_id, (slot, [1], "b"))
+    actions = rig.step(shard_id, (slot, [2], "c"))
+    error = sent(actions).finishes[0].error
+    assert error is not None
+    assert error.reason == ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE
+
+
+def test_failover_behind_held_text() -> None:
+    """What is held is not generated twice: the next attempt goes on behind it, under the same screening."""
+    rig, _, slot = gated()
+    rig.add_shard("s1")
+    [screening_slot] = only(rig.start("s0", slot, 1, "ab"), ScreenAnswers).slots
+    attempt = only(rig.handle(ShardDown("s0")), SubmitAttempt)
+    [choice] = attempt.choices
+    assert (choice.output_token_ids, choice.num_delivered_chars) == ((1,), 2)
+    assert only(rig.step("s1", (choice.slot, [2], "cd")), ScreenAnswers).slots == [screening_slot]
+    assert sent(rig.handle(AnswersScreened([screening_slot], [4]))).deltas == ["abcd"]
+
+
+def test_verdicts_for_nobody_are_ignored() -> None:
+    """A verdict may cross with the end of what it is about."""
+    rig = CoreRig(safety=(True, True))
+    assert rig.handle(PromptVerdict(9, False, "x")) == []
+    assert rig.handle(AnswersScreened([5], [1], [AnswerHalt(6, 0, "x")], [7])) == []
