@@ -30,6 +30,8 @@ from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
 log = structlog.get_logger()
 
 HELLO_TIMEOUT_SECONDS: Final = 10.0
+FLUSH_SECONDS: Final = 0.5
+"""How long the last frames may take on their way to a client whose stream ends."""
 MAX_OPEN_SLOTS: Final = 65_536
 """Sequences that one client may have under way."""
 
@@ -62,6 +64,7 @@ class ClientLink:
         self._wake = asyncio.Event()
         self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
         self._half_closed = False
+        self._has_left = False
 
     async def serve(self) -> None:
         """Until the client goes, breaks the protocol or reads too slowly, or `end` is called."""
@@ -71,17 +74,19 @@ class ClientLink:
             await abort(self._context, error)
         self._dispatcher.add_client(self._client_id, self)
         self.send_fleet(self._dispatcher.core.fleet)
-        tasks = [
-            asyncio.create_task(self._read_frames(), name=f"{self._client_id} reader"),
-            asyncio.create_task(self._write_frames(), name=f"{self._client_id} writer"),
-        ]
+        reader = asyncio.create_task(self._read_frames(), name=f"{self._client_id} reader")
+        writer = asyncio.create_task(self._write_frames(), name=f"{self._client_id} writer")
         try:
-            await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reader, writer, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            self._leave()
+            # gRPC takes no status while the stream's first message is being written: the writer is not cut short
+            # unless the client does not read.
+            await asyncio.wait([writer], timeout=FLUSH_SECONDS)
         finally:
             self._leave()  # before anything is awaited: this task may be cancelled once more
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            reader.cancel()
+            writer.cancel()
+            results = await asyncio.gather(reader, writer, return_exceptions=True)
         await self._finish_stream(results)
 
     def end(self) -> None:
@@ -165,7 +170,9 @@ class ClientLink:
             response = self._take_response()
             if response is not None:
                 await self._context.write(response)
-            if self._half_closed and not self._open_slots and not self._outbox:
+            if self._outbox:
+                self._wake.set()
+            elif self._ended.done() or (self._half_closed and not self._open_slots):
                 return
 
     def _take_response(self) -> RouterServiceConnectResponse | None:
@@ -186,9 +193,14 @@ class ClientLink:
             self._ended.set_result(error)
 
     def _leave(self) -> None:
+        """Repeatable. What is in the outbox can still be written, nothing is added to it."""
+        if self._has_left:
+            return
+        self._has_left = True
         self._dispatcher.remove_client(self._client_id)
         self._dispatcher.dispatch(ClientGone(self._client_id))
         self._end_with(None)
+        self._wake.set()
         log.info("client gone", client_id=self._client_id)
 
     async def _finish_stream(self, results: list[BaseException | None]) -> None:

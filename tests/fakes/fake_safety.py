@@ -1,0 +1,72 @@
+"""A safety service with one rule, over real gRPC: texts that hold the word `FORBIDDEN` are blocked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
+
+FORBIDDEN = "forbidden"
+
+
+class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
+    def __init__(self, *, screens_answers: bool = False) -> None:
+        self.policy = safety_service_pb2.PolicyState(
+            revision="1", screens_prompts=True, screens_answers=screens_answers
+        )
+        self.prompts: list[str] = []
+        self.address = ""
+        self.num_streams = 0
+        self._may_answer = asyncio.Event()
+        self._may_answer.set()
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+
+    async def start(self, port: int = 0) -> int:
+        safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        return bound
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    def pause(self) -> None:
+        self._may_answer.clear()
+
+    def resume(self) -> None:
+        self._may_answer.set()
+
+    async def Screen(self, request_iterator, context) -> None:
+        await context.write(safety_service_pb2.ScreenResponse(policy=self.policy))
+        self.num_streams += 1
+        texts: dict[int, str] = {}
+        try:
+            while isinstance(frame := await context.read(), safety_service_pb2.ScreenRequest):
+                await self._may_answer.wait()
+                await context.write(self._screened(frame, texts))
+        finally:
+            self.num_streams -= 1
+
+    def _screened(
+        self, frame: safety_service_pb2.ScreenRequest, texts: dict[int, str]
+    ) -> safety_service_pb2.ScreenResponse:
+        response = safety_service_pb2.ScreenResponse()
+        finding = safety_service_pb2.Finding(rule="word", message="That word is not allowed.")
+        for check in frame.prompts:
+            self.prompts.append(check.text)
+            blocked = FORBIDDEN in check.text
+            response.prompts.add(
+                check_id=check.check_id,
+                decision=safety_service_pb2.DECISION_BLOCK if blocked else safety_service_pb2.DECISION_ALLOW,
+                finding=finding if blocked else None,
+            )
+        for slot, delta in zip(frame.slots, frame.deltas, strict=True):
+            texts[slot] = texts.get(slot, "") + delta
+            response.slots.append(slot)
+            response.num_clear_chars.append(len(texts[slot]))
+        for slot in frame.close_slots:
+            texts.pop(slot, None)
+            response.closed_slots.append(slot)
+        return response

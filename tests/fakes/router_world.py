@@ -1,0 +1,175 @@
+"""A router in this process, with fake shards, a fake safety service and real clients around it, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from kvloom.config import KvloomConfig
+from kvloom.registry import ShardRecord, ShardRegistry
+from kvloom.router_link import GrpcRouterLink, LinkRequest
+from kvloom.v1 import generation_pb2, router_service_pb2_grpc
+from router.core.core import RouterCore
+from router.core_config import core_config
+from router.server import RouterServer
+from tests.fakes.fake_safety import FakeSafety
+from tests.fakes.fake_shard import FakeShard
+from tests.fakes.tiny_tokenizer import model_tokenizer
+
+MODEL = "tiny"
+TIMEOUT_SECONDS = 10.0
+
+_prefixes = itertools.count(1)
+
+
+async def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Wait until it holds; fail by name when it does not come true."""
+    try:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while not condition():  # noqa: ASYNC110  (what is waited for has no event)
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not come true") from None
+
+
+class Answer:
+    """A sink that keeps all it hears, by choice."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.token_ids: list[list[int]] = [[] for _ in range(n)]
+        self.texts = [""] * n
+        self.logprobs: list[list[float]] = [[] for _ in range(n)]
+        self.starts: list[generation_pb2.SequenceStart | None] = [None] * n
+        self.finishes: list[generation_pb2.SequenceFinish | None] = [None] * n
+
+    def on_start(self, index: int, start: generation_pb2.SequenceStart) -> None:
+        assert self.starts[index] is None, "started twice"
+        self.starts[index] = start
+
+    def on_tokens(
+        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[generation_pb2.TokenLogprobs]
+    ) -> None:
+        assert self.finishes[index] is None, "news after the end"
+        self.token_ids[index].extend(token_ids)
+        self.texts[index] += delta
+        self.logprobs[index].extend(entry.logprob for entry in logprobs)
+
+    def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
+        assert self.finishes[index] is None, "finished twice"
+        self.finishes[index] = finish
+
+    @property
+    def done(self) -> bool:
+        return all(self.finishes)
+
+    @property
+    def finish(self) -> generation_pb2.SequenceFinish:
+        """The first choice's."""
+        assert self.finishes[0] is not None
+        return self.finishes[0]
+
+
+def link_request(prompt: Sequence[int], max_tokens: int, **fields) -> LinkRequest:
+    defaults = {"request_id": "", "model": MODEL, "prompt_text": "", "sampling": generation_pb2.SamplingParams()}
+    stop = generation_pb2.StopConditions(max_tokens=max_tokens)
+    return LinkRequest(**{**defaults, "prompt_token_ids": prompt, "stop": stop, **fields})
+
+
+class RouterWorld:
+    """Everything that a test of the router touches; `router_world` makes and ends it."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.config = KvloomConfig()
+        self.config.model.name = MODEL
+        self.config.redis.url = redis_url
+        self.config.redis.key_prefix = f"router-test-{next(_prefixes)}"
+        self.config.router.drain_timeout_seconds = 5.0
+        self.config.safety.on_unavailable = "allow"
+        self.metrics = CollectorRegistry()
+        self.registry = ShardRegistry(redis_url, self.config.redis.key_prefix)
+        self.address = ""
+        self.stop = asyncio.Event()
+        self.served: asyncio.Task[None] | None = None
+        self._cleanup = contextlib.AsyncExitStack()
+
+    async def start_safety(self, **options) -> FakeSafety:
+        """Before the router: requests are then refused without it."""
+        safety = FakeSafety(**options)
+        self.config.safety.port = await safety.start()
+        self.config.safety.on_unavailable = "refuse"
+        self._cleanup.push_async_callback(safety.stop)
+        return safety
+
+    async def restart_safety(self) -> FakeSafety:
+        """On the same port, after the first one was stopped."""
+        safety = FakeSafety()
+        await safety.start(self.config.safety.port)
+        self._cleanup.push_async_callback(safety.stop)
+        return safety
+
+    async def start_shard(self, shard_id: str, announced_as: str = "", **options) -> FakeShard:
+        shard = FakeShard(shard_id, **{"model": MODEL, **options})
+        await shard.start()
+        self._cleanup.push_async_callback(shard.stop)
+        record = ShardRecord(announced_as or shard_id, shard.address, MODEL, shard.info.incarnation_id)
+        await self.registry.announce(record)
+        return shard
+
+    async def start_router(self) -> None:
+        server = RouterServer(
+            self.config, RouterCore(core_config(self.config)), model_tokenizer(), "router-0", self.metrics
+        )
+        self.address = await server.start("127.0.0.1", 0)
+        self.served = asyncio.create_task(server.serve(self.stop))
+        self._cleanup.push_async_callback(self._stop_router)
+
+    async def connect(self, client_id: str = "edge-0") -> GrpcRouterLink:
+        link = GrpcRouterLink(self.address, client_id)
+        await link.start()
+        self._cleanup.push_async_callback(link.close)
+        await eventually(lambda: link.connected, "the client's connection")
+        return link
+
+    async def stub(self) -> router_service_pb2_grpc.RouterServiceStub:
+        channel = grpc.aio.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._cleanup.push_async_callback(channel.close)
+        return router_service_pb2_grpc.RouterServiceStub(channel)
+
+    async def ask(self, link: GrpcRouterLink, prompt: Sequence[int], max_tokens: int, **fields) -> Answer:
+        answer = Answer(fields.get("n", 1))
+        link.submit(link_request(prompt, max_tokens, **fields), answer)
+        await eventually(lambda: answer.done, "the answer's end")
+        return answer
+
+    async def wait_for_shards(self, link: GrpcRouterLink, count: int) -> None:
+        await eventually(lambda: num_ready_shards(link) == count, f"{count} ready shards")
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.get_sample_value(name, labels) or 0.0
+
+    async def close(self) -> None:
+        await self._cleanup.aclose()
+        await self.registry.close()
+
+    async def _stop_router(self) -> None:
+        assert self.served is not None
+        self.stop.set()
+        await asyncio.wait_for(self.served, TIMEOUT_SECONDS)
+
+
+def num_ready_shards(link: GrpcRouterLink) -> int:
+    return sum(model.num_ready_shards for model in link.fleet.models)
+
+
+@contextlib.asynccontextmanager
+async def router_world(redis_url: str) -> AsyncIterator[RouterWorld]:
+    world = RouterWorld(redis_url)
+    try:
+        yield world
+    finally:
+        await world.close()

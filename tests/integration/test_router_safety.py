@@ -1,0 +1,93 @@
+"""The safety service in the path of every request."""
+
+from __future__ import annotations
+
+from kvloom.errors import reason_name
+from kvloom.v1 import generation_pb2
+from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
+from tests.fakes.tiny_tokenizer import model_tokenizer
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+
+async def test_a_forbidden_prompt_is_blocked_and_nothing_of_the_answer_is_shown(world: RouterWorld) -> None:
+    """The check runs beside the prefill; what the shard has made meanwhile must not leave."""
+    safety = await world.start_safety()
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    blocked = await world.ask(link, [1, 2], 50, prompt_text="something forbidden")
+    assert blocked.finish.reason == generation_pb2.FINISH_REASON_CONTENT_FILTER
+    assert reason_name(blocked.finish.error.reason) == "CONTENT_FILTERED"
+    assert blocked.texts[0] == ""
+    allowed = await world.ask(link, [1, 2], 10, prompt_text="something nice")
+    assert allowed.token_ids[0] == expected_tokens([1, 2], 0, 10)
+
+
+async def test_leaving_the_text_out_does_not_get_past_the_check(world: RouterWorld) -> None:
+    """A client may send tokens alone: then they are decoded for the safety service."""
+    safety = await world.start_safety()
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    prompt = model_tokenizer().encode_now("a forbidden thing")
+    blocked = await world.ask(link, prompt, 50)
+    assert blocked.finish.reason == generation_pb2.FINISH_REASON_CONTENT_FILTER
+    assert safety.prompts == ["a forbidden thing"]
+
+
+async def test_tokens_wait_for_the_verdict(world: RouterWorld) -> None:
+    """A slow verdict delays the answer, never the check."""
+    safety = await world.start_safety()
+    shard = await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    safety.pause()
+    answer = Answer()
+    link.submit(link_request([1, 2], 10, prompt_text="fine"), answer)
+    await eventually(lambda: shard.submits and shard.num_running == 0, "the shard's end of work")
+    assert answer.token_ids[0] == []
+    safety.resume()
+    await eventually(lambda: answer.done, "the answer")
+    assert answer.token_ids[0] == expected_tokens([1, 2], 0, 10)
+
+
+async def test_screened_answers_arrive_whole(world: RouterWorld) -> None:
+    """Text that is gated by the safety service comes out complete and in order."""
+    await world.start_safety(screens_answers=True)
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    answers = [Answer() for _ in range(10)]
+    for i, answer in enumerate(answers):
+        link.submit(link_request([i], 30, prompt_text="fine"), answer)
+    await eventually(lambda: all(answer.done for answer in answers), "all answers")
+    for i, answer in enumerate(answers):
+        assert answer.texts[0] == expected_text([i], 0, 30)
+        assert answer.token_ids[0] == expected_tokens([i], 0, 30)
+
+
+async def test_without_its_safety_service_the_router_refuses_and_recovers(world: RouterWorld) -> None:
+    """Fail-closed is what was configured, and a restart of the sidecar heals it."""
+    safety = await world.start_safety()
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    await safety.stop()
+    await eventually(lambda: world.metric("kvloom_router_safety_connected") == 0, "the break")
+    refused = await world.ask(link, [1], 5, prompt_text="fine")
+    assert reason_name(refused.finish.error.reason) == "SAFETY_UNAVAILABLE"
+    await world.restart_safety()
+    await eventually(lambda: world.metric("kvloom_router_safety_connected") == 1, "the recovery")
+    answer = await world.ask(link, [1], 5, prompt_text="fine")
+    assert answer.token_ids[0] == expected_tokens([1], 0, 5)

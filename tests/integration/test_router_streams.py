@@ -1,0 +1,236 @@
+"""The router's data plane over real sockets: what goes in at a client comes out of the right shard, by content."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import grpc
+import pytest
+
+from kvloom.errors import reason_name
+from kvloom.grpc_errors import from_rpc_error
+from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.router_world import TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+
+async def test_an_answer_streams_from_shard_to_client(world: RouterWorld) -> None:
+    """The one thing a router is for."""
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    answer = await world.ask(link, [1, 2, 3], 20)
+    assert answer.token_ids[0] == expected_tokens([1, 2, 3], 0, 20)
+    assert answer.texts[0] == expected_text([1, 2, 3], 0, 20)
+    assert answer.finish.reason == generation_pb2.FINISH_REASON_LENGTH
+    assert (answer.finish.num_prompt_tokens, answer.finish.num_output_tokens) == (3, 20)
+    assert answer.starts[0] is not None
+    assert answer.starts[0].shard_id == "shard-0"
+
+
+async def test_many_requests_share_the_streams_without_mixing(world: RouterWorld) -> None:
+    """Multiplexing by slot must never swap, lose or double a token: checked by content, with two clients of one name,
+    two shards and ragged lengths."""
+    for shard_id in ("shard-0", "shard-1"):
+        await world.start_shard(shard_id)
+    await world.start_router()
+    links = [await world.connect("edge"), await world.connect("edge")]
+    await world.wait_for_shards(links[0], 2)
+    rng = random.Random(7)
+    asked = []
+    for i in range(120):
+        prompt = [rng.randrange(250) for _ in range(rng.randrange(1, 60))]
+        count, n = rng.randrange(1, 40), rng.choice((1, 1, 3))
+        answer = Answer(n)
+        sampling = generation_pb2.SamplingParams(logprobs=0) if i % 3 == 0 else generation_pb2.SamplingParams()
+        links[i % 2].submit(link_request(prompt, count, n=n, sampling=sampling), answer)
+        asked.append((prompt, count, n, i % 3 == 0, answer))
+        if i % 10 == 0:
+            await asyncio.sleep(0)
+    await eventually(lambda: all(answer.done for *_, answer in asked), "all answers")
+    for prompt, count, n, wants_logprobs, answer in asked:
+        for index in range(n):
+            tokens = expected_tokens(prompt, index, count)
+            assert answer.token_ids[index] == tokens
+            assert answer.texts[index] == expected_text(prompt, index, count)
+            assert answer.logprobs[index] == ([-float(t) for t in tokens] if wants_logprobs else [])
+    assert world.metric("kvloom_router_requests_total", gen_ai_request_model="tiny", outcome="length", error_type="")
+
+
+async def test_a_cancel_reaches_the_shard_and_frees_the_slot(world: RouterWorld) -> None:
+    """A client that loses interest must not keep an engine busy; its slot serves the next request."""
+    shard = await world.start_shard("shard-0", step_seconds=0.005)
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    answer = Answer()
+    handle = link.submit(link_request([5], 4000), answer)
+    await eventually(lambda: answer.token_ids[0], "the first token")
+    link.cancel(handle)
+    await eventually(lambda: shard.num_running == 0 and shard.cancelled_slots, "the shard's cancel")
+    assert not answer.done, "a sink hears nothing after its cancel"
+    assert (await world.ask(link, [6], 5)).token_ids[0] == expected_tokens([6], 0, 5)
+
+
+async def test_a_broken_client_stream_cancels_its_requests_only(world: RouterWorld) -> None:
+    """An edge that dies takes its own requests along, and nobody else's."""
+    shard = await world.start_shard("shard-0", step_seconds=0.005)
+    await world.start_router()
+    dying, living = await world.connect("edge-0"), await world.connect("edge-1")
+    await world.wait_for_shards(living, 1)
+    for i in range(3):
+        dying.submit(link_request([i + 1], 4000), Answer())
+    answer = Answer()
+    living.submit(link_request([9], 100), answer)
+    await eventually(lambda: shard.num_running == 4, "all sequences")
+    await dying.close()
+    await eventually(lambda: len(shard.cancelled_slots) == 3, "the cancels")
+    await eventually(lambda: answer.done, "the other answer")
+    assert answer.token_ids[0] == expected_tokens([9], 0, 100)
+
+
+async def test_a_seed_is_drawn_once_and_travels_with_the_request(world: RouterWorld) -> None:
+    """Without a fixed seed a second attempt could not continue the first one's answer."""
+    shard = await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    await world.ask(link, [1], 2)
+    await world.ask(link, [1], 2, sampling=generation_pb2.SamplingParams(seed=42, temperature=0.5))
+    drawn, given = shard.submits
+    assert drawn.sampling.HasField("seed")
+    assert (given.sampling.seed, given.sampling.temperature) == (42, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "field"),
+    [
+        ({"n": 17}, "INVALID_ARGUMENT", "choices"),
+        ({"sampling": generation_pb2.SamplingParams(temperature=3)}, "INVALID_ARGUMENT", "sampling.temperature"),
+        ({"stop": generation_pb2.StopConditions(max_tokens=0)}, "INVALID_ARGUMENT", "stop.max_tokens"),
+        ({"prompt_token_ids": []}, "INVALID_ARGUMENT", "prompt_token_ids"),
+        ({"prompt_token_ids": [4_000_000]}, "INVALID_ARGUMENT", "prompt_token_ids"),
+        ({"timeout_seconds": -1.0}, "INVALID_ARGUMENT", "timeout_seconds"),
+        ({"request_id": "x" * 300}, "INVALID_ARGUMENT", "request_id"),
+        ({"model": "nobody"}, "MODEL_NOT_FOUND", "model"),
+        ({"prompt_token_ids": [1] * 5000}, "CONTEXT_LENGTH_EXCEEDED", None),
+    ],
+)
+async def test_a_bad_request_ends_alone(world: RouterWorld, fields, reason: str, field: str | None) -> None:
+    """One request at fault gets its reason and field; the stream and its other requests go on."""
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    bad = Answer(fields.get("n", 1))
+    request = link_request([1], 1)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    link.submit(request, bad)
+    good = await world.ask(link, [2, 3], 5)
+    assert good.token_ids[0] == expected_tokens([2, 3], 0, 5)
+    await eventually(lambda: bad.done, "the refusal")
+    assert bad.finish.reason == generation_pb2.FINISH_REASON_ERROR
+    assert reason_name(bad.finish.error.reason) == reason
+    if field is not None:
+        assert bad.finish.error.field == field
+
+
+def _connect_request(**fields) -> router_service_pb2.RouterServiceConnectRequest:
+    return router_service_pb2.RouterServiceConnectRequest(**fields)
+
+
+def _submit(*slots: int) -> router_service_pb2.Submit:
+    return router_service_pb2.Submit(
+        model="tiny",
+        prompt_token_ids=[1],
+        choices=[generation_pb2.Choice(slot=slot, index=i) for i, slot in enumerate(slots)],
+        stop=generation_pb2.StopConditions(max_tokens=4000),
+    )
+
+
+HELLO = _connect_request(hello=router_service_pb2.ClientHello(client_id="rude"))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [_connect_request(submits=[_submit(1)])],
+        [HELLO, HELLO],
+        [HELLO, _connect_request(submits=[_submit(1), _submit(1)])],
+        [HELLO, _connect_request(submits=[_submit(3, 3)])],
+        [HELLO, _connect_request(submits=[_submit()])],
+    ],
+    ids=["no hello", "two hellos", "slot in use", "slot twice", "no choices"],
+)
+async def test_a_broken_protocol_ends_the_stream(world: RouterWorld, frames) -> None:
+    """Frames that cannot be answered mean a client that is out of step: it must find out at once."""
+    shard = await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    call = (await world.stub()).Connect()
+    for frame in frames:
+        await call.write(frame)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _read_to_end(call)
+    assert from_rpc_error(caught.value).reason_name == "PROTOCOL_VIOLATION"
+    await eventually(lambda: shard.num_running == 0, "the end of its requests")
+
+
+async def _read_to_end(call) -> None:
+    """Raises the status of the RPC unless it is OK."""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+
+async def test_a_client_that_does_not_read_is_cut(world: RouterWorld) -> None:
+    """Nothing may pile up without bound, and nobody else may wait for a reader that stalls."""
+    shard = await world.start_shard("shard-0", step_seconds=0.0)
+    await world.start_router()
+    living = await world.connect("edge-1")
+    await world.wait_for_shards(living, 1)
+    channel = grpc.aio.insecure_channel(
+        world.address,
+        options=[
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 1024),
+        ],
+    )
+    async with channel:
+        call = router_service_pb2_grpc.RouterServiceStub(channel).Connect()
+        await call.write(HELLO)
+        for number in range(250):
+            await call.write(_connect_request(submits=[_submit(number + 1)]))
+        await eventually(lambda: len(shard.cancelled_slots) >= 200, "the cut")
+        answer = await world.ask(living, [9], 20)
+        assert answer.token_ids[0] == expected_tokens([9], 0, 20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _read_to_end(call)
+        assert from_rpc_error(caught.value).reason_name == "CLIENT_TOO_SLOW"
+
+
+async def test_a_client_that_has_no_more_to_ask_still_gets_its_answers(world: RouterWorld) -> None:
+    """Half-closing a stream is how simple clients say that they are done sending."""
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    call = (await world.stub()).Connect()
+    await call.write(HELLO)
+    submit = _submit(4)
+    submit.stop.max_tokens = 30
+    await call.write(_connect_request(submits=[submit]))
+    await call.done_writing()
+    tokens: list[int] = []
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        async for frame in call:
+            tokens.extend(frame.step.token_ids)
+    assert tokens == expected_tokens([1], 0, 30)
+    assert await call.code() is grpc.StatusCode.OK
