@@ -1,0 +1,311 @@
+"""Whatever is wrong with a request, its sender gets the right status and an OpenAI error that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from edge_http.sampling import check_window
+from kvloom.config import EdgeConfig
+from kvloom.errors import KvloomError
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router_link import answer
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[EdgeWorld]:
+    async with edge_world() as started:
+        yield started
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return {"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, fields]}]}
+
+
+INVALID = [
+    ({"model": None}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content"),
+    ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [USER, {"content": "x"}]}, "messages[1].role"),
+    ({"messages": [USER, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
+    (part(type="text"), "messages[1].content[1].text"),
+    (part(type="text", text=1), "messages[1].content[1].text"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 2**70}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", 3]}, "stop[1]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"service_tier": "flex"}, "service_tier"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), INVALID)
+async def test_bad_chat_values_are_named(world: EdgeWorld, fields: dict[str, Any], param: str) -> None:
+    """Users find the field at fault without reading our code."""
+    status, body = await world.chat(**fields)
+    assert (status, body["error"]["param"]) == (400, param)
+    assert body["error"]["type"] == "invalid_request_error"
+    assert param in body["error"]["message"]
+    assert not world.link.requests
+
+
+UNSUPPORTED = [
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"store": True}, "store"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"max_tokenz": 3}, "max_tokenz"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{**USER, "mood": "sad"}]}, "messages[0].mood"),
+    ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (part(type="image_url", image_url={"url": "x"}), "messages[1].content[1].type"),
+    (part(type="text", text="x", cache_control={}), "messages[1].content[1].cache_control"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), UNSUPPORTED)
+async def test_unsupported_parameters_are_refused_by_name(world: EdgeWorld, fields: dict[str, Any], param: str) -> None:
+    """Ignoring what a client asks for would be a wrong answer in disguise."""
+    status, body = await world.chat(**fields)
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, "unsupported_parameter")
+    assert not world.link.requests
+
+
+async def test_values_that_mean_off_are_accepted(world: EdgeWorld) -> None:
+    """Clients send their defaults along, and echo our messages back with all their null fields."""
+    world.link.script = answer("x")
+    echoed = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+        "audio": None,
+    }
+    status, _ = await world.chat(
+        messages=[USER, echoed, {**USER, "name": "ann"}],
+        tools=[],
+        logit_bias={},
+        response_format={"type": "text"},
+        store=False,
+        functions=None,
+        modalities=["text"],
+        max_tokens=None,
+        stop=None,
+        n=None,
+        stream_options=None,
+        logprobs=False,
+    )
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": ""}, "prompt", None),
+        ({"prompt": []}, "prompt", None),
+        ({"prompt": ["a", 3]}, "prompt", None),
+        ({"prompt": ["a", ""]}, "prompt[1]", None),
+        ({"prompt": [[1], []]}, "prompt[1]", None),
+        ({"prompt": [1, -1]}, "prompt[1]", None),
+        ({"prompt": [[1], [2, 10**30]]}, "prompt[1][1]", None),
+        ({"prompt": ["a"] * 65}, "prompt", None),
+        ({"prompt": ["a"] * 20, "n": 8}, "prompt", None),
+        ({"prompt": {}}, "prompt", None),
+        ({}, "prompt", None),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", None),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
+        ({"prompt": "a", "echo": True}, "echo", "unsupported_parameter"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "unsupported_parameter"),
+    ],
+)
+async def test_bad_completion_values_are_named(
+    world: EdgeWorld, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    """The same care at the other endpoint."""
+    status, body = await world.post("/v1/completions", {"model": "tiny", **fields})
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"model":"\xff"}', "not valid UTF-8"),
+        (b'{"model":"\\ud800"}', "not valid JSON"),
+        (b'{"model":"tiny","tools":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"model":"tiny","messages":[],"temperature":NaN}', "not valid JSON"),
+    ],
+)
+async def test_bodies_that_are_no_json(world: EdgeWorld, raw: bytes, message: str) -> None:
+    """Malformed bytes are the client's error, never ours."""
+    headers = {"Content-Type": "application/json"}
+    async with world.http.post(f"{world.url}/v1/chat/completions", data=raw, headers=headers) as response:
+        assert response.status == 400
+        assert message in (await response.json())["error"]["message"]
+
+
+async def test_unknown_model(world: EdgeWorld) -> None:
+    """404 as OpenAI says it, before anything is queued."""
+    status, body = await world.chat(model="gpt-9")
+    assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+
+
+async def test_window(world: EdgeWorld) -> None:
+    """The numbers are in the message, and the field says which side to shorten."""
+    world.link.fleet = FleetState(models=[ModelInfo(name="tiny", num_ready_shards=1, max_model_len=20)])
+    status, body = await world.chat(messages=[{"role": "user", "content": "x" * 50}])
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "messages")
+    assert "20 tokens" in body["error"]["message"]
+    status, body = await world.post("/v1/completions", {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 18})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "max_tokens")
+
+
+def test_window_boundary() -> None:
+    """Prompt plus answer may fill the window to its last token, not more."""
+    check_window(10, 10, 20, "messages")
+    check_window(19, None, 20, "messages")
+    for num_prompt_tokens, max_tokens in ((20, None), (10, 11)):
+        with pytest.raises(KvloomError):
+            check_window(num_prompt_tokens, max_tokens, 20, "messages")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "code"),
+    [
+        ("GET", "/v1/chat/completions", {}, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", {}, 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/chat/completions", {}, 405, "method_not_allowed"),
+        ("POST", "/v1/chat/completion", {}, 404, "not_found"),
+        ("GET", "/chat.py", {}, 404, "not_found"),
+        ("GET", "/page/index.html", {}, 404, "not_found"),
+        ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        ("POST", "/v1/chat/completions", {"Content-Type": "application/json; charset=latin-1"}, 415, None),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+            415,
+            "unsupported_media_type",
+        ),
+    ],
+)
+async def test_wrong_path_method_and_type(
+    world: EdgeWorld, method: str, path: str, headers: dict[str, str], status: int, code: str | None
+) -> None:
+    """Every door answers in JSON."""
+    data = b"{}" if method == "POST" else None
+    async with world.http.request(method, world.url + path, data=data, headers=headers) as response:
+        body = await response.json()
+        assert response.status == status
+        if code:
+            assert body["error"]["code"] == code
+        if status == 405:
+            assert response.headers["Allow"]
+
+
+async def raw_exchange(world: EdgeWorld, request: bytes) -> tuple[bytes, Any]:
+    reader, writer = await asyncio.open_connection(*world.address)
+    writer.write(request)
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = await reader.read(100_000)
+    writer.close()
+    await writer.wait_closed()
+    return head.split(b"\r\n")[0], json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"413"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"413"),
+        (
+            b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X%d: %b\r\n" % (i, b"a" * 900) for i in range(30)),
+            b"413",
+        ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"400",
+        ),
+    ],
+)
+async def test_requests_that_are_no_http(world: EdgeWorld, request_bytes: bytes, status: bytes) -> None:
+    """Noise on the port gets a short JSON error and no stack trace."""
+    line, body = await raw_exchange(world, request_bytes + (b"" if request_bytes.endswith(b"\r\n\r\n") else b"\r\n"))
+    assert line.split(b" ")[1] == status
+    assert body["error"]["type"] == "invalid_request_error"
+    assert b"a" * 100 not in json.dumps(body).encode()
+
+
+async def test_body_over_the_limit_is_refused_at_once() -> None:
+    """Announced or not, an oversize body is not read to its end."""
+    async with edge_world(EdgeConfig(max_body_bytes=1000)) as world:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        for request in (
+            head + b"Content-Length: 5000000000\r\n\r\n{",
+            head + b"Transfer-Encoding: chunked\r\n\r\n800\r\n" + b" " * 0x800 + b"\r\n",
+        ):
+            line, body = await raw_exchange(world, request)
+            assert b"413" in line
+            assert body["error"]["code"] == "request_too_large"
+
+
+async def test_expect_100_continue(world: EdgeWorld) -> None:
+    """curl waits a second for this before it sends a large body."""
+    world.link.script = answer("x")
+    data = json.dumps(chat_body()).encode()
+    reader, writer = await asyncio.open_connection(*world.address)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data)
+    )
+    async with asyncio.timeout(5):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(data)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+    writer.close()
+    await writer.wait_closed()
