@@ -109,8 +109,8 @@ class RouterCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event. `now` never goes backwards.
 
-        Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together; nothing has changed then,
-        and the stream that brought it should be broken.
+        Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together and for a shard that names
+        impossible sizes; nothing has changed then, and the stream that brought it should be broken.
         """
         self._handlers[type(event)](event, now)
         if self._fleet_may_differ:
@@ -254,6 +254,10 @@ class RouterCore:
 
     def _on_shard_up(self, event: ev.ShardUp, now: float) -> None:
         shard_id = event.shard.shard_id
+        if min(event.shard.block_size, event.shard.max_batch, event.shard.max_model_len) < 1:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, f"Shard {shard_id!r} names no block size, batch or window."
+            )
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         self._fleet.add(event.shard)

@@ -74,6 +74,15 @@ def test_malformed_step_is_refused_whole() -> None:
     assert sent(rig.start("s0", slot)).token_ids == [7]
 
 
+@pytest.mark.parametrize("field", ["block_size", "max_batch", "max_model_len"])
+def test_impossible_shard_is_refused(field: str) -> None:
+    """A shard that misdescribes itself must not break every later placement."""
+    rig = CoreRig()
+    with pytest.raises(KvloomError):
+        rig.add_shard(**{field: 0})
+    assert rig.core.fleet.models == []
+
+
 def test_cancel_reaches_shard_and_client_at_once() -> None:
     """The client's slot ends at once, late frames are dropped, the shard's slot rests until the shard has ended it."""
     rig = CoreRig()
