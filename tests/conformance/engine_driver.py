@@ -1,0 +1,112 @@
+"""Runs an engine for a test, and keeps the books that the suite asks: tokens, ends, blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shard_server.engines.base import (
+    BlockRemoved,
+    BlockStored,
+    Engine,
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    KvEvent,
+    Sampling,
+    SequenceStart,
+    StepOutput,
+    TokenLogprobs,
+)
+
+STEP_TIMEOUT_SECONDS = 30.0
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    """Ordinary tokens, different for every number."""
+    return random.Random(number).choices(range(500, 5000), k=num_tokens)
+
+
+def request_of(request_id: str, prompt: Sequence[int], max_tokens: int, **changes: Any) -> EngineRequest:
+    sampling = changes.pop("sampling", Sampling(seed=7))
+    return EngineRequest(request_id, prompt, sampling, max_tokens, **changes)
+
+
+class EngineDriver:
+    """Reads one step after another; asserts what must hold for every output."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._steps = engine.steps()
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.starts: dict[str, SequenceStart] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.kv_events: list[KvEvent] = []
+        self.load = EngineLoad()
+        self.max_preemptions = 0
+
+    async def step(self) -> StepOutput:
+        """The next output. Raises StopAsyncIteration when the engine was closed."""
+        async with asyncio.timeout(STEP_TIMEOUT_SECONDS):
+            output = await anext(self._steps)
+        self._record(output)
+        return output
+
+    async def step_until(self, reached: Callable[[], bool], max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if reached():
+                return
+            await self.step()
+        raise AssertionError(f"not reached within {max_steps} steps")
+
+    async def run(self, *requests: EngineRequest) -> list[list[int]]:
+        """Submit all, read until all have ended; returns their tokens."""
+        for request in requests:
+            self.engine.submit(request)
+        await self.step_until(lambda: all(request.request_id in self.ends for request in requests))
+        return [self.tokens[request.request_id] for request in requests]
+
+    def cached(self) -> set[int]:
+        """Replays the KV events, asserting that they make sense."""
+        cached: set[int] = set()
+        for event in self.kv_events:
+            match event:
+                case BlockStored(hashes):
+                    assert hashes, "an event without blocks"
+                    assert cached.isdisjoint(hashes), "stored twice"
+                    cached.update(hashes)
+                case BlockRemoved(hashes):
+                    assert hashes, "an event without blocks"
+                    assert cached.issuperset(hashes), "removed without having been stored"
+                    cached.difference_update(hashes)
+                case _:
+                    cached.clear()
+            assert len(cached) <= self.engine.info.num_blocks
+        return cached
+
+    def _record(self, output: StepOutput) -> None:
+        assert len(set(output.request_ids)) == len(output.request_ids) == len(output.token_ids)
+        assert output.logprobs.keys() <= set(output.request_ids)
+        for start in output.starts:
+            assert start.request_id not in self.starts, "started twice"
+            assert start.request_id in output.request_ids, "a start comes with the first token"
+            self.starts[start.request_id] = start
+        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            assert token_ids, "an entry without tokens"
+            assert request_id not in self.ends, "a token behind the end"
+            assert request_id in self.starts, "a token before the start"
+            self.tokens.setdefault(request_id, []).extend(token_ids)
+            if request_id in output.logprobs:
+                assert len(output.logprobs[request_id]) == len(token_ids)
+                self.logprobs.setdefault(request_id, []).extend(output.logprobs[request_id])
+        for end in output.ends:
+            assert end.request_id not in self.ends, "ended twice"
+            self.ends[end.request_id] = end.reason
+        self.kv_events += output.kv_events
+        self.load = output.load
+        assert 0 <= output.load.num_available_blocks <= self.engine.info.num_blocks
+        assert output.load.num_running <= self.engine.info.max_batch
+        self.max_preemptions = max(self.max_preemptions, output.load.num_preemptions)

@@ -1,0 +1,25 @@
+"""The conformance suite on every engine there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.config import ShardConfig, SimConfig, TorchConfig
+from shard_server.engines.base import Engine
+from shard_server.engines.sim_engine import SimEngine
+from tests.conformance.engine_suite import EngineSuite
+
+
+class TestSimEngine(EngineSuite):
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
+        sim = SimConfig(step_ms=0, prefill_tokens_per_second=1e9)
+        config = ShardConfig(engine="sim", sim=sim, **{"max_batch": 16, **shard_fields})
+        return SimEngine("model", config, vocab_size=49152, eos_token_ids=frozenset({2}))
+
+
+class TestTorchEngine(EngineSuite):
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
+        from shard_server.engines.torch_engine.engine import TorchEngine
+
+        config = ShardConfig(torch=TorchConfig(num_threads=2), **{"max_batch": 16, "num_blocks": 256, **shard_fields})
+        return TorchEngine(request.getfixturevalue("model_dir"), "model", config)
