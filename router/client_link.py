@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import grpc
@@ -181,10 +181,12 @@ class ClientLink:
         fleet, self._fleet = self._fleet, None
         if step is None and fleet is None:
             return None
-        return RouterServiceConnectResponse(
-            fleet=None if fleet is None else convert.fleet_to_proto(fleet),
-            step=None if step is None else convert.step_to_frame(step),
-        )
+        response = RouterServiceConnectResponse()
+        if fleet is not None:
+            response.fleet.CopyFrom(convert.fleet_to_proto(fleet))
+        if step is not None:
+            convert.fill_frame(response.step, step)
+        return response
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class ClientLink:
         self._wake.set()
         log.info("client gone", client_id=self._client_id)
 
-    async def _finish_stream(self, results: list[BaseException | None]) -> None:
+    async def _finish_stream(self, results: Sequence[BaseException | None]) -> None:
         """Tell the client why, if there is a reason to tell."""
         error = self._ended.result()
         for result in results:

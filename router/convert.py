@@ -39,17 +39,18 @@ def step_from_frame(frame: generation_pb2.StepFrame) -> Step:
     return step
 
 
-def step_to_frame(step: Step) -> generation_pb2.StepFrame:
-    frame = generation_pb2.StepFrame(
-        slots=step.slots, num_tokens=step.num_tokens, token_ids=step.token_ids, deltas=step.deltas
-    )
+def fill_frame(frame: generation_pb2.StepFrame, step: Step) -> None:
+    """Write a step into an empty frame. In place: handing a finished frame to its response would copy it once more."""
+    frame.slots.extend(step.slots)
+    frame.num_tokens.extend(step.num_tokens)
+    frame.token_ids.extend(step.token_ids)
+    frame.deltas.extend(step.deltas)
     if step.logprobs:
         frame.logprobs.extend(logprobs_to_proto(slot, entry) for slot, entry in step.logprobs)
     if step.starts:
         frame.starts.extend(start_to_proto(start) for start in step.starts)
     if step.finishes:
         frame.finishes.extend(finish_to_proto(finish) for finish in step.finishes)
-    return frame
 
 
 def logprobs_to_proto(slot: int, entry: object) -> generation_pb2.TokenLogprobs:
