@@ -268,6 +268,9 @@ class GrpcRouterLink:
         if choice is None:
             return
         self._free_slots.append(finish.slot)
+        if choice.sink is None and finish.slot in self._cancels:
+            # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
+            self._cancels.remove(finish.slot)
         slots = self._slots_by_handle.get(choice.handle)
         if slots is not None:
             slots.remove(finish.slot)

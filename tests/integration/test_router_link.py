@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.errors import KvloomError
 from kvloom.router_link import GrpcRouterLink, LinkRequest
-from kvloom.v1 import generation_pb2
+from kvloom.v1 import generation_pb2, router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import TIMEOUT_SECONDS, FakeRouter, serve_fake_router, text_of
 
@@ -232,3 +232,45 @@ async def test_closing_tells_everybody(router: FakeRouter) -> None:
     await link.close()
     await link.close()
     assert sink.finishes[0].error.reason == LOST
+
+
+class CancellingSink(RecordingSink):
+    """Gives up another request the moment its own first token comes."""
+
+    def __init__(self, link: GrpcRouterLink) -> None:
+        super().__init__()
+        self._link = link
+        self.victim = 0
+
+    def on_tokens(self, index, delta, token_ids, logprobs) -> None:  # type: ignore[no-untyped-def]
+        self._link.cancel(self.victim)
+        super().on_tokens(index, delta, token_ids, logprobs)
+
+
+async def test_a_cancel_that_comes_too_late_never_hits_the_slots_next_user(
+    link: GrpcRouterLink, router: FakeRouter
+) -> None:
+    """A request ends by itself and is cancelled in one turn: the cancel must not go out behind the slot's reuse."""
+    router.answers = False
+    canceller, victim, heir = CancellingSink(link), RecordingSink(), RecordingSink()
+    link.submit(request([1]), canceller)
+    canceller.victim = link.submit(request([2]), victim)
+    await router.wait_until(lambda: bool(router.connections) and len(router.connections[0].submits) == 2)
+    connection = router.connections[0]
+    first, second = (submit.choices[0].slot for submit in connection.submits)
+    frame = router_service_pb2.RouterServiceConnectResponse(
+        step=generation_pb2.StepFrame(
+            slots=[first],
+            token_ids=[7],
+            deltas=["x"],
+            finishes=[generation_pb2.SequenceFinish(slot=second, reason=generation_pb2.FINISH_REASON_STOP)],
+        )
+    )
+    connection.frames.put_nowait(frame)
+    await canceller.wait_for(num_tokens=1)
+    link.submit(request([3]), heir)
+    await router.wait_until(lambda: len(connection.submits) == 3)
+    assert connection.submits[2].choices[0].slot == second
+    router.tokens(connection, (second, [8]))
+    await heir.wait_for(num_tokens=1)
+    assert connection.cancelled_slots == []
