@@ -21,5 +21,6 @@ class TestTorchEngine(EngineSuite):
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
         from shard_server.engines.torch_engine.engine import TorchEngine
 
-        config = ShardConfig(torch=TorchConfig(num_threads=2), **{"max_batch": 16, "num_blocks": 256, **shard_fields})
+        # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled.
+        config = ShardConfig(torch=TorchConfig(num_threads=1), **{"max_batch": 16, "num_blocks": 256, **shard_fields})
         return TorchEngine(request.getfixturevalue("model_dir"), "model", config)
