@@ -110,6 +110,7 @@ class ModelRunner:
         )
         return logits[:num_logits]
 
+    @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """Copy the KV of one block to another."""
         self._cache.copy_block(source, target)
