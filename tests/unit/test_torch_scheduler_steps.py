@@ -10,7 +10,7 @@ import torch
 
 from kvloom.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
-from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner
+from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner, logits_of
 from tests.step_bench import Answer, StepBench, same
 
 BLOCK_SIZE = 4
@@ -264,14 +264,44 @@ def test_first_come_first_served() -> None:
 
 
 def test_the_newest_is_preempted_and_resumes_first() -> None:
-    """The oldest always goes on: that is why preemption cannot livelock."""
-    bench = Bench(num_blocks=12)
-    answers = bench.run(*[make_request(f"r{i}", [i + 1] * 7, max_tokens=24) for i in range(4)])
+    """The oldest always goes on, and nobody overtakes who was set back: that is why preemption cannot livelock."""
+    bench = Bench(num_blocks=12, max_batch=4)
+    requests = [make_request(f"r{i}", [i + 1] * 7, max_tokens=24) for i in range(6)]
+    bench.add(*requests)
+    ends: list[str] = []
+    while bench.loop.has_work:
+        output = bench.step()
+        ends += [end.request_id for end in output.ends] if output else []
     assert bench.scheduler.num_preemptions > 0
-    assert all(len(answer.token_ids) == 24 for answer in answers.values())
-    for answer in answers.values():
+    assert ends == [request.request_id for request in requests]
+    for answer in bench.answers.values():
         assert answer.start is not None
         assert answer.start.num_cached_tokens == 0  # what is reused after a preemption is not the client's saving
+
+
+def test_a_newcomer_is_not_admitted_to_be_preempted_at_once() -> None:
+    """Its prefill would be thrown away as soon as those that run need their next blocks."""
+    bench = Bench(num_blocks=12)
+    bench.add(make_request("running", [1] * 7, max_tokens=10))
+    bench.step()
+    answers = bench.run(make_request("newcomer", [2] * 40, max_tokens=2))
+    assert len(answers["newcomer"].token_ids) == 2
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_penalties_count_every_output_token() -> None:
+    """Also those of earlier attempts, and none of the prompt."""
+    prompt, resumed = [1, 2, 3], [7, 7, 9]
+    tokens = [*prompt, *resumed]
+    for _ in range(30):
+        logits = logits_of(tokens)
+        for token_id in range(VOCAB_SIZE):
+            if count := tokens[len(prompt) :].count(token_id):
+                logits[token_id] -= 0.5 + 1.0 * count
+        tokens.append(int(logits.argmax()))
+    sampling = Sampling(temperature=0.0, presence_penalty=0.5, frequency_penalty=1.0)
+    answer = alone(make_request("a", prompt, 33, sampling=sampling, output_token_ids=resumed))
+    assert answer.token_ids == tokens[6:]
 
 
 def test_blocks_are_stored_only_once_computed() -> None:

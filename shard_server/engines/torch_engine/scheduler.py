@@ -120,6 +120,7 @@ class Scheduler:
         sequence.num_cached_blocks = len(matched)
         sequence.num_computed_tokens = len(matched) * pool.block_size
         sequence.block_table = matched + pool.allocate(num_new)
+        sequence.uncacheable = False
         sequence.shares_with = None
         return True
 
@@ -157,8 +158,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Give up its blocks; it waits at the front, and recomputes what is not in the cache any more by then."""
         self._free(sequence)
-        sequence.num_computed_tokens = sequence.num_cached_blocks = 0
-        sequence.uncacheable = False
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
