@@ -17,8 +17,7 @@ import structlog
 from kvloom.detokenizer import IncrementalDetokenizer, TokenText
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2
-from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import Choice, SequenceFinish
+from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import (
     LoadReport,
     ShardHello,
@@ -31,22 +30,19 @@ from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
 from shard_server.engines.base import (
     Engine,
     EngineError,
-    EngineLoad,
     EngineRequest,
     FinishReason,
     SequenceEnd,
     StepOutput,
-    TokenLogprobs,
 )
 from shard_server.kv_mirror import KvMirror
+from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
-from shard_server.sequences import LiveSequence
+from shard_server.refusals import draining, engine_failed, protocol_violation, queue_full, refusal
+from shard_server.sequences import LiveSequence, logprobs_to_proto, shown_output
 from shard_server.submits import resolve_submit
 
 log = structlog.get_logger()
-
-LOAD_REPORT_SECONDS: Final = 0.05
-"""Load reports ride on step frames, this far apart at least (but at once when the engine becomes busy or idle)."""
 
 _FINISH_REASONS: Final = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -84,13 +80,10 @@ class EngineFront:
         self._letting_go: set[str] = set()
         """Finished here, and cancelled in the engine, whose end for them is still to come."""
         self._serials = itertools.count()
-        self._load = EngineLoad(num_available_blocks=engine.info.num_blocks)
-        self._draining = False
+        self._load = LoadReporter(engine.info.num_blocks)
         self._failed = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._load_reported_at = 0.0
-        self._reported_idle = True
         self._last_token_step_at: float | None = None
 
     # -- routers ------------------------------------------------------------------------------------------------------
@@ -98,7 +91,7 @@ class EngineFront:
     def connect(self, router_id: str) -> RouterConnection:
         """A new stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
         if self._failed:
-            raise _engine_failed()
+            raise engine_failed()
         connection = RouterConnection(router_id, self._max_pending_frames)
         hello = ShardHello(info=self.info)
         connection.send(
@@ -121,7 +114,7 @@ class EngineFront:
     def receive(self, connection: RouterConnection, frame: ShardServiceConnectRequest) -> None:
         """A router's frame, submits before cancels. Raises KvloomError (PROTOCOL_VIOLATION)."""
         if frame.HasField("hello"):
-            raise _protocol_violation("Only the first frame carries a hello.")
+            raise protocol_violation("Only the first frame carries a hello.")
         for submit in frame.submits:
             self._submit(connection, submit)
         for slot in frame.cancel_slots:
@@ -137,12 +130,12 @@ class EngineFront:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return self._load.draining
 
     def set_draining(self, draining: bool) -> None:
         """While it is set new sequences are refused; routers are told at once."""
-        if draining != self._draining:
-            self._draining = draining
+        if draining != self._load.draining:
+            self._load.draining = draining
             report = self.load_report()
             for connection in self._connections:
                 connection.send(ShardServiceConnectResponse(load=report))
@@ -157,19 +150,7 @@ class EngineFront:
             connection.end()
 
     def load_report(self) -> LoadReport:
-        load = self._load
-        return LoadReport(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_queued_prefill_tokens=load.num_queued_prefill_tokens,
-            num_decode_context_tokens=load.num_decode_context_tokens,
-            num_available_blocks=load.num_available_blocks,
-            num_blocks=self._engine_info.num_blocks,
-            prefill_tokens_per_second=load.prefill_tokens_per_second,
-            decode_step_seconds=load.decode_step_seconds,
-            num_preemptions=load.num_preemptions,
-            draining=self._draining,
-        )
+        return self._load.report()
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +163,7 @@ class EngineFront:
         except Exception:
             self._failed = True
             for sequence in list(self._live.values()):
-                self._finish(sequence, generation_pb2.FINISH_REASON_ERROR, _engine_failed())
+                self._finish(sequence, generation_pb2.FINISH_REASON_ERROR, engine_failed())
             for connection in self._connections:
                 connection.send_step()
             raise
@@ -216,7 +197,7 @@ class EngineFront:
             num_tokens += count
             sequence.num_output_tokens += count
             if output.logprobs and request_id in output.logprobs:
-                parts.logprobs += _logprobs_to_proto(sequence.slot, output.logprobs[request_id][:count])
+                parts.logprobs += logprobs_to_proto(sequence.slot, output.logprobs[request_id][:count])
             if sequence.has_stop_strings and sequence.detokenizer.stop_string is not None:
                 if end is None:
                     self._cancel_in_engine(sequence)
@@ -227,25 +208,16 @@ class EngineFront:
             parts.deltas.append(delta)
         for end in output.ends:
             self._end(end)
-        self._send_step(output, now)
+        kv_events = self._kv.apply(output.kv_events) if output.kv_events else None
+        load = self._load.on_step(output.load, now)
+        for connection in self._connections:
+            connection.send_step(kv_events, load)
         step_seconds = None
         if output.request_ids:
             if self._last_token_step_at is not None:
                 step_seconds = now - self._last_token_step_at
             self._last_token_step_at = now if live else None
-        self._metrics.on_step(self._load, num_tokens, num_discarded, self._kv.num_cached_blocks, step_seconds)
-
-    def _send_step(self, output: StepOutput, now: float) -> None:
-        kv_events = self._kv.apply(output.kv_events) if output.kv_events else None
-        self._load = output.load
-        load = None
-        is_idle = not (output.load.num_running or output.load.num_waiting)
-        if is_idle != self._reported_idle or now - self._load_reported_at >= LOAD_REPORT_SECONDS:
-            self._reported_idle = is_idle
-            self._load_reported_at = now
-            load = self.load_report()
-        for connection in self._connections:
-            connection.send_step(kv_events, load)
+        self._metrics.on_step(output.load, num_tokens, num_discarded, self._kv.num_cached_blocks, step_seconds)
 
     def _start(self, sequence: LiveSequence, num_cached_tokens: int, queue_time_seconds: float, now: float) -> None:
         sequence.num_cached_tokens = num_cached_tokens
@@ -268,7 +240,7 @@ class EngineFront:
         error = None
         if end.reason is FinishReason.ERROR:
             log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
-            error = _engine_failed()
+            error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
             self._flush(sequence)
         self._finish(sequence, _FINISH_REASONS[end.reason], error)
@@ -279,20 +251,20 @@ class EngineFront:
         choices = submit.choices
         slots = {choice.slot for choice in choices}
         if not choices or len(slots) < len(choices) or not slots.isdisjoint(connection.by_slot):
-            raise _protocol_violation(f"Request {submit.request_id}: every choice needs a slot that is not in use.")
+            raise protocol_violation(f"Request {submit.request_id}: every choice needs a slot that is not in use.")
         try:
             self._check_capacity(len(choices))
             requests = resolve_submit(submit, self._engine_info, next(self._serials))
         except KvloomError as error:
             for choice in choices:
-                connection.parts.finishes.append(_refusal(choice.slot, error))
+                connection.parts.finishes.append(refusal(choice.slot, error))
             return
         now = self._clock()
         for choice, request in zip(choices, requests, strict=True):
             try:
                 self._submit_choice(connection, choice, request, submit.stop.stop, now)
             except KvloomError as error:
-                connection.parts.finishes.append(_refusal(choice.slot, error))
+                connection.parts.finishes.append(refusal(choice.slot, error))
 
     def _submit_choice(
         self,
@@ -303,7 +275,7 @@ class EngineFront:
         now: float,
     ) -> None:
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, stop_strings, _shown_output(request), choice.num_delivered_chars
+            self._tokenizer, stop_strings, shown_output(request), choice.num_delivered_chars
         )
         sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now)
         reason = sequence.already_ended()
@@ -312,7 +284,7 @@ class EngineFront:
                 self._engine.submit(request)
             except EngineError as error:
                 log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
-                raise _engine_failed() from error  # what a client can do wrong has been checked before
+                raise engine_failed() from error  # what a client can do wrong has been checked before
         self._live[request.request_id] = sequence
         connection.by_slot[choice.slot] = sequence
         self._idle.clear()
@@ -322,15 +294,11 @@ class EngineFront:
 
     def _check_capacity(self, num_choices: int) -> None:
         if self._failed:
-            raise _engine_failed()
-        if self._draining:
-            raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard takes no new requests: it is draining.")
+            raise engine_failed()
+        if self._load.draining:
+            raise draining()
         if len(self._live) + len(self._letting_go) + num_choices > self._max_sequences:
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_QUEUE_FULL,
-                f"This shard has {len(self._live)} sequences running or waiting and takes no more.",
-                retry_after_seconds=1.0,
-            )
+            raise queue_full(len(self._live))
 
     def _flush(self, sequence: LiveSequence) -> None:
         """What text is left, as an entry without tokens."""
@@ -365,33 +333,3 @@ class EngineFront:
     def _set_idle(self) -> None:
         if not self._live and not self._letting_go:
             self._idle.set()
-
-
-def _shown_output(request: EngineRequest) -> Sequence[int]:
-    """The output of earlier attempts, without the stop token that ended it: that has no text."""
-    tokens = request.output_token_ids
-    return tokens[:-1] if tokens and tokens[-1] in request.stop_token_ids else tokens
-
-
-def _logprobs_to_proto(slot: int, logprobs: Sequence[TokenLogprobs]) -> list[generation_pb2.TokenLogprobs]:
-    return [
-        generation_pb2.TokenLogprobs(
-            slot=slot,
-            logprob=entry.logprob,
-            top_token_ids=[token_id for token_id, _ in entry.top],
-            top_logprobs=[logprob for _, logprob in entry.top],
-        )
-        for entry in logprobs
-    ]
-
-
-def _refusal(slot: int, error: KvloomError) -> SequenceFinish:
-    return SequenceFinish(slot=slot, reason=generation_pb2.FINISH_REASON_ERROR, error=error.to_proto())
-
-
-def _engine_failed() -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed while it served this request.")
-
-
-def _protocol_violation(message: str) -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.detokenizer import IncrementalDetokenizer
+from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
 from shard_server.connection import RouterConnection
-from shard_server.engines.base import EngineRequest
+from shard_server.engines.base import EngineRequest, TokenLogprobs
 
 
 class LiveSequence:
@@ -74,3 +75,21 @@ class LiveSequence:
             num_output_tokens=self.num_output_tokens,
             stop_string=stop_string or "",
         )
+
+
+def shown_output(request: EngineRequest) -> Sequence[int]:
+    """The output of earlier attempts, without the stop token that ended it: that has no text."""
+    tokens = request.output_token_ids
+    return tokens[:-1] if tokens and tokens[-1] in request.stop_token_ids else tokens
+
+
+def logprobs_to_proto(slot: int, logprobs: Sequence[TokenLogprobs]) -> list[generation_pb2.TokenLogprobs]:
+    return [
+        generation_pb2.TokenLogprobs(
+            slot=slot,
+            logprob=entry.logprob,
+            top_token_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in logprobs
+    ]

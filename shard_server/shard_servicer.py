@@ -23,6 +23,7 @@ from kvloom.v1.shard_service_pb2 import (
 )
 from shard_server.connection import RouterConnection
 from shard_server.engine_front import EngineFront
+from shard_server.refusals import protocol_violation
 
 log = structlog.get_logger()
 
@@ -103,13 +104,11 @@ async def _read_hello(context: Context) -> str:
         async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
             frame = await context.read()
     except TimeoutError:
-        raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "No hello came.") from None
+        raise protocol_violation("No hello came.") from None
     if not isinstance(frame, ShardServiceConnectRequest) or not frame.hello.router_id:
-        message = "The first frame must carry a hello with a router_id."
-        raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+        raise protocol_violation("The first frame must carry a hello with a router_id.")
     if frame.submits or frame.cancel_slots:
-        message = "The first frame carries nothing but the hello."
-        raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+        raise protocol_violation("The first frame carries nothing but the hello.")
     return frame.hello.router_id[:MAX_ROUTER_ID_CHARS]
 
 
