@@ -20,8 +20,15 @@ _MAX_READ_BYTES: Final = 2**20
 
 @click.command()
 @click.argument("name", required=False)
-@option("--follow", is_flag=True, help="Go on with what is written from now on; Ctrl-C ends.")
-@option("--lines", type=click.IntRange(min=0), default=50, show_default=True, help="How many of the last lines.")
+@option("--follow", scope="logs", is_flag=True, help="Go on with what is written from now on; Ctrl-C ends.")
+@option(
+    "--lines",
+    scope="logs",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="How many of the last lines.",
+)
 @data_dir_option
 @config_option
 def logs(name: str | None, follow: bool, lines: int, data_dir: Path | None, config_file: Path | None) -> None:

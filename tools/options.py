@@ -16,9 +16,10 @@ DEFAULT_DATA_DIR: Final = Path("~/.kvloom")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def option(flag: str, *names: str, **settings: Any) -> Callable[[F], F]:
-    """click.option with the twin of `--some-flag`: KVLOOM_SOME_FLAG."""
-    twin = "KVLOOM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+def option(flag: str, *names: str, scope: str = "", **settings: Any) -> Callable[[F], F]:
+    """click.option with the twin of `--some-flag`: KVLOOM_SOME_FLAG, or KVLOOM_SCOPE_SOME_FLAG where another command
+    has a flag of that name with another meaning."""
+    twin = f"kvloom_{scope}{flag.replace('--', '_' if scope else '', 1)}".replace("-", "_").upper()
     return click.option(flag, *names, envvar=twin, show_envvar=True, **settings)
 
 

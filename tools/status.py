@@ -16,7 +16,7 @@ from tools.state import FabricState, RunFolder
 
 
 @click.command()
-@option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@option("--json", "as_json", scope="status", is_flag=True, help="One JSON object on stdout.")
 @data_dir_option
 @config_option
 def status(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:

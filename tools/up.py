@@ -90,6 +90,7 @@ def up(
 @config_option
 @option(
     "--timeout-seconds",
+    scope="down",
     type=click.FloatRange(min=0, min_open=True),
     default=120.0,
     show_default=True,

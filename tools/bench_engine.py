@@ -1,0 +1,166 @@
+"""`kvloom bench engine`: what the embedded engine does on this machine, without the fabric around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import psutil
+
+from kvloom.config import ShardConfig, TorchConfig
+from shard_server.engines.base import EngineError, EngineRequest, Sampling, StepOutput
+from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.engine import TorchEngine
+from tools.failures import CommandError
+from tools.models import resolve_model
+from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+
+DEFAULT_BATCHES: Final = (1, 8, 32)
+_PREFILL_TOKENS: Final = 512
+_PREFILL_RUNS: Final = 5
+_DECODE_STEPS: Final = 48
+_PROMPT_TOKENS: Final = (32, 256)
+"""Shortest and longest prompt of a decoding batch; the others lie evenly between."""
+
+
+def run_bench(
+    model_dir: Path, batches: Sequence[int] = DEFAULT_BATCHES, *, num_threads: int = 0, dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
+
+    `num_threads` 0: one per core.
+    """
+    return asyncio.run(_measure(model_dir, batches, num_threads or os.cpu_count() or 1, dtype))
+
+
+async def _measure(model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str) -> dict[str, Any]:
+    torch_config = TorchConfig(dtype=dtype, num_threads=num_threads)  # pyright: ignore[reportArgumentType]
+    config = ShardConfig(
+        torch=torch_config, max_batch=max(*batches, 1), max_prefill_tokens_per_step=_PREFILL_TOKENS, num_shards=1
+    )
+    engine = TorchEngine(model_dir, model_dir.name, config)
+    begin = time.perf_counter()
+    await engine.start()
+    load_seconds = time.perf_counter() - begin
+    try:
+        bench = _Bench(engine)
+        prefill = [await bench.prefill_seconds() for _ in range(_PREFILL_RUNS)]
+        steps = {batch: await bench.decode_step_seconds(batch) for batch in batches}
+    finally:
+        await engine.close()
+    memory = psutil.Process().memory_info()
+    return {
+        "model": model_dir.name,
+        "dtype": dtype,
+        "num_threads": num_threads,
+        "batch_invariant": "batch_invariant" in engine.info.capabilities,
+        "load_seconds": round(load_seconds, 2),
+        "rss_gib": round(memory.rss / 2**30, 2),
+        "prefill": {
+            "prompt_tokens": _PREFILL_TOKENS,
+            "tokens_per_second": round(_PREFILL_TOKENS / statistics.median(prefill), 1),
+        },
+        "decode": [
+            {
+                "batch": batch,
+                "prompt_tokens": _prompt_lengths(batch),
+                "step_ms": round(seconds * 1e3, 1),
+                "tokens_per_second": round(batch / seconds, 1),
+            }
+            for batch, seconds in steps.items()
+        ],
+    }
+
+
+class _Bench:
+    """Drives one engine with random prompts, no two of which begin alike (nothing is reused)."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self._steps: AsyncIterator[StepOutput] = engine.steps()
+        self._random = random.Random(0)
+        self._num_requests = 0
+
+    async def prefill_seconds(self) -> float:
+        """From submitting a prompt to its first token."""
+        begin = time.perf_counter()
+        self._submit(_PREFILL_TOKENS, max_tokens=1)
+        while not (await anext(self._steps)).token_ids:
+            pass
+        return time.perf_counter() - begin
+
+    async def decode_step_seconds(self, batch: int) -> float:
+        """The median time between two steps in each of which every sequence of the batch got a token."""
+        lengths = _prompt_lengths(batch)
+        # Those that are prefilled first decode alone for a while; all must live for _DECODE_STEPS after that.
+        num_prefill_steps = -(-sum(lengths) // _PREFILL_TOKENS) + 1
+        for length in lengths:
+            self._submit(length, max_tokens=num_prefill_steps + _DECODE_STEPS)
+        intervals: list[float] = []
+        previous_time: float | None = None
+        num_ended = 0
+        while num_ended < batch:
+            output = await anext(self._steps)
+            now = time.perf_counter()
+            num_ended += len(output.ends)
+            is_full = len(output.token_ids) == batch and not output.starts
+            if is_full and previous_time is not None:
+                intervals.append(now - previous_time)
+            previous_time = now if is_full else None
+        return statistics.median(intervals)
+
+    def _submit(self, num_tokens: int, *, max_tokens: int) -> None:
+        self._num_requests += 1
+        vocab_size = self._engine.info.vocab_size
+        prompt = [self._random.randrange(vocab_size) for _ in range(num_tokens)]
+        sampling = Sampling(temperature=0.7, top_p=0.95, seed=self._num_requests)
+        self._engine.submit(EngineRequest(f"bench-{self._num_requests}", prompt, sampling, max_tokens))
+
+
+def _prompt_lengths(batch: int) -> list[int]:
+    shortest, longest = _PROMPT_TOKENS
+    if batch == 1:
+        return [(shortest + longest) // 2]
+    return [shortest + (longest - shortest) * index // (batch - 1) for index in range(batch)]
+
+
+@click.command("engine")
+@option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
+@option("--threads", "num_threads", type=click.IntRange(0), default=0, help="0: one per core.")
+@option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@data_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench_engine(model: str, num_threads: int, dtype: str, data_dir: Path | None, as_json: bool) -> None:
+    """Measure the embedded engine: prefill, decoding at batch 1, 8 and 32, memory, load time."""
+    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    _, model_dir = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
+    try:
+        report = run_bench(model_dir, num_threads=num_threads, dtype=dtype)
+    except EngineError as error:
+        raise CommandError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        _print(report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"{report['model']}, {report['dtype']}, {report['num_threads']} threads")
+    print(f"load     {report['load_seconds']:8.2f} s")
+    print(f"RSS      {report['rss_gib']:8.2f} GiB")
+    prefill = report["prefill"]
+    print(f"prefill  {prefill['tokens_per_second']:8.1f} tokens/s  ({prefill['prompt_tokens']}-token prompt)")
+    for row in report["decode"]:
+        lengths = row["prompt_tokens"]
+        print(
+            f"decode   {row['tokens_per_second']:8.1f} tokens/s  (batch {row['batch']}, {row['step_ms']} ms a step, "
+            f"prompts of {min(lengths)} to {max(lengths)} tokens)"
+        )
