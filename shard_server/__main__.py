@@ -19,13 +19,13 @@ from shard_server.server import ShardServer
 async def serve(config: KvloomConfig, name: str, port: int, metrics_port: int | None) -> None:
     """Until SIGTERM or SIGINT, or until the engine dies. Raises StartError; exits with 1 when the engine dies."""
     stop = service.stop_event()
+    metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
     engine, tokenizer = await asyncio.to_thread(_load, config)
     server = ShardServer(config, engine, tokenizer, name)
     try:
         address = await server.start(port)
     except EngineError as error:
         raise service.StartError(f"{name}: {error}") from error
-    metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
     service.announce_ready(address, metrics_address)
     try:
         await server.serve(stop)

@@ -235,7 +235,6 @@ class EngineFront:
         self._letting_go.discard(end.request_id)
         sequence = self._live.get(end.request_id)
         if sequence is None:
-            self._set_idle()
             return
         error = None
         if end.reason is FinishReason.ERROR:
@@ -328,8 +327,5 @@ class EngineFront:
             finish.error.CopyFrom(error.to_proto())
         connection.parts.finishes.append(finish)
         self._metrics.on_finish(reason, self._clock() - sequence.received_at)
-        self._set_idle()
-
-    def _set_idle(self) -> None:
-        if not self._live and not self._letting_go:
+        if not self._live:
             self._idle.set()

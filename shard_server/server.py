@@ -63,11 +63,19 @@ class ShardServer:
 
     async def start(self, port: int = 0) -> str:
         """Load the engine and serve; returns the address. Raises EngineError, StartError."""
-        # The port first: it costs nothing to find out that it is taken.
         self._server = grpc.aio.server(options=service.SERVER_OPTIONS)
-        host = self._config.shard.host
-        address = service.bind(self._server, host, port)
-        await self._engine.start()
+        try:
+            # The port first: it costs nothing to find out that it is taken.
+            address = service.bind(self._server, self._config.shard.host, port)
+            await self._engine.start()
+            await self._serve_engine(address)
+        except BaseException:
+            await self._server.stop(None)
+            await self._engine.close()
+            raise
+        return address
+
+    async def _serve_engine(self, address: str) -> None:
         info = self._engine.info
         self._front = EngineFront(
             self._engine,
@@ -89,7 +97,6 @@ class ShardServer:
         else:
             log.warning("redis.url is not set: routers cannot find this shard")
         log.info("shard serves", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
-        return address
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, then drain and stop. Raises EngineError when the engine dies."""

