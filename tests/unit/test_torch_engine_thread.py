@@ -41,8 +41,13 @@ class Started:
 
     def _load(self, model_dir: Path, **options: Any) -> Any:
         self.runner = FakeModelRunner(model_dir, **options)
-        self.runner.before_run = self._before_run
         return self.runner
+
+    def watch(self) -> None:
+        """From now on (the engine's warm-up does not count) steps are counted and can be held."""
+        assert self.runner is not None
+        self.runner.batches.clear()
+        self.runner.before_run = self._before_run
 
     def _before_run(self, batch: list[Any]) -> None:
         self.stepped.release()
@@ -55,6 +60,7 @@ async def started(**config: Any) -> AsyncIterator[Started]:
     bench = Started(**config)
     async with asyncio.timeout(TIMEOUT_SECONDS):
         await bench.engine.start()
+        bench.watch()
         try:
             yield bench
         finally:

@@ -98,16 +98,6 @@ def test_decoding_does_not_depend_on_the_number_of_sequences(runner: ModelRunner
     assert torch.equal(runner.run(decodes)[:2], alone)
 
 
-def test_kv_of_a_copied_block_serves_as_well(runner: ModelRunner):
-    """Copied blocks are how a shared block becomes a sequence's own."""
-    tables = scattered_blocks(2)
-    sequence, copy = PagedSequence(4, 60, tables[0]), PagedSequence(4, 60, tables[1])
-    expected = runner.run([sequence.whole()])
-    for source, target in zip(tables[0][:4], tables[1][:4], strict=True):
-        runner.copy_block(source, target)
-    assert torch.equal(runner.run([copy.part(59, 60)]), expected)
-
-
 def test_only_sequences_that_want_logits_get_them(runner: ModelRunner):
     """The output head is a fifth of the work; a chunk in the middle of a prompt has no use for it."""
     first, second, third = (PagedSequence(seed, 20, table) for seed, table in enumerate(scattered_blocks(3)))

@@ -211,7 +211,9 @@ class TorchEngine:
             max_batch=config.max_batch,
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         )
-        return StepLoop(runner, scheduler)
+        step_loop = StepLoop(runner, scheduler)
+        step_loop.warm_up(min(config.max_prefill_tokens_per_step, self._info.max_model_len - 1))
+        return step_loop
 
     def _run(self, step_loop: StepLoop) -> None:
         while self._take_messages(step_loop):

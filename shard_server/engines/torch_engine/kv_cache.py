@@ -74,10 +74,6 @@ class KvCache:
         tokens = gathered.view(num_sequences, -1, 2, self._num_kv_heads, self._head_dim)
         return tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block, in all layers."""
-        self._blocks[target] = self._blocks[source]
-
 
 def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:
     """Blocks for 8 full windows, or what fits into half of the free memory. Raises EngineError when that is less than

@@ -110,10 +110,5 @@ class ModelRunner:
         )
         return logits[:num_logits]
 
-    @torch.inference_mode()
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy the KV of one block to another."""
-        self._cache.copy_block(source, target)
-
     def _rounded(self, num_rows: int) -> int:
         return -(-num_rows // self._row_granularity) * self._row_granularity

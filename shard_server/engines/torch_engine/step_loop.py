@@ -15,6 +15,8 @@ from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 from shard_server.engines.torch_engine.speed import StepSpeed
 
+_NUM_WARM_UPS = 2
+
 
 class Runner(Protocol):
     """Computes logits; see ModelRunner."""
@@ -32,6 +34,19 @@ class StepLoop:
         self._sequences: dict[str, EngineSequence] = {}
         self._output = StepOutput()
         self._speed = StepSpeed()
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Prefill `num_tokens` tokens and decode one, in free blocks: the first request must not pay for first touches,
+        and its router needs speeds to plan with."""
+        block_table = range(-(-(num_tokens + 1) // self.scheduler.pool.block_size))
+        prefill = ScheduledSequence([0] * num_tokens, 0, block_table, wants_logits=True)
+        decode = ScheduledSequence([0], num_tokens, block_table, wants_logits=True)
+        for _ in range(_NUM_WARM_UPS):  # only what the last one measures is kept: the first is cold
+            self._speed = StepSpeed()
+            for num_prefill_tokens, sequence in ((num_tokens, prefill), (0, decode)):
+                begin = self._clock()
+                self._runner.run([sequence])
+                self._speed.add(num_prefill_tokens, self._clock() - begin, num_decoding=1 - bool(num_prefill_tokens))
 
     def add(self, request: EngineRequest, submit_time: float) -> None:
         """Take in a sequence; `submit_time` is the clock's."""
