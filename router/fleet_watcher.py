@@ -11,7 +11,7 @@ import structlog
 
 from kvloom.registry import ShardRecord, ShardRegistry
 from router.dispatcher import Dispatcher
-from router.reconnect import Backoff
+from router.reconnect import Backoff, raise_if_cancelled
 from router.shard_link import ShardLink
 
 log = structlog.get_logger()
@@ -49,6 +49,7 @@ class FleetWatcher:
                 log.warning("the shard registry cannot be read", cause=type(error).__name__, num_links=len(self._links))
             except Exception:  # e.g. a record that is no ShardRecord: one bad announcement must not end the watch
                 log.exception("the shard registry holds something unexpected")
+            raise_if_cancelled()
             await asyncio.sleep(backoff.next_seconds(loop.time() - started))
 
     def _follow(self, records: Mapping[str, ShardRecord], links: asyncio.TaskGroup) -> None:

@@ -8,12 +8,13 @@ from typing import Final
 import grpc
 import structlog
 
+from kvloom.errors import KvloomError
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
 from router.dispatcher import Dispatcher
-from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
+from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of, raise_if_cancelled
 
 log = structlog.get_logger()
 
@@ -49,10 +50,11 @@ class SafetyLink:
             started = self._dispatcher.now()
             try:
                 await self._serve_one_connection()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, TimeoutError) as error:
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError) as error:
                 log.warning("safety link broke", cause=cause_of(error))
             except Exception:
                 log.exception("safety link failed")
+            raise_if_cancelled()
             await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
 
     # -- SafetyPeer ---------------------------------------------------------------------------------------------------

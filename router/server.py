@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import grpc
@@ -37,6 +38,7 @@ SERVER_OPTIONS: Final = [
 ]
 MAX_CONCURRENT_RPCS: Final = 16_384
 CLOSE_GRACE_SECONDS: Final = 1.0
+CANCEL_AGAIN_SECONDS: Final = 0.2
 
 
 class Core(dispatcher.Core, Planner, Protocol):
@@ -93,8 +95,7 @@ class RouterServer:
                 await stop.wait()
                 await self._drain()
                 await self._close_streams()
-                for task in owned:
-                    task.cancel()
+                await _end(owned)
         finally:
             await self._close_streams()
             self._dispatcher.close()
@@ -144,6 +145,15 @@ class RouterServer:
             "safety_connected": float(self._dispatcher.has_safety),
             "draining": float(self._draining),
         }
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel until it works: the Redis client loses a cancellation that comes while its connection breaks."""
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
 def _safety_link(config: KvloomConfig, owner: dispatcher.Dispatcher) -> SafetyLink | None:

@@ -13,13 +13,14 @@ from typing import Final
 import grpc
 import structlog
 
+from kvloom.errors import KvloomError
 from kvloom.registry import ShardRecord
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert
 from router.core.actions import SubmitAttempt
 from router.core.events import KvSnapshotArrived, LoadReported, ShardDown, ShardUp, StepArrived
 from router.dispatcher import Dispatcher
-from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
+from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of, raise_if_cancelled
 
 log = structlog.get_logger()
 
@@ -60,10 +61,11 @@ class ShardLink:
             started = self._dispatcher.now()
             try:
                 await self._serve_one_connection()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, TimeoutError) as error:
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError) as error:
                 log.info("shard link broke", shard_id=self.record.shard_id, cause=cause_of(error))
             except Exception:
                 log.exception("shard link failed", shard_id=self.record.shard_id)
+            raise_if_cancelled()
             if self.registered:
                 await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
 

@@ -64,6 +64,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         self.submits: list[shard_service_pb2.ShardSubmit] = []
         self.cancelled_slots: list[int] = []
         self.num_streams = 0
+        self.num_connects = 0
         self.address = ""
         self._step_seconds = step_seconds
         self._running: dict[int, _Sequence] = {}
@@ -97,6 +98,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         first = await context.read()
         assert first.hello.router_id
         self.num_streams += 1
+        self.num_connects += 1
         await context.write(
             shard_service_pb2.ShardServiceConnectResponse(
                 hello=shard_service_pb2.ShardHello(info=self.info),
