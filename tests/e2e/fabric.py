@@ -1,0 +1,124 @@
+"""A whole fabric as a user starts it, and what a test asks of it. Everything has a time limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL_CACHE_DIR = REPOSITORY / "build" / "models"
+KVLOOM = Path(sys.executable).with_name("kvloom")
+START_TIMEOUT_SECONDS = 120.0
+
+
+def kvloom_environment(data_dir: Path, **settings: str) -> dict[str, str]:
+    """This process's environment without its KVLOOM_ settings, and with free ports."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVLOOM_")}
+    return clean | {
+        "KVLOOM_DATA_DIR": str(data_dir),
+        "KVLOOM_MODEL_CACHE_DIR": str(MODEL_CACHE_DIR),
+        "KVLOOM_HTTP_PORT": "0",
+        "KVLOOM_ROUTER_PORT": "0",
+        # A pip-installed command is found as it is in an activated virtualenv.
+        "PATH": f"{KVLOOM.parent}:{clean.get('PATH', '')}",
+        **settings,
+    }
+
+
+def run_kvloom(
+    *args: str, env: dict[str, str], timeout_seconds: float = START_TIMEOUT_SECONDS, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(KVLOOM), *args],
+        env=env,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningFabric:
+    env: dict[str, str]
+    http_url: str
+    router_address: str
+
+    @classmethod
+    def start(cls, data_dir: Path, *args: str, **settings: str) -> RunningFabric:
+        env = kvloom_environment(data_dir, **settings)
+        done = run_kvloom("up", "--detach", *args, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+", done.stdout.splitlines()[-1])
+        status = json.loads(run_kvloom("status", "--json", env=env).stdout)
+        return cls(env, status["http_url"], status["router_address"])
+
+    def stop(self) -> None:
+        pids = self.pids()
+        done = run_kvloom("down", env=self.env)
+        assert done.returncode == 0, done.stderr
+        assert_all_gone(pids)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(run_kvloom("status", "--json", env=self.env).stdout)
+
+    def processes(self, role: str) -> list[dict[str, Any]]:
+        return [process for process in self.status()["processes"] if process["role"] == role]
+
+    def pids(self) -> list[int]:
+        status = self.status()
+        return [status["supervisor_pid"], *(process["pid"] for process in status["processes"])]
+
+    def shard_loads(self) -> list[shard_service_pb2.LoadReport]:
+        return [_shard_load(shard["address"]) for shard in self.processes("shard")]
+
+    def sum_over_shards(self, metric: str) -> float:
+        """Of one metric (any labels), as Prometheus would scrape it."""
+        pages = [_get(f"http://{shard['metrics_address']}/metrics") for shard in self.processes("shard")]
+        samples = re.findall(rf"^{re.escape(metric)}(?:\{{[^}}]*\}})? (\S+)$", "\n".join(pages), re.MULTILINE)
+        assert samples, f"no shard exposes {metric}"
+        return sum(map(float, samples))
+
+
+def eventually(what: str, holds: Callable[[], bool], timeout_seconds: float = 20.0) -> None:
+    """The fabric tells tests nothing when its state changes: ask until it has."""
+    deadline = time.monotonic() + timeout_seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"after {timeout_seconds:g} s, still not: {what}"
+        time.sleep(0.02)
+
+
+def assert_all_gone(pids: list[int]) -> None:
+    def is_gone(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    eventually(f"processes {pids} have gone", lambda: all(map(is_gone, pids)))
+
+
+def _shard_load(address: str) -> shard_service_pb2.LoadReport:
+    with grpc.insecure_channel(address) as channel:
+        stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+        return stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=5.0).load
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5.0) as answer:
+        return answer.read().decode()

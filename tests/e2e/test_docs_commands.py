@@ -1,0 +1,56 @@
+"""The documents' commands run as they are written and print what is written below them."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.e2e.documentation import Example, find_examples, missing_from
+from tests.e2e.fabric import REPOSITORY, RunningFabric
+
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+EXAMPLES = [
+    (path.relative_to(REPOSITORY), example) for path in DOCUMENTS for example in find_examples(path.read_text())
+]
+
+
+@pytest.mark.parametrize("example", [pytest.param(example, id=f"{path}:{example.name}") for path, example in EXAMPLES])
+def test_a_documented_command_does_what_the_document_says(example: Example, torch_fabric: RunningFabric):
+    """A command that no longer runs costs a reader's trust. The default ports stand for the fabric's own."""
+    http_address = torch_fabric.http_url.removeprefix("http://")
+    command = example.command.replace("127.0.0.1:8080", http_address).replace("localhost:8080", http_address)
+    command = command.replace("127.0.0.1:8081", torch_fabric.router_address)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        env=torch_fabric.env,
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if example.output is not None:
+        missing = missing_from(done.stdout, example.output)
+        assert missing is None, f"not printed in its place: {missing}\n--- printed:\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_readme_shows_commands():
+    """Were the markers misspelled, nothing would be tested and nothing would fail."""
+    assert any(str(path) == "README.md" for path, _ in EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("printed", "documented", "missing"),
+    [
+        ("a\nb\nc\n", "a\nc\n", None),
+        ("a\nb\n", "b\na\n", "a"),
+        ('{"id":"x-17","n":1}', '{"id":"x-…","n":1}', None),
+        ('{"id":"x-17","n":1}', '{"id":"x-…","n":2}', '","n":2}'),
+    ],
+)
+def test_output_is_compared_in_order_with_wildcards(printed: str, documented: str, missing: str | None):
+    """The comparison must let ids differ and nothing else."""
+    assert missing_from(printed, documented) == missing

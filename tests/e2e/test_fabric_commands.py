@@ -1,0 +1,150 @@
+"""`kvloom up`, `down`, `status`, `logs` as users meet them: what they print, how they fail, what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fabric import (
+    KVLOOM,
+    START_TIMEOUT_SECONDS,
+    RunningFabric,
+    assert_all_gone,
+    kvloom_environment,
+    run_kvloom,
+)
+
+
+@contextlib.contextmanager
+def foreground_fabric(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], RunningFabric]]:
+    """`kvloom up` as in a terminal; yields once it has said that it is ready."""
+    env = kvloom_environment(data_dir)
+    args = [str(KVLOOM), "up", "--engine", "sim", "--shards", "1"]
+    with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            output = []
+            for line in process.stdout:
+                output.append(line)
+                if line.startswith("ready: "):
+                    break
+            assert output[-1].startswith("ready: "), "".join(output)
+            status = json.loads(run_kvloom("status", "--json", env=env).stdout)
+            yield process, RunningFabric(env, status["http_url"], status["router_address"])
+        finally:
+            process.kill()
+
+
+def test_status_tells_tools_what_runs(sim_fabric: RunningFabric):
+    """The JSON is an interface: scripts find URLs, pids and roles there."""
+    status = sim_fabric.status()
+    assert status["http_url"].startswith("http://127.0.0.1:")
+    host, port = status["router_address"].split(":")
+    socket.create_connection((host, int(port)), timeout=5).close()
+    roles = sorted(process["role"] for process in status["processes"])
+    assert roles == ["edge", "redis", "router", "safety", "shard", "shard"]
+    assert all({"role", "name", "pid", "state"} <= process.keys() for process in status["processes"])
+    assert {process["state"] for process in status["processes"]} == {"ready"}
+    table = run_kvloom("status", env=sim_fabric.env)
+    assert table.returncode == 0
+    assert "shard-1" in table.stdout
+
+
+def test_logs_shows_one_process_or_all(sim_fabric: RunningFabric):
+    """Without knowing where the files lie, a user must get at them."""
+    one = run_kvloom("logs", "router", "--lines", "5", env=sim_fabric.env)
+    assert one.returncode == 0
+    assert '"event":"ready"' in run_kvloom("logs", "router", "--lines", "500", env=sim_fabric.env).stdout
+    assert 1 <= len(one.stdout.splitlines()) <= 5
+    assert "shard-0 | " in run_kvloom("logs", env=sim_fabric.env).stdout
+    unknown = run_kvloom("logs", "nobody", env=sim_fabric.env)
+    assert unknown.returncode == 1
+    assert unknown.stderr.startswith("error: there is no log of nobody; there are edge, ")
+
+
+def test_a_second_fabric_is_refused_and_leaves_the_first_alone(sim_fabric: RunningFabric, tmp_path: Path):
+    """Two fabrics on one port or one data directory would corrupt each other: the second must say so, at once."""
+    before = sim_fabric.pids()
+    same_folder = run_kvloom("up", "--engine", "sim", env=sim_fabric.env, timeout_seconds=20)
+    assert same_folder.returncode == 1
+    assert same_folder.stderr.startswith("error: kvloom is already running with the data directory")
+    for name, address in (("HTTP", sim_fabric.http_url), ("ROUTER", sim_fabric.router_address)):
+        port = address.rsplit(":", 1)[1]
+        env = kvloom_environment(tmp_path, **{f"KVLOOM_{name}_PORT": port})
+        same_port = run_kvloom("up", "--detach", "--engine", "sim", env=env, timeout_seconds=20)
+        assert same_port.returncode == 1
+        assert same_port.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: another process uses the port")
+    assert sim_fabric.pids() == before
+
+
+def test_ctrl_c_stops_everything(model_dir: Path, tmp_path: Path):
+    """Ctrl-C is how most fabrics end: no process may stay, and a new one must be able to start."""
+    with foreground_fabric(tmp_path) as (process, fabric):
+        pids = fabric.pids()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert_all_gone(pids)
+        gone = run_kvloom("status", "--json", env=fabric.env)
+        assert gone.returncode == 3
+        assert json.loads(gone.stdout)["processes"] == []
+        down = run_kvloom("down", env=fabric.env)
+        assert down.returncode == 3
+        assert down.stderr.startswith("error: kvloom is not running")
+
+
+def test_a_killed_supervisor_takes_its_processes_along(model_dir: Path, tmp_path: Path):
+    """kill -9 (or the kernel, short of memory) must not leave half a fabric that holds the ports."""
+    with foreground_fabric(tmp_path) as (process, fabric):
+        pids = fabric.pids()
+        process.kill()
+        assert_all_gone(pids)
+        assert run_kvloom("status", env=fabric.env).returncode == 3
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_a_process_that_cannot_start_fails_up_with_its_reason(model_dir: Path, tmp_path: Path, detach: list[str]):
+    """What went wrong must be on the screen, not only in a log; and nothing may stay behind."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text("this is not toml")
+    config = tmp_path / "kvloom.toml"
+    config.write_text('[safety]\npolicy_file = "policy.toml"\n')
+    env = kvloom_environment(tmp_path / "data")
+    done = run_kvloom("up", "--engine", "sim", "--config", str(config), *detach, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: safety ended with status 1: ")
+    assert "policy.toml" in done.stderr
+    assert run_kvloom("status", env=env).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "no-such-model"], "error: no such model: no-such-model"),
+        (["--model", "."], "is not a model directory: it has no config.json"),
+        (["--shards", "0"], "error: Invalid value for '--shards'"),
+        (["--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+        (["--engine", "abacus"], "error: Invalid value for '--engine'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_one_line(tmp_path: Path, args: list[str], message: str):
+    """A typing mistake deserves one clear line, not a stack trace."""
+    done = subprocess.run(
+        [str(KVLOOM), "up", *args],
+        env=kvloom_environment(tmp_path / "data"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
