@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 import redis.asyncio
-import redis.exceptions
+import redis.asyncio.retry
+import redis.backoff
 
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
@@ -30,7 +31,9 @@ class ShardRegistry:
     """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
     def __init__(self, url: str, key_prefix: str) -> None:
-        self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0)
+        # Callers try again by themselves, every heartbeat: the client's own retries would only make them slow to see it.
+        retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
+        self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
         self._prefix = key_prefix
 
     async def announce(self, record: ShardRecord) -> None:

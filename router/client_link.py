@@ -15,11 +15,11 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse, Submit
 from router import convert
-from router.abort import abort
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step

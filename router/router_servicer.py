@@ -10,10 +10,10 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.grpc_errors import abort
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
-from router.abort import abort
 from router.client_link import ClientLink
 from router.core.events import Request, RequestCancelled
 from router.dispatcher import Dispatcher

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final
 
 import grpc
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.grpc_errors import to_grpc_status
+from kvloom.grpc_errors import abort
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import (
@@ -44,7 +44,7 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         try:
             connection = self._front.connect(await _read_hello(context))
         except KvloomError as error:
-            await _abort(context, error)
+            await abort(context, error)
         log.info("router connected", router_id=connection.router_id)
         tasks = [
             asyncio.create_task(self._read_frames(connection, context), name=f"{connection.router_id} reader"),
@@ -92,7 +92,7 @@ async def _end_stream(connection: RouterConnection, context: Context, results: l
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The shard failed to serve this stream.")
     log.info("router disconnected", router_id=connection.router_id, error=error and error.message)
     if error is not None:
-        await _abort(context, error)
+        await abort(context, error)
 
 
 def _is_broken_stream(error: Exception) -> bool:
@@ -110,9 +110,3 @@ async def _read_hello(context: Context) -> str:
     if frame.submits or frame.cancel_slots:
         raise protocol_violation("The first frame carries nothing but the hello.")
     return frame.hello.router_id[:MAX_ROUTER_ID_CHARS]
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: KvloomError) -> NoReturn:
-    # The published type stubs of grpc.aio do not know this method.
-    await cast(Any, context).abort_with_status(to_grpc_status(error))
-    raise AssertionError("abort_with_status raises")
