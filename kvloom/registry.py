@@ -31,7 +31,7 @@ class ShardRegistry:
     """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
     def __init__(self, url: str, key_prefix: str) -> None:
-        # Callers try again by themselves, every heartbeat: the client's own retries would only make them slow to see it.
+        # Callers try again by themselves, every heartbeat; the client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
         self._prefix = key_prefix
