@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import redis
+
 from kvloom.config import KvloomConfig, ModelConfig, dump_config
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from tools.fabric import Fabric
@@ -68,6 +70,8 @@ class Launch:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
                 embed_redis = not self.config.redis.url
+                if not embed_redis:
+                    _check_redis(self.config.redis.url)
                 self._fill_in_ports()
                 self._fill_in_model(reporter)
                 self.config.data_dir = str(self.folder.data_dir)
@@ -109,3 +113,17 @@ class Launch:
         # A name in the file is the name that its own path is served under.
         keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path)
         self.config.model = ModelConfig(name=wanted.name if keeps_name else name, path=str(path))
+
+
+def _check_redis(url: str) -> None:
+    """Without this, a wrong URL would show as shards that nobody finds."""
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=5.0) as client:
+            client.ping()
+    except (redis.RedisError, ValueError) as error:
+        raise CommandError(f"cannot use the Redis server at {_without_password(url)}: {error}") from error
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest

@@ -51,6 +51,9 @@ def logs(name: str | None, follow: bool, lines: int, data_dir: Path | None, conf
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         return
+    finally:
+        for tail in tails:
+            tail.close()
 
 
 class LogTail:
@@ -77,6 +80,9 @@ class LogTail:
         if self._was_rotated():
             self._file.close()
             self._file = self._path.open("rb")
+
+    def close(self) -> None:
+        self._file.close()
 
     def _was_rotated(self) -> bool:
         try:

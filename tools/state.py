@@ -44,7 +44,7 @@ class RunFolder:
         `up` holds it or the directory cannot be written."""
         try:
             for directory in (self.run_dir, self.log_dir):
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the config may hold a password
             file = (self.run_dir / "lock").open("w")
         except OSError as error:
             raise CommandError(f"cannot use the data directory {self.data_dir}: {error.strerror}") from error

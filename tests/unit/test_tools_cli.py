@@ -1,0 +1,139 @@
+"""The command's face: flags with their twins, documentation that lists them, settings in their order."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import click
+import pytest
+
+from kvloom.config import KvloomConfig
+from tests.conftest import REPOSITORY
+from tools.cli import main
+from tools.failures import CommandError
+from tools.launch import absolute_model, apply_flags
+from tools.models import resolve_model
+from tools.options import load_config_file
+from tools.processes import pick_free_ports, plan_stages, port_is_free
+
+PAGE = (REPOSITORY / "docs" / "cli.md").read_text()
+EXPLAINED_ONCE = {"--data-dir", "--config", "--help", "--json"}
+
+
+def leaf_commands(command: click.Command, path: str) -> list[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        return [(path, command)]
+    context = click.Context(command)
+    found = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
+    return [leaf for name, child in found if child for leaf in leaf_commands(child, f"{path} {name}")]
+
+
+@pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
+def test_every_flag_is_in_the_documentation(path: str, command: click.Command):
+    """A flag that the page does not name is a flag that nobody finds; the same for its environment twin."""
+    section = next((part for part in PAGE.split("\n## ") if part.startswith(" ".join(path.split()[:2]))), "")
+    assert section, f"docs/cli.md has no section on {path}"
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.opts[0] not in EXPLAINED_ONCE:
+            assert parameter.opts[0] in section
+            assert f"`{parameter.envvar}`" in section
+
+
+@pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
+def test_flags_are_kebab_case_and_explained(path: str, command: click.Command):
+    """One style throughout, and a --help that answers."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert re.fullmatch(r"--[a-z]+(-[a-z]+)*", parameter.opts[0])
+    assert command.help
+
+
+def test_flags_go_over_the_file(tmp_path: Path):
+    """Who types a flag means it, also when a file says otherwise; what is not given stays as in the file."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[edge]\nport = 1000\n[shard]\nnum_shards = 5\nengine = 'sim'\n")
+    config = load_config_file(path)
+    apply_flags(
+        config,
+        shards=3,
+        engine=None,
+        sim_step_ms=None,
+        sim_prefill_tokens_per_second=None,
+        http_port=0,
+        router_port=None,
+        redis_url=None,
+    )
+    assert (config.shard.num_shards, config.shard.engine, config.edge.port) == (3, "sim", 0)
+    assert config.router.port == KvloomConfig().router.port
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path):
+    """A configuration that lies beside its policy must work from any working directory."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[safety]\npolicy_file = 'policy.toml'\n[model]\npath = '/models/x'\n")
+    config = load_config_file(path)
+    assert config.safety.policy_file == str(tmp_path / "policy.toml")
+    assert config.model.path == "/models/x"
+
+
+def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
+    """The user must see which key of which file is wrong."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[edge]\nprot = 1\n")
+    with pytest.raises(CommandError, match=r"kvloom\.toml: .*prot"):
+        load_config_file(path)
+
+
+def test_a_model_directory_is_served_under_its_own_name(tmp_path: Path):
+    """Clients type this name: it must be predictable."""
+    model = tmp_path / "My-Llama"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    assert resolve_model(str(model), tmp_path / "cache", lambda _: None) == ("my-llama", model)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF\x03\x00\x00\x00 and then nothing"])
+def test_a_damaged_gguf_file_is_refused_with_its_name(tmp_path: Path, content: bytes):
+    """A download that broke off is the commonest bad model file."""
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=r"could not be prepared: .*broken\.gguf"):
+        resolve_model(str(path), tmp_path / "cache", lambda _: None)
+
+
+def test_a_path_given_to_up_survives_the_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A detached fabric runs in another directory than the command that started it."""
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_model("model.gguf") == str(tmp_path / "model.gguf")
+    assert absolute_model("smollm2-135m-instruct") == "smollm2-135m-instruct"
+    assert absolute_model(None) is None
+
+
+def test_a_port_in_use_is_noticed_and_a_fresh_one_is_free():
+    """The check before the start is what keeps a second fabric off the first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert not port_is_free("127.0.0.1", server.getsockname()[1])
+    ports = pick_free_ports(4)
+    assert len(set(ports)) == 4
+    assert all(port_is_free("127.0.0.1", port) for port in ports)
+
+
+def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
+    """Shards announce themselves in Redis, so it must be there; an external one is not ours to start."""
+    config = KvloomConfig()
+    config.redis.url = "redis://127.0.0.1:7000/0"
+    config.shard.num_shards = 3
+    path = tmp_path / "config.json"
+    stages = plan_stages(config, path, embed_redis=True, start_timeout_seconds=1)
+    assert [[spec.role for spec in stage] for stage in stages] == [
+        ["redis"],
+        ["safety", "router", "shard", "shard", "shard", "edge"],
+    ]
+    names = [spec.name for stage in stages for spec in stage]
+    assert len(set(names)) == len(names)
+    external = plan_stages(config, path, embed_redis=False, start_timeout_seconds=1)
+    assert [spec.role for stage in external for spec in stage].count("redis") == 0
