@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvloom.config import ConfigError, load_config
+from kvloom.config import load_config
 from kvloom.service import run_service
 from kvloom.telemetry import configure_logging
 from safety_svc.server import serve
@@ -18,12 +18,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="overrides safety.port; 0 picks one")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here; 0 picks one")
     args = parser.parse_args()
-    try:
+
+    async def run() -> None:
         config = load_config(args.config)
-    except ConfigError as error:
-        parser.error(str(error))
-    configure_logging(config.log, args.name)
-    run_service(serve(config, config.safety.port if args.port is None else args.port, args.metrics_port))
+        configure_logging(config.log, args.name)
+        await serve(config, config.safety.port if args.port is None else args.port, args.metrics_port)
+
+    run_service(run())
 
 
 if __name__ == "__main__":

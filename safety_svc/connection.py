@@ -22,13 +22,16 @@ from kvloom.v1.safety_service_pb2 import (
     ScreenRequest,
     ScreenResponse,
 )
-from safety_svc.policy import Policy, Rule
+from safety_svc.metrics import ANSWERS, PROMPTS
+from safety_svc.policy import Hit, Policy, Rule
 from safety_svc.policy_file import PolicyFile
-from safety_svc.screen import AnswerScreener, Hit, check_prompt
+from safety_svc.screen import CHARS_PER_TURN, AnswerScreener, check_long_prompt, check_prompt
 
 MAX_OPEN_ANSWERS: Final = 65_536
-MAX_INLINE_CHARS: Final = 32_768
-"""A prompt up to this length is checked on the event loop (well under a millisecond); a longer one in a thread."""
+MAX_INLINE_CHARS: Final = CHARS_PER_TURN
+"""A prompt up to this length is checked at once, a longer one in turns."""
+MAX_WAITING_LONG_PROMPTS: Final = 64
+"""Beyond that, frames wait: the router's own bounds apply."""
 
 OnBlock = Callable[[str, Rule], None]
 """Hears ("prompt" or "answer", rule) of everything that is blocked."""
@@ -45,66 +48,83 @@ class ScreenConnection:
         self._on_block = on_block
         self._answers: dict[int, AnswerScreener | None] = {}
         """By slot. None: halted, what still comes is dropped until the slot is closed."""
+        self._long_prompts: asyncio.Queue[PromptCheck] = asyncio.Queue(MAX_WAITING_LONG_PROMPTS)
         self._write_lock = asyncio.Lock()
         self._changed = asyncio.Event()
 
     async def serve(self) -> None:
         """Until the router hangs up."""
-        self._policy_file.listen(self._changed.set)
-        announcer = asyncio.create_task(self._announce_changes(), name="policy announcer")
+        on_change = self._changed.set
+        self._policy_file.listen(on_change)
+        tasks: list[asyncio.Task[None]] = []
         try:
-            await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
-            while True:
-                frame = await self._context.read()
-                if not isinstance(frame, ScreenRequest):  # the end of the stream
-                    return
-                await self._on_frame(frame)
-        except KvloomError as error:
-            await abort(self._context, error)
+            async with asyncio.TaskGroup() as group:  # what fails in a task ends the stream
+                tasks.append(group.create_task(self._announce_changes(), name="policy announcer"))
+                tasks.append(group.create_task(self._check_long_prompts(), name="long prompts"))
+                await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
+                violation = await self._read_frames()
+                for task in tasks:
+                    task.cancel()
         finally:
-            self._policy_file.unlisten(self._changed.set)
-            announcer.cancel()
-            await asyncio.gather(announcer, return_exceptions=True)
+            self._policy_file.unlisten(on_change)
+        if violation is not None:
+            await abort(self._context, violation)
+
+    async def _read_frames(self) -> KvloomError | None:
+        """Until the end of the stream, or the first frame that breaks the protocol."""
+        while isinstance(frame := await self._context.read(), ScreenRequest):
+            try:
+                await self._on_frame(frame)
+            except KvloomError as error:
+                return error
+        return None
 
     async def _on_frame(self, frame: ScreenRequest) -> None:
-        prompts = [await self._check(check) for check in frame.prompts] if frame.prompts else ()
-        slots: list[int] = []
-        num_clear_chars: list[int] = []
-        halts: list[Halt] = []
         if len(frame.slots) != len(frame.deltas):
             raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "slots and deltas differ in length.")
+        response = ScreenResponse()
+        if frame.prompts:
+            PROMPTS.inc(len(frame.prompts))
+        for check in frame.prompts:
+            if len(check.text) > MAX_INLINE_CHARS:
+                await self._long_prompts.put(check)
+            else:
+                hit = check_prompt(self._policy_file.current.prompt, check.text)
+                response.prompts.append(self._verdict(check, hit))
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
             screener = self._screener(slot)
             if screener is None:
                 continue
             screener.push(delta)
             if screener.hit is not None:
-                halts.append(self._halt(slot, screener, screener.hit))
+                response.halts.append(self._halt(slot, screener, screener.hit))
             else:
-                slots.append(slot)
-                num_clear_chars.append(screener.num_clear_chars)
+                response.slots.append(slot)
+                response.num_clear_chars.append(screener.num_clear_chars)
         for slot in frame.close_slots:
             screener = self._answers.pop(slot, None)
             if screener is not None:
                 screener.close()
                 if screener.hit is not None:
-                    halts.append(self._halt(slot, screener, screener.hit))
+                    response.halts.append(self._halt(slot, screener, screener.hit))
                     del self._answers[slot]
-        if prompts or slots or halts or frame.close_slots:
-            response = ScreenResponse(
-                prompts=prompts,
-                slots=slots,
-                num_clear_chars=num_clear_chars,
-                halts=halts,
-                closed_slots=frame.close_slots[:],
-            )
+            response.closed_slots.append(slot)
+        if response.ByteSize():
             await self._write(response)
+
+    async def _check_long_prompts(self) -> None:
+        """One at a time, beside the answers: a long prompt must not hold anybody's tokens up."""
+        while True:
+            check = await self._long_prompts.get()
+            hit = await check_long_prompt(self._policy_file.current.prompt, check.text)
+            await self._write(ScreenResponse(prompts=[self._verdict(check, hit)]))
 
     def _screener(self, slot: int) -> AnswerScreener | None:
         if slot in self._answers:
             return self._answers[slot]
         if len(self._answers) >= MAX_OPEN_ANSWERS:
             raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "Too many answers are open.")
+        ANSWERS.inc()
         screener = self._answers[slot] = AnswerScreener(self._policy_file.current.answer)
         return screener
 
@@ -113,8 +133,7 @@ class ScreenConnection:
         self._on_block("answer", hit.rule)
         return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit.rule))
 
-    async def _check(self, check: PromptCheck) -> PromptVerdict:
-        hit = await find_in_prompt(self._policy_file.current, check.text)
+    def _verdict(self, check: PromptCheck, hit: Hit | None) -> PromptVerdict:
         if hit is None:
             return PromptVerdict(check_id=check.check_id, decision=DECISION_ALLOW)
         self._on_block("prompt", hit.rule)
@@ -132,10 +151,10 @@ class ScreenConnection:
 
 
 async def find_in_prompt(policy: Policy, text: str) -> Hit | None:
-    """The first forbidden thing in a prompt; long ones are searched off the event loop."""
+    """The first forbidden thing in a prompt of any length."""
     if len(text) <= MAX_INLINE_CHARS:
         return check_prompt(policy.prompt, text)
-    return await asyncio.to_thread(check_prompt, policy.prompt, text)
+    return await check_long_prompt(policy.prompt, text)
 
 
 def finding(rule: Rule) -> Finding:

@@ -39,6 +39,7 @@ from safety_svc.folding import fold
 BUILTIN_POLICY: Final = Path(__file__).with_name("builtin_policy.toml")
 MAX_POLICY_BYTES: Final = 64 * 2**20
 DEFAULT_MAX_LENGTH: Final = 64
+MAX_PREFIX_LENGTH: Final = 64
 
 Target = Literal["prompt", "answer"]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -89,9 +90,13 @@ class Pattern:
     prefixes: tuple[str, ...]
     max_length: int
 
-    def may_begin(self, text: str, start: int) -> bool:
-        """Whether one of its prefixes stands at text[start:]."""
-        return any(text.startswith(prefix, start) for prefix in self.prefixes)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hit:
+    """Something forbidden. `start` is its first character, counted from the beginning of the text."""
+
+    rule: Rule
+    start: int
 
 
 class RuleSet:
@@ -109,13 +114,22 @@ class RuleSet:
             for text, same in by_text.items():
                 self.automaton.add_word(text, tuple(same))
             self.automaton.make_automaton()
+        self.max_phrase_length = max((len(phrase.text) for phrase in phrases), default=0)
+        """In folded characters."""
         self.unanchored_length = max((p.max_length for p in patterns if not p.prefixes), default=0)
         """How many last characters may belong to a match that can begin anywhere."""
-        self.prefixes = tuple(sorted({prefix for pattern in patterns for prefix in pattern.prefixes}))
-        self.prefix_end = re.compile("|".join(_any_beginning(prefix) for prefix in self.prefixes) or r"(?!)")
+        self.max_prefixed_length = max((p.max_length for p in patterns if p.prefixes), default=0)
+        prefixes = sorted({prefix for pattern in patterns for prefix in pattern.prefixes})
+        self.max_prefix_length = max(map(len, prefixes), default=0)
+        self.prefix_first_characters = frozenset(prefix[0] for prefix in prefixes)
+        self.prefix_end = re.compile("|".join(filter(None, map(_any_beginning, prefixes))) or r"(?!)")
         """Finds where the text may end in the middle of a prefix."""
-        self.prefix = re.compile(f"(?={'|'.join(map(re.escape, self.prefixes))})" if self.prefixes else r"(?!)")
+        self.prefix = re.compile(f"(?={'|'.join(map(re.escape, prefixes))})" if prefixes else r"(?!)")
         """Finds every place where a prefix begins, overlapping ones included."""
+
+    def reach(self, text: str, start: int) -> int:
+        """How long a match can be that begins with the prefix at text[start:]."""
+        return max(p.max_length for p in self.patterns if p.prefixes and text.startswith(p.prefixes, start))
 
     def __bool__(self) -> bool:
         return bool(self.patterns or self.automaton is not None)
@@ -143,10 +157,11 @@ def load_policy(path: Path) -> Policy:
         fields = msgspec.toml.decode(raw, type=PolicyFields)
     except (msgspec.DecodeError, ValueError) as error:
         raise PolicyError(f"{path}: {error}") from error
-    names = [rule.name for rule in fields.rules]
-    for name in names:
-        if names.count(name) > 1:
-            raise PolicyError(f"{path}: rule {name!r}: the name is used twice")
+    names: set[str] = set()
+    for rule in fields.rules:
+        if rule.name in names:
+            raise PolicyError(f"{path}: rule {rule.name!r}: the name is used twice")
+        names.add(rule.name)
     try:
         prompt, answer = (_compile(fields.rules, target) for target in ("prompt", "answer"))
     except PolicyError as error:
@@ -176,8 +191,9 @@ def _phrase(rule: Rule, text: str, *, whole_words: bool) -> Phrase:
 
 
 def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:
-    if any(not prefix or len(prefix) > fields.max_length for prefix in fields.prefixes):
-        raise PolicyError(f"rule {rule.name!r}: prefixes must have 1 to max_length characters")
+    longest = min(MAX_PREFIX_LENGTH, fields.max_length)
+    if any(not 0 < len(prefix) <= longest for prefix in fields.prefixes):
+        raise PolicyError(f"rule {rule.name!r}: prefixes must have 1 to {longest} characters")
     options = re2.Options()
     options.log_errors = False
     try:
@@ -195,4 +211,4 @@ def _any_beginning(prefix: str) -> str:
     nested = ""
     for character in reversed(prefix[:-1]):
         nested = re.escape(character) + (f"(?:{nested})?" if nested else "")
-    return rf"{nested}\Z" if nested else r"(?!)"
+    return rf"{nested}\Z" if nested else ""

@@ -9,6 +9,7 @@ from typing import Final
 
 import structlog
 
+from safety_svc.metrics import POLICY_LOADS
 from safety_svc.policy import BUILTIN_POLICY, Policy, PolicyError, load_policy
 
 log = structlog.get_logger()
@@ -47,11 +48,13 @@ class PolicyFile:
         try:
             policy = await asyncio.to_thread(load_policy, self._path)
         except PolicyError as error:
+            POLICY_LOADS.labels("refused").inc()
             log.warning("the policy file is broken, the old policy stays in force", error=str(error))
             return
         if policy.revision == self.current.revision:
             return
         self.current = policy
+        POLICY_LOADS.labels("loaded").inc()
         log.info("policy loaded", revision=policy.revision)
         for listener in list(self._listeners):
             listener()

@@ -6,7 +6,6 @@ import asyncio
 from typing import Final
 
 import grpc
-import prometheus_client
 import structlog
 
 from kvloom.config import KvloomConfig
@@ -25,6 +24,7 @@ from kvloom.telemetry import serve_metrics
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from safety_svc.connection import ScreenConnection, find_in_prompt, finding
+from safety_svc.metrics import BLOCKS, PROMPTS, STREAMS
 from safety_svc.policy import PolicyError, Rule
 from safety_svc.policy_file import PolicyFile
 
@@ -33,10 +33,6 @@ log = structlog.get_logger()
 SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
 MAX_PROMPT_CHARS: Final = 8 * 2**20
 STOP_GRACE_SECONDS: Final = 1.0
-
-BLOCKS = prometheus_client.Counter(
-    "kvloom_safety_blocks_total", "Prompts refused and answers halted.", ["target", "rule"]
-)
 
 
 class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
@@ -56,6 +52,7 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
             message = f"text has more than {MAX_PROMPT_CHARS} characters."
             error = KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, message, field="text")
             await abort(context, error)
+        PROMPTS.inc()
         policy = self._policy_file.current
         hit = await find_in_prompt(policy, request.text)
         if hit is None:
@@ -72,7 +69,8 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         request_iterator: object,  # noqa: ARG002  (frames are read through the context)
         context: grpc.aio.ServicerContext[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse],
     ) -> None:
-        await ScreenConnection(self._policy_file, context, audit).serve()
+        with STREAMS.track_inprogress():
+            await ScreenConnection(self._policy_file, context, audit).serve()
 
 
 def audit(target: str, rule: Rule) -> None:
@@ -93,7 +91,7 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> No
     health = add_health_and_reflection(server, [SERVICE_NAME])
     address = bind(server, config.safety.host, port)
     host = config.safety.host
-    metrics_address = "" if metrics_port is None else f"{host}:{serve_metrics(host, metrics_port)}"
+    metrics_address = "" if metrics_port is None else f"{host}:{_serve_metrics(host, metrics_port)}"
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
@@ -107,3 +105,10 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> No
     await server.stop(STOP_GRACE_SECONDS)
     for task in done:
         task.result()  # a watcher that failed ends the process with its error
+
+
+def _serve_metrics(host: str, port: int) -> int:
+    try:
+        return serve_metrics(host, port)
+    except OSError as error:
+        raise StartError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,76 @@
+"""Deny lists over a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from safety_svc.folding import SPACE, fold, is_word
+from safety_svc.policy import Hit, RuleSet
+
+
+class PhraseScan:
+    """Searches folded text (see folding.py) with the deny lists' Aho-Corasick automaton.
+
+    A phrase that ends in new text begins at or behind the earliest position from which the text so far could still
+    become a phrase. Only the text from there on (and one character before it, for word boundaries) is kept, and only
+    that text is held back.
+    """
+
+    __slots__ = ("_offsets", "_rules", "_start", "_text", "_total", "num_clear")
+
+    def __init__(self, rules: RuleSet) -> None:
+        """`rules` has phrases."""
+        self._rules = rules
+        self._text = ""
+        self._offsets: list[int] = []
+        """Where each kept folded character came from, counted from the beginning of the text."""
+        self._start = 0
+        """From here on the kept text may still become a phrase; before it lies one character at most."""
+        self._total = 0
+        self.num_clear = 0
+        """Characters, from the beginning of the text, that are no part of a phrase."""
+
+    def push(self, delta: str, *, is_end: bool) -> Hit | None:
+        """Takes in the next characters; the first phrase that is found."""
+        folded, offsets = fold(delta, after_space=self._text.endswith(SPACE))
+        before, self._total = self._total, self._total + len(delta)
+        if self._start == len(self._text) and self._rules.first_characters.isdisjoint(folded):
+            if folded:
+                self._text, self._offsets, self._start = folded[-1], [before + offsets[-1]], 1
+            self.num_clear = self._total
+            return None
+        self._text += folded
+        self._offsets += [before + offset for offset in offsets]
+        hit = self._find(is_end=is_end)
+        self._advance(is_end=is_end)
+        return hit
+
+    def _find(self, *, is_end: bool) -> Hit | None:
+        text, found = self._text, None
+        for end, phrases in self._rules.automaton.iter(text, self._start):
+            for phrase in phrases:
+                start = end + 1 - len(phrase.text)
+                if phrase.whole_words and not _is_whole(text, start, end + 1, is_end=is_end):
+                    continue
+                if found is None or start < found[0]:
+                    found = (start, phrase.rule)
+        return None if found is None else Hit(found[1], self._offsets[found[0]])
+
+    def _advance(self, *, is_end: bool) -> None:
+        text, automaton = self._text, self._rules.automaton
+        first_characters = self._rules.first_characters
+        # What may become a phrase is at most as long as the longest one: never look at more, whatever arrived at once.
+        start = len(text) if is_end else max(self._start, len(text) - self._rules.max_phrase_length)
+        while start < len(text) and (text[start] not in first_characters or not automaton.match(text[start:])):
+            start += 1
+        self.num_clear = self._offsets[start] if start < len(text) else self._total
+        kept_from = max(0, start - 1)
+        self._text, self._offsets = text[kept_from:], self._offsets[kept_from:]
+        self._start = start - kept_from
+
+
+def _is_whole(text: str, start: int, end: int, *, is_end: bool) -> bool:
+    """Whether text[start:end] stands between word boundaries; at the end of an unfinished text that is not known."""
+    if start > 0 and is_word(text[start - 1]) and is_word(text[start]):
+        return False
+    if end == len(text):
+        return is_end or not is_word(text[end - 1])
+    return not (is_word(text[end]) and is_word(text[end - 1]))

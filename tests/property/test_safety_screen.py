@@ -1,0 +1,133 @@
+"""Laws of screening, for any text and any way of cutting it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safety_svc.folding import fold, is_word
+from safety_svc.policy import RuleSet, load_policy
+from safety_svc.screen import AnswerScreener, check_prompt
+
+POLICY = """
+[[rules]]
+name = "words"
+phrases = ["aß", "a b", "ab", "é"]
+
+[[rules]]
+name = "parts"
+phrases = ["bba", "ab!ab", "k k"]
+whole_words = false
+
+[[rules]]
+name = "anywhere"
+patterns = ['[!k]{2}3', '\\bb3\\b', 'a\\B3', '3ka\\B']
+max_length = 3
+
+[[rules]]
+name = "prefixed"
+patterns = ['k3{2,4}!', '(?m)^k!$', 'k3333b\\B']
+prefixes = ["k3", "k!"]
+max_length = 6
+"""
+WORDS = [
+    ("ass", True),
+    ("a b", True),
+    ("ab", True),
+    ("e\u0301", True),
+    ("bba", False),
+    ("ab!ab", False),
+    ("k k", False),
+]
+
+FRAGMENTS = [*"abAB! k3é\u0301ß\u200b\n", "3ka", "k33!", "k3333", "ab!a", "b3", "a  b", "aS"]
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+cuts = st.lists(st.integers(0, 40), max_size=30)
+
+
+def rules(tmp_path_factory) -> RuleSet:
+    path: Path = tmp_path_factory.mktemp("policy") / "policy.toml"
+    path.write_text(POLICY)
+    return load_policy(path).answer
+
+
+def first_forbidden(rules: RuleSet, text: str) -> int | None:
+    """Where the first forbidden thing of the whole text begins, looked for plainly."""
+    starts = [match.start() for p in rules.patterns if (match := p.expression.search(text)) is not None]
+    folded, offsets = fold(text)
+    for phrase, whole in WORDS:
+        for start in range(len(folded)):
+            end = start + len(phrase)
+            if not folded.startswith(phrase, start):
+                continue
+            inside = start > 0 and is_word(folded[start - 1]) and is_word(folded[start])
+            inside |= end < len(folded) and is_word(folded[end]) and is_word(folded[end - 1])
+            if not (whole and inside):
+                starts.append(offsets[start])
+    return min(starts, default=None)
+
+
+def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
+    """num_clear_chars after every push and the close, and whether it was halted."""
+    screener = AnswerScreener(rules)
+    clear: list[int] = []
+    pushed = 0
+    for a, b in itertools.pairwise(sorted({0, len(text), *(cut % (len(text) + 1) for cut in at)})):
+        screener.push(text[a:b])
+        pushed = b
+        clear.append(screener.num_clear_chars)
+        assert clear[-1] <= pushed
+        if screener.hit is not None:
+            return clear, True
+    screener.close()
+    return [*clear, screener.num_clear_chars], screener.hit is not None
+
+
+def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factory) -> None:
+    """For every cut: halted exactly if the whole text holds something forbidden; nothing of it is ever clear, what is
+    clear never shrinks, and a clean text is clear to its end."""
+    rule_set = rules(tmp_path_factory)
+
+    @given(texts, cuts)
+    @settings(max_examples=1500, deadline=None)
+    def law(text: str, at: list[int]) -> None:
+        forbidden = first_forbidden(rule_set, text)
+        clear, halted = screen(rule_set, text, at)
+        assert halted is (forbidden is not None)
+        assert clear == sorted(clear)
+        assert clear[-1] == len(text) if forbidden is None else clear[-1] <= forbidden
+        hit = check_prompt(rule_set, text)
+        assert (hit and hit.start) == forbidden
+
+    law()
+
+
+def test_one_character_at_a_time(tmp_path_factory) -> None:
+    """The finest cut has the most borders to get wrong."""
+    rule_set = rules(tmp_path_factory)
+
+    @given(texts)
+    @settings(max_examples=500, deadline=None)
+    def law(text: str) -> None:
+        forbidden = first_forbidden(rule_set, text)
+        clear, halted = screen(rule_set, text, list(range(len(text))))
+        assert halted is (forbidden is not None)
+        assert clear[-1] == len(text) if forbidden is None else clear[-1] <= forbidden
+
+    law()
+
+
+@given(texts, cuts)
+@settings(max_examples=300)
+def test_folding_the_parts_is_folding_the_whole(text: str, at: list[int]) -> None:
+    """Deny lists see the same text however it was cut."""
+    folded, offsets = "", []
+    for a, b in itertools.pairwise(sorted({0, len(text), *(cut % (len(text) + 1) for cut in at)})):
+        part, part_offsets = fold(text[a:b], after_space=folded.endswith(" "))
+        folded += part
+        offsets += [a + offset for offset in part_offsets]
+    whole, whole_offsets = fold(text)
+    assert (folded, offsets) == (whole, list(whole_offsets))
