@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineError, EngineRequest, Sampling, StepOutput
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
+from shard_server.engines.torch_engine.model_runner import ModelRunner
 from tools.failures import CommandError
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
@@ -32,21 +34,27 @@ _PROMPT_TOKENS: Final = (32, 256)
 
 
 def run_bench(
-    model_dir: Path, batches: Sequence[int] = DEFAULT_BATCHES, *, num_threads: int = 0, dtype: str = "bfloat16"
+    model_dir: Path,
+    batches: Sequence[int] = DEFAULT_BATCHES,
+    *,
+    num_threads: int = 0,
+    dtype: str = "bfloat16",
+    wants_batch_invariance: bool = True,
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
 
     `num_threads` 0: one per core.
     """
-    return asyncio.run(_measure(model_dir, batches, num_threads or os.cpu_count() or 1, dtype))
-
-
-async def _measure(model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str) -> dict[str, Any]:
+    num_threads = num_threads or os.cpu_count() or 1
     torch_config = TorchConfig(dtype=dtype, num_threads=num_threads)  # pyright: ignore[reportArgumentType]
-    config = ShardConfig(
-        torch=torch_config, max_batch=max(*batches, 1), max_prefill_tokens_per_step=_PREFILL_TOKENS, num_shards=1
-    )
-    engine = TorchEngine(model_dir, model_dir.name, config)
+    config = ShardConfig(torch=torch_config, max_batch=max(batches), max_prefill_tokens_per_step=_PREFILL_TOKENS)
+    load_runner = functools.partial(ModelRunner, wants_batch_invariance=wants_batch_invariance)
+    engine = TorchEngine(model_dir, model_dir.name, config, load_runner=load_runner)
+    measured = asyncio.run(_measure(engine, batches))
+    return {"model": model_dir.name, "dtype": dtype, "num_threads": num_threads, **measured}
+
+
+async def _measure(engine: TorchEngine, batches: Sequence[int]) -> dict[str, Any]:
     begin = time.perf_counter()
     await engine.start()
     load_seconds = time.perf_counter() - begin
@@ -58,9 +66,6 @@ async def _measure(model_dir: Path, batches: Sequence[int], num_threads: int, dt
         await engine.close()
     memory = psutil.Process().memory_info()
     return {
-        "model": model_dir.name,
-        "dtype": dtype,
-        "num_threads": num_threads,
         "batch_invariant": "batch_invariant" in engine.info.capabilities,
         "load_seconds": round(load_seconds, 2),
         "rss_gib": round(memory.rss / 2**30, 2),
@@ -136,14 +141,19 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
 @option("--threads", "num_threads", type=click.IntRange(0), default=0, help="0: one per core.")
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--no-batch-invariance", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_engine(model: str, num_threads: int, dtype: str, data_dir: Path | None, as_json: bool) -> None:
+def bench_engine(
+    model: str, num_threads: int, dtype: str, no_batch_invariance: bool, data_dir: Path | None, as_json: bool
+) -> None:
     """Measure the embedded engine: prefill, decoding at batch 1, 8 and 32, memory, load time."""
     cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
     _, model_dir = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
     try:
-        report = run_bench(model_dir, num_threads=num_threads, dtype=dtype)
+        report = run_bench(
+            model_dir, num_threads=num_threads, dtype=dtype, wants_batch_invariance=not no_batch_invariance
+        )
     except EngineError as error:
         raise CommandError(str(error)) from error
     if as_json:
@@ -153,7 +163,8 @@ def bench_engine(model: str, num_threads: int, dtype: str, data_dir: Path | None
 
 
 def _print(report: dict[str, Any]) -> None:
-    print(f"{report['model']}, {report['dtype']}, {report['num_threads']} threads")
+    invariance = "batch-invariant" if report["batch_invariant"] else "not batch-invariant"
+    print(f"{report['model']}, {report['dtype']}, {report['num_threads']} threads, {invariance}")
     print(f"load     {report['load_seconds']:8.2f} s")
     print(f"RSS      {report['rss_gib']:8.2f} GiB")
     prefill = report["prefill"]

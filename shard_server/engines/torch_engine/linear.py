@@ -1,8 +1,8 @@
-"""Linear layers whose result for one row does not depend on how many other rows are computed with it.
+"""Linear layers whose result for one row need not depend on how many other rows are computed with it.
 
-Matrix libraries choose their blocking, and with it the order in which products are summed, by the number of rows:
-on CPUs with AMX the rows of a 33-row product differ in their last bits from those of a 32-row product. So products are
-never larger than ROWS_PER_PRODUCT rows. Below that, `row_granularity` measures what the library needs.
+oneDNN chooses its blocking by the number of rows: from 33 rows on it sums the products of a row in several parts (of
+288 to 384 columns for the built-in model), up to 32 rows in one; the last bits differ. So where results must not depend
+on the batch, products are never larger than INVARIANT_ROWS rows. Below that, `row_granularity` measures what is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-ROWS_PER_PRODUCT = 32
+INVARIANT_ROWS = 32
 
 
 class PackedLinear:
@@ -22,25 +22,26 @@ class PackedLinear:
     All methods take [rows, in_features] and return [rows, out_features].
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_PER_PRODUCT)
+        self._max_rows = max_rows
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), INVARIANT_ROWS)
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _by_rows(self._unary, x)
+        return _by_rows(self._max_rows, self._unary, x)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(xW + b)"""
-        return _by_rows(self._silu, x)
+        return _by_rows(self._max_rows, self._silu, x)
 
     def multiply(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """(xW + b) * other"""
-        return _by_rows(self._multiply, x, other)
+        return _by_rows(self._max_rows, self._multiply, x, other)
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """xW + b + other"""
-        return _by_rows(self._add, x, other)
+        return _by_rows(self._max_rows, self._add, x, other)
 
     def _unary(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -58,13 +59,14 @@ class PackedLinear:
 class PlainLinear:
     """The same through torch's ordinary operators: float32, and CPUs for which oneDNN has no bf16."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> None:
         self.out_features, self.in_features = weight.shape
+        self._max_rows = max_rows
         self._weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _by_rows(self._linear, x)
+        return _by_rows(self._max_rows, self._linear, x)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(xW + b)"""
@@ -85,23 +87,23 @@ class PlainLinear:
 Linear = PackedLinear | PlainLinear
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The faster of the two that can compute with `weight`."""
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> Linear:
+    """The faster of the two that can compute with `weight`; `max_rows`: of one product (None: any number)."""
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+        return PackedLinear(weight, bias, max_rows)
+    return PlainLinear(weight, bias, max_rows)
 
 
 def row_granularity(linear: Linear, dtype: torch.dtype) -> int | None:
-    """The smallest g for which products of any multiple of g rows, up to ROWS_PER_PRODUCT, give equal rows.
+    """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows.
 
     Measured on random input, bit for bit; None if there is no such g.
     """
-    x = torch.randn(ROWS_PER_PRODUCT, linear.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(INVARIANT_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = linear(x)
     differs = {
         rows
-        for rows in range(1, ROWS_PER_PRODUCT + 1)
+        for rows in range(1, INVARIANT_ROWS + 1)
         # From the end, so that a row is also compared at another place in the product.
         if not torch.equal(linear(x[-rows:]), whole[-rows:])
     }
@@ -111,7 +113,7 @@ def row_granularity(linear: Linear, dtype: torch.dtype) -> int | None:
     return None
 
 
-def _by_rows(product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    if rows[0].shape[0] <= ROWS_PER_PRODUCT:
+def _by_rows(max_rows: int | None, product: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+    if max_rows is None or rows[0].shape[0] <= max_rows:
         return product(*rows)
-    return torch.cat([product(*parts) for parts in zip(*(x.split(ROWS_PER_PRODUCT) for x in rows), strict=True)])
+    return torch.cat([product(*parts) for parts in zip(*(x.split(max_rows) for x in rows), strict=True)])

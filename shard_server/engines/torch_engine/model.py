@@ -29,16 +29,25 @@ class LlamaModel:
     """Weights, ready to compute with."""
 
     def __init__(
-        self, config: LlamaConfig, weights: dict[str, torch.Tensor], *, dtype: torch.dtype, max_model_len: int
+        self,
+        config: LlamaConfig,
+        weights: dict[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        max_rows: int | None,
     ) -> None:
-        """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory."""
+        """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
+
+        `max_rows`: of one matrix product, see linear.py.
+        """
         self._config = config
         # A copy, so that nothing refers to the mapped file any more.
         self._embedding = weights.pop("model.embed_tokens.weight").to(dtype, copy=True)
         head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype)
-        self._head = make_linear(head)
+        self._head = make_linear(head, None, max_rows)
         self._norm = weights.pop("model.norm.weight").to(dtype, copy=True)
-        self._layers = [_take_layer(weights, layer, dtype) for layer in range(config.num_layers)]
+        self._layers = [_take_layer(weights, layer, dtype, max_rows) for layer in range(config.num_layers)]
         self._cos, self._sin = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
@@ -79,7 +88,7 @@ class LlamaModel:
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
-def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype) -> _Layer:
+def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, max_rows: int | None) -> _Layer:
     prefix = f"model.layers.{index}"
 
     def norm(name: str) -> torch.Tensor:
@@ -91,7 +100,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype
             weights.pop(f"{prefix}.{name}.bias").to(dtype) for name in names if f"{prefix}.{name}.bias" in weights
         ]
         # Always a copy: `cat` of one tensor, too, leaves the mapped file.
-        return make_linear(torch.cat(parts), torch.cat(biases) if biases else None)
+        return make_linear(torch.cat(parts), torch.cat(biases) if biases else None, max_rows)
 
     return _Layer(
         attention_norm=norm("input_layernorm"),
