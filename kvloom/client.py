@@ -72,8 +72,9 @@ class Client:
         """News of the answer (of all n answers), in order; see GenerateOptions for what may be asked.
 
         The last Delta of each choice has its `finish`. A choice that the safety policy halted finishes as
-        CONTENT_FILTER; when all choices have finished and one of them failed, its KvloomError is raised. Leaving the
-        loop early (`break`, `aclose`) cancels the request. Raises KvloomError at once for options out of range.
+        CONTENT_FILTER; a prompt that it refused raises CONTENT_FILTERED. A choice that fails raises its KvloomError:
+        over the shared stream when all choices have finished, by RPC at once. Leaving the loop early (`break`,
+        `aclose`) cancels the request. Raises KvloomError right away for options out of range.
         """
         request = build_request(options)
         if not request.request_id:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, SequenceFinish, SequenceStart, TokenLogprobs
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CONTENT_FILTER,
+    FINISH_REASON_ERROR,
+    SequenceFinish,
+    SequenceStart,
+    TokenLogprobs,
+)
 from kvloom.v1.router_service_pb2 import ChoiceDelta
 
 
@@ -40,6 +46,7 @@ class Finishes:
 
     def __init__(self, num_choices: int) -> None:
         self._num_open = num_choices
+        self._has_news = False
         self._failure: KvloomError | None = None
 
     @property
@@ -47,11 +54,15 @@ class Finishes:
         return self._num_open == 0
 
     def note(self, delta: Delta) -> None:
-        if delta.finish is None:
+        self._has_news = self._has_news or bool(delta.token_ids or delta.text)
+        finish = delta.finish
+        if finish is None:
             return
         self._num_open -= 1
-        if delta.finish.reason == FINISH_REASON_ERROR and self._failure is None:
-            self._failure = KvloomError.from_proto(delta.finish.error)
+        # A halted answer is an answer; a refused prompt, of which nothing was ever shown, is a failure.
+        is_refused = finish.reason == FINISH_REASON_CONTENT_FILTER and not self._has_news and finish.HasField("error")
+        if self._failure is None and (finish.reason == FINISH_REASON_ERROR or is_refused):
+            self._failure = KvloomError.from_proto(finish.error)
 
     def raise_failure(self) -> None:
         """When the stream has ended: raise the first choice's failure, or that the answer was cut off."""

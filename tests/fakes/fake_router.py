@@ -118,13 +118,14 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self,
         connection: Connection,
         slot: int,
-        reason: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_STOP,
+        reason: generation_pb2.FinishReason.ValueType | None = None,
         *,
         error: KvloomError | None = None,
         num_output_tokens: int = 0,
     ) -> None:
-        if error is not None:
-            reason = generation_pb2.FINISH_REASON_ERROR
+        """The default reason is ERROR with an error and STOP without."""
+        if reason is None:
+            reason = generation_pb2.FINISH_REASON_STOP if error is None else generation_pb2.FINISH_REASON_ERROR
         finish = generation_pb2.SequenceFinish(slot=slot, reason=reason, num_output_tokens=num_output_tokens)
         if error is not None:
             finish.error.CopyFrom(error.to_proto())

@@ -15,6 +15,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import TIMEOUT_SECONDS, FakeRouter, serve_fake_router, text_of
 
 R = ErrorReason
+FILTERED = KvloomError(R.ERROR_REASON_CONTENT_FILTERED, "Not allowed.")
 
 
 @pytest.fixture
@@ -126,11 +127,25 @@ async def test_a_halted_answer_is_an_answer(client: Client, router: FakeRouter) 
     await router.wait_until(lambda: bool(router.connections) and bool(router.connections[0].submits))
     connection = router.connections[0]
     slot = connection.submits[0].choices[0].slot
-    router.finish(connection, slot, generation_pb2.FINISH_REASON_CONTENT_FILTER)
+    router.tokens(connection, (slot, [1]))
+    router.finish(connection, slot, generation_pb2.FINISH_REASON_CONTENT_FILTER, error=FILTERED)
     deltas, error = await task
     assert error is None
     assert deltas[-1].finish is not None
     assert deltas[-1].finish.reason == generation_pb2.FINISH_REASON_CONTENT_FILTER
+
+
+async def test_a_refused_prompt_is_an_error(client: Client, router: FakeRouter) -> None:
+    """Over the stream it comes as a finish, over the RPC as a status: callers see one and the same."""
+    router.answers = False
+    task = asyncio.create_task(collect(client.generate(model="m", token_ids=[1])))
+    await router.wait_until(lambda: bool(router.connections) and bool(router.connections[0].submits))
+    connection = router.connections[0]
+    slot = connection.submits[0].choices[0].slot
+    router.finish(connection, slot, generation_pb2.FINISH_REASON_CONTENT_FILTER, error=FILTERED)
+    _, error = await task
+    assert error is not None
+    assert error.reason == R.ERROR_REASON_CONTENT_FILTERED
 
 
 async def test_a_slow_reader_is_cancelled_and_told(router: FakeRouter) -> None:
