@@ -40,6 +40,7 @@ def run_bench(
     num_threads: int = 0,
     dtype: str = "bfloat16",
     wants_batch_invariance: bool = True,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
 
@@ -50,16 +51,16 @@ def run_bench(
     config = ShardConfig(torch=torch_config, max_batch=max(batches), max_prefill_tokens_per_step=_PREFILL_TOKENS)
     load_runner = functools.partial(ModelRunner, wants_batch_invariance=wants_batch_invariance)
     engine = TorchEngine(model_dir, model_dir.name, config, load_runner=load_runner)
-    measured = asyncio.run(_measure(engine, batches))
-    return {"model": model_dir.name, "dtype": dtype, "num_threads": num_threads, **measured}
+    measured = asyncio.run(_measure(engine, batches, temperature))
+    return {"model": model_dir.name, "dtype": dtype, "num_threads": num_threads, "temperature": temperature, **measured}
 
 
-async def _measure(engine: TorchEngine, batches: Sequence[int]) -> dict[str, Any]:
+async def _measure(engine: TorchEngine, batches: Sequence[int], temperature: float) -> dict[str, Any]:
     begin = time.perf_counter()
     await engine.start()
     load_seconds = time.perf_counter() - begin
     try:
-        bench = _Bench(engine)
+        bench = _Bench(engine, temperature)
         prefill = [await bench.prefill_seconds() for _ in range(_PREFILL_RUNS)]
         steps = {batch: await bench.decode_step_seconds(batch) for batch in batches}
     finally:
@@ -88,8 +89,9 @@ async def _measure(engine: TorchEngine, batches: Sequence[int]) -> dict[str, Any
 class _Bench:
     """Drives one engine with random prompts, no two of which begin alike (nothing is reused)."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: TorchEngine, temperature: float) -> None:
         self._engine = engine
+        self._temperature = temperature
         self._steps: AsyncIterator[StepOutput] = engine.steps()
         self._random = random.Random(0)
         self._num_requests = 0
@@ -126,8 +128,8 @@ class _Bench:
         self._num_requests += 1
         vocab_size = self._engine.info.vocab_size
         prompt = [self._random.randrange(vocab_size) for _ in range(num_tokens)]
-        sampling = Sampling(temperature=0.7, top_p=0.95, seed=self._num_requests)
-        self._engine.submit(EngineRequest(f"bench-{self._num_requests}", prompt, sampling, max_tokens))
+        request_id = f"bench-{self._num_requests}"
+        self._engine.submit(EngineRequest(request_id, prompt, Sampling(temperature=self._temperature), max_tokens))
 
 
 def _prompt_lengths(batch: int) -> list[int]:
@@ -142,17 +144,28 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--threads", "num_threads", type=click.IntRange(0), default=0, help="0: one per core.")
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--no-batch-invariance", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0: greedy.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_engine(
-    model: str, num_threads: int, dtype: str, no_batch_invariance: bool, data_dir: Path | None, as_json: bool
+    model: str,
+    num_threads: int,
+    dtype: str,
+    no_batch_invariance: bool,
+    temperature: float,
+    data_dir: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure the embedded engine: prefill, decoding at batch 1, 8 and 32, memory, load time."""
     cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
     _, model_dir = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
     try:
         report = run_bench(
-            model_dir, num_threads=num_threads, dtype=dtype, wants_batch_invariance=not no_batch_invariance
+            model_dir,
+            num_threads=num_threads,
+            dtype=dtype,
+            wants_batch_invariance=not no_batch_invariance,
+            temperature=temperature,
         )
     except EngineError as error:
         raise CommandError(str(error)) from error

@@ -19,6 +19,8 @@ from tools.supervisor import Supervisor
 _READY_TIMEOUT_SECONDS = 60.0
 """From "every process serves" to "they have found one another"."""
 _POLL_SECONDS = 0.05
+_SAME_SIGNAL_SECONDS = 0.5
+"""One Ctrl-C can arrive twice: from the terminal, and from a parent such as make that passes it on."""
 
 
 class Fabric:
@@ -74,6 +76,8 @@ class Fabric:
                 task.cancel()
             await asyncio.gather(work, stopped, return_exceptions=True)
             await self._supervisor.stop()
+            if stop.is_set():
+                self._reporter.line("stopped")
 
     async def _start_and_watch(self) -> None:
         await self._supervisor.start()
@@ -111,13 +115,17 @@ class Fabric:
 
     def _stop_on_signals(self) -> asyncio.Event:
         stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        first_at = 0.0
 
         def on_signal() -> None:
-            if stop.is_set():
+            nonlocal first_at
+            if not stop.is_set():
+                first_at = loop.time()
+                stop.set()
+            elif loop.time() - first_at > _SAME_SIGNAL_SECONDS:
                 self._supervisor.force_stop()
-            stop.set()
 
-        loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, on_signal)
         return stop
