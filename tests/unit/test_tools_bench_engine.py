@@ -1,0 +1,42 @@
+"""`kvloom bench engine` measures the real engine: its figures must hang together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from shard_server.engines.base import EngineError
+from tests.fakes.tiny_llama import write_tiny_llama
+from tools.bench_engine import bench_engine, run_bench
+
+
+def test_the_report_counts_what_the_engine_did(tmp_path: Path):
+    """Throughput is batch over step time, for every batch that was asked for, and nothing is zero."""
+    report = run_bench(write_tiny_llama(tmp_path), batches=(1, 3), num_threads=1)
+    assert report["batch_invariant"]
+    assert report["prefill"]["tokens_per_second"] > 0
+    assert report["load_seconds"] > 0
+    assert [row["batch"] for row in report["decode"]] == [1, 3]
+    for row in report["decode"]:
+        assert len(row["prompt_tokens"]) == row["batch"]
+        assert row["tokens_per_second"] > 0
+
+
+def test_the_command_prints_json_and_can_do_without_invariance(tmp_path: Path):
+    """Scripts read it; and the cost of invariance must be measurable."""
+    (write_tiny_llama(tmp_path) / "tokenizer.json").write_text("{}")
+    arguments = ["--model", str(tmp_path), "--json", "--threads", "1", "--no-batch-invariance"]
+    result = CliRunner().invoke(bench_engine, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert not report["batch_invariant"]
+    assert [row["batch"] for row in report["decode"]] == [1, 8, 32]
+
+
+def test_a_broken_model_is_an_engine_error(tmp_path: Path):
+    """The command turns it into one line."""
+    with pytest.raises(EngineError):
+        run_bench(tmp_path, num_threads=1)
