@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO
 
 from tools.failures import CommandError
-from tools.reporters import PipeReporter, Reporter
+from tools.reporters import PipeReporter, Reporter, foreground_reporter
 
 
-def run_detached(work: Callable[[Reporter], None], output_path: Path, reporter: Reporter) -> None:
-    """Fork a daemon that does `work` in a session of its own; pass on to `reporter` what it reports, until it is ready.
+def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
+    """Fork a daemon that does `work` in a session of its own; show what it reports, until it is ready.
 
-    Must be called while the process has one thread. What the daemon writes to stdout and stderr goes to `output_path`.
+    Must be called while the process has one thread (a spinner would be a second one). What the daemon writes to stdout and stderr goes to `output_path`.
     Raises CommandError with the reason when the daemon fails first; a Ctrl-C stops the daemon.
     """
     read_fd, write_fd = os.pipe()
@@ -27,7 +27,7 @@ def run_detached(work: Callable[[Reporter], None], output_path: Path, reporter: 
         os.close(read_fd)
         _be_daemon(work, output_path, PipeReporter(write_fd))
     os.close(write_fd)
-    with os.fdopen(read_fd, encoding="utf-8") as news:
+    with os.fdopen(read_fd, encoding="utf-8") as news, foreground_reporter() as reporter:
         try:
             _relay(news, reporter)
         except KeyboardInterrupt:

@@ -75,13 +75,13 @@ def up(
         model_cache_dir=(model_cache_dir or folder.data_dir / "models").expanduser().absolute(),
         start_timeout_seconds=start_timeout_seconds,
     )
-    with foreground_reporter() as reporter:
-        if detach:
-            # Another fabric must be noticed before its files are touched.
-            with folder.locked():
-                pass
-            run_detached(launch.run, folder.log_dir / "kvloom.out", reporter)
-        else:
+    if detach:
+        # Another fabric must be noticed before its files are touched.
+        with folder.locked():
+            pass
+        run_detached(launch.run, folder.log_dir / "kvloom.out")
+    else:
+        with foreground_reporter() as reporter:
             launch.run(reporter)
 
 
