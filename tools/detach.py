@@ -18,7 +18,8 @@ from tools.reporters import PipeReporter, Reporter, foreground_reporter
 def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
     """Fork a daemon that does `work` in a session of its own; show what it reports, until it is ready.
 
-    Must be called while the process has one thread (a spinner would be a second one). What the daemon writes to stdout and stderr goes to `output_path`.
+    Must be called while the process has one thread (a spinner would be a second one). What the daemon writes to stdout
+    and stderr goes to `output_path`.
     Raises CommandError with the reason when the daemon fails first; a Ctrl-C stops the daemon.
     """
     read_fd, write_fd = os.pipe()
