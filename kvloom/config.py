@@ -77,6 +77,9 @@ class TorchConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     num_threads: Annotated[int, Meta(ge=0)] = 0
     """0: the machine's cores divided by `num_shards`, at least 1."""
+    deterministic: bool = True
+    """Results do not depend on the batch, bit for bit (docs/engines.md says what it costs). Without it an answer that
+    fails over goes on from the tokens delivered, but not always with the tokens it would have had."""
 
 
 class ShardConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import random
@@ -20,7 +19,6 @@ from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineError, EngineRequest, Sampling, StepOutput
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
-from shard_server.engines.torch_engine.model_runner import ModelRunner
 from tools.failures import CommandError
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
@@ -39,7 +37,7 @@ def run_bench(
     *,
     num_threads: int = 0,
     dtype: str = "bfloat16",
-    wants_batch_invariance: bool = True,
+    deterministic: bool = True,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
@@ -47,10 +45,13 @@ def run_bench(
     `num_threads` 0: one per core.
     """
     num_threads = num_threads or os.cpu_count() or 1
-    torch_config = TorchConfig(dtype=dtype, num_threads=num_threads)  # pyright: ignore[reportArgumentType]
+    torch_config = TorchConfig(
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        num_threads=num_threads,
+        deterministic=deterministic,
+    )
     config = ShardConfig(torch=torch_config, max_batch=max(batches), max_prefill_tokens_per_step=_PREFILL_TOKENS)
-    load_runner = functools.partial(ModelRunner, wants_batch_invariance=wants_batch_invariance)
-    engine = TorchEngine(model_dir, model_dir.name, config, load_runner=load_runner)
+    engine = TorchEngine(model_dir, model_dir.name, config)
     measured = asyncio.run(_measure(engine, batches, temperature))
     return {"model": model_dir.name, "dtype": dtype, "num_threads": num_threads, "temperature": temperature, **measured}
 
@@ -143,7 +144,7 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
 @option("--threads", "num_threads", type=click.IntRange(0), default=0, help="0: one per core.")
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--no-batch-invariance", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
+@option("--no-deterministic", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0: greedy.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -151,7 +152,7 @@ def bench_engine(
     model: str,
     num_threads: int,
     dtype: str,
-    no_batch_invariance: bool,
+    no_deterministic: bool,
     temperature: float,
     data_dir: Path | None,
     as_json: bool,
@@ -164,7 +165,7 @@ def bench_engine(
             model_dir,
             num_threads=num_threads,
             dtype=dtype,
-            wants_batch_invariance=not no_batch_invariance,
+            deterministic=not no_deterministic,
             temperature=temperature,
         )
     except EngineError as error:

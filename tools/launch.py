@@ -29,6 +29,7 @@ def apply_flags(
     http_port: int | None,
     router_port: int | None,
     redis_url: str | None,
+    no_deterministic: bool,
 ) -> None:
     """What was given goes over what the file says."""
     if shards is not None:
@@ -45,6 +46,8 @@ def apply_flags(
         config.router.port = router_port
     if redis_url is not None:
         config.redis.url = redis_url
+    if no_deterministic:
+        config.shard.torch.deterministic = False
 
 
 def absolute_model(model: str | None) -> str | None:

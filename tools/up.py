@@ -30,6 +30,11 @@ PORT = click.IntRange(0, 65535)
     help="Prefill speed of the sim engine.  [default: 20000]",
 )
 @option(
+    "--no-deterministic",
+    is_flag=True,
+    help="Let the last bits of the torch engine's results depend on the batch: faster prefill.",
+)
+@option(
     "--model",
     metavar="NAME|PATH",
     help=f"Built-in model, model directory, or .gguf file.  [default: {BUILTIN_MODEL_NAME}]",

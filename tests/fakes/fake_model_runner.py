@@ -29,6 +29,7 @@ class FakeModelRunner:
         num_blocks: int = 64,
         max_model_len: int = 0,
         num_threads: int = 1,
+        wants_batch_invariance: bool = True,
     ) -> None:
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = max_model_len or 512

@@ -28,7 +28,7 @@ def test_the_report_counts_what_the_engine_did(tmp_path: Path):
 def test_the_command_prints_json_and_can_do_without_invariance(tmp_path: Path):
     """Scripts read it; and the cost of invariance must be measurable."""
     (write_tiny_llama(tmp_path) / "tokenizer.json").write_text("{}")
-    arguments = ["--model", str(tmp_path), "--json", "--threads", "1", "--no-batch-invariance"]
+    arguments = ["--model", str(tmp_path), "--json", "--threads", "1", "--no-deterministic"]
     result = CliRunner().invoke(bench_engine, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     report = json.loads(result.stdout)

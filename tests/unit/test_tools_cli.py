@@ -64,8 +64,10 @@ def test_flags_go_over_the_file(tmp_path: Path):
         http_port=0,
         router_port=None,
         redis_url=None,
+        no_deterministic=True,
     )
     assert (config.shard.num_shards, config.shard.engine, config.edge.port) == (3, "sim", 0)
+    assert not config.shard.torch.deterministic
     assert config.router.port == KvloomConfig().router.port
 
 

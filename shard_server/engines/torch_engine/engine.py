@@ -193,6 +193,7 @@ class TorchEngine:
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             num_threads=config.torch.num_threads or max(1, (os.cpu_count() or 1) // config.num_shards),
+            wants_batch_invariance=config.torch.deterministic,
         )
         self._info = EngineInfo(
             engine="torch",
