@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -28,6 +28,8 @@ from shard_server.refusals import protocol_violation
 log = structlog.get_logger()
 
 HELLO_TIMEOUT_SECONDS: Final = 10.0
+FLUSH_SECONDS: Final = 0.5
+"""How long the message at hand may take to be written when a stream ends."""
 MAX_ROUTER_ID_CHARS: Final = 128
 
 Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConnectResponse]
@@ -46,19 +48,23 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         except KvloomError as error:
             await abort(context, error)
         log.info("router connected", router_id=connection.router_id)
-        tasks = [
-            asyncio.create_task(self._read_frames(connection, context), name=f"{connection.router_id} reader"),
-            asyncio.create_task(connection.write_frames(context.write), name=f"{connection.router_id} writer"),
-        ]
+        reader = asyncio.create_task(self._read_frames(connection, context), name=f"{connection.router_id} reader")
+        writer = asyncio.create_task(connection.write_frames(context.write), name=f"{connection.router_id} writer")
         try:
-            await asyncio.wait([*tasks, connection.ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reader, writer, connection.ended], return_when=asyncio.FIRST_COMPLETED)
             if connection.ended.done() and connection.ended.result() is None:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # the frames that wait are written
+                # The frames that wait are written, as long as the router is there.
+                await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
+            self._front.disconnect(connection)
+            connection.end(_violation(reader))
+            # gRPC takes no status while a message is being written: the writer is not cut short unless the router does
+            # not read.
+            await asyncio.wait([writer], timeout=FLUSH_SECONDS)
         finally:
             self._front.disconnect(connection)  # before anything is awaited: this task may be cancelled once more
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            reader.cancel()
+            writer.cancel()
+            results = await asyncio.gather(reader, writer, return_exceptions=True)
         await _end_stream(connection, context, results)
 
     async def GetInfo(self, request: GetInfoRequest, context: Any) -> GetInfoResponse:
@@ -81,7 +87,13 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             self._front.receive(connection, frame)
 
 
-async def _end_stream(connection: RouterConnection, context: Context, results: list[BaseException | None]) -> None:
+def _violation(reader: asyncio.Task[None]) -> KvloomError | None:
+    """How the router broke the protocol, if it did."""
+    error = reader.exception() if reader.done() and not reader.cancelled() else None
+    return error if isinstance(error, KvloomError) else None
+
+
+async def _end_stream(connection: RouterConnection, context: Context, results: Sequence[BaseException | None]) -> None:
     """Tell the router why, if it is there to hear it."""
     error = connection.ended.result() if connection.ended.done() else None
     for result in results:
