@@ -19,6 +19,7 @@ from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineError, EngineRequest, Sampling, StepOutput
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
+from shard_server.engines.torch_engine.sketch import Sketch
 from tools.failures import CommandError
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
@@ -38,11 +39,12 @@ def run_bench(
     num_threads: int = 0,
     dtype: str = "bfloat16",
     deterministic: bool = True,
+    with_sketch: bool = False,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
 
-    `num_threads` 0: one per core.
+    `num_threads` 0: one per core. `with_sketch`: also what the plainest decoder reaches (see sketch.py).
     """
     num_threads = num_threads or os.cpu_count() or 1
     torch_config = TorchConfig(
@@ -53,6 +55,10 @@ def run_bench(
     config = ShardConfig(torch=torch_config, max_batch=max(batches), max_prefill_tokens_per_step=_PREFILL_TOKENS)
     engine = TorchEngine(model_dir, model_dir.name, config)
     measured = asyncio.run(_measure(engine, batches, temperature))
+    if with_sketch:
+        sketch = Sketch(model_dir, num_threads)
+        for row in measured["decode"]:
+            row["sketch_tokens_per_second"] = round(sketch.decode_tokens_per_second(row["batch"]), 1)
     return {"model": model_dir.name, "dtype": dtype, "num_threads": num_threads, "temperature": temperature, **measured}
 
 
@@ -146,6 +152,7 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @option("--no-deterministic", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0: greedy.")
+@option("--sketch", "with_sketch", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_engine(
@@ -154,6 +161,7 @@ def bench_engine(
     dtype: str,
     no_deterministic: bool,
     temperature: float,
+    with_sketch: bool,
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
@@ -166,6 +174,7 @@ def bench_engine(
             num_threads=num_threads,
             dtype=dtype,
             deterministic=not no_deterministic,
+            with_sketch=with_sketch,
             temperature=temperature,
         )
     except EngineError as error:
@@ -189,3 +198,5 @@ def _print(report: dict[str, Any]) -> None:
             f"decode   {row['tokens_per_second']:8.1f} tokens/s  (batch {row['batch']}, {row['step_ms']} ms a step, "
             f"prompts of {min(lengths)} to {max(lengths)} tokens)"
         )
+        if "sketch_tokens_per_second" in row:
+            print(f"  sketch {row['sketch_tokens_per_second']:8.1f} tokens/s")
