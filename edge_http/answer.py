@@ -6,6 +6,7 @@ raise and never block.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ FINISH_REASONS: Final = {
 }
 
 
-class Answer:
+class Answer(abc.ABC):
     """Base of streamed and collected answers. Choices are numbered through all prompts: prompt * n + choice."""
 
     __slots__ = (
@@ -127,21 +128,23 @@ class Answer:
     # --- for the two kinds of answer
 
     @property
+    @abc.abstractmethod
     def _is_visible(self) -> bool:
         """The client has seen something of it, so that it is too late for an HTTP status."""
-        raise NotImplementedError
 
-    def _take_start(self, index: int) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _take_start(self, index: int) -> None: ...
 
-    def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _take_tokens(
+        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None: ...
 
-    def _take_finish(self, index: int, finish_reason: str) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _take_finish(self, index: int, finish_reason: str) -> None: ...
 
-    def _complete(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _complete(self) -> None: ...
 
     def _note_first_token(self) -> None:
         if self.first_token_at is None:

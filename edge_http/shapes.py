@@ -6,6 +6,7 @@ more, and the body of an answer that is not streamed.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class CollectedChoice:
     logprobs: Any
 
 
-class Shape:
+class Shape(abc.ABC):
     """Base of both shapes. One object serves one answer."""
 
     __slots__ = ("_envelope", "_head", "_tail", "prefixes", "suffix")
@@ -68,27 +69,27 @@ class Shape:
         self.suffix = self._delta_suffix() + self._tail
         """Everything behind it."""
 
+    @abc.abstractmethod
     def opening(self, index: int) -> bytes | None:
         """The chunk that comes before a choice's text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:
         """`logprobs` of these tokens, ready for JSON. To be called once for every token, in order."""
-        raise NotImplementedError
 
-    def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes: ...
 
-    def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes: ...
 
+    @abc.abstractmethod
     def collected(self, index: int, choice: CollectedChoice) -> Json:
         """An element of `choices` in a body."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def join_logprobs(self, pieces: Sequence[Any]) -> Any:
         """What `logprobs` returned for the parts of an answer, as one."""
-        raise NotImplementedError
 
     def usage_chunk(self, usage: Json, details: Json | None) -> bytes:
         chunk = self._envelope.fields(self.chunk_object) | {"choices": [], "usage": usage}
@@ -100,11 +101,11 @@ class Shape:
         body["usage"] = usage
         return encode_json(body | {"kvloom": details} if details else body)
 
-    def _delta_prefix(self, index: int) -> bytes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _delta_prefix(self, index: int) -> bytes: ...
 
-    def _delta_suffix(self) -> bytes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _delta_suffix(self) -> bytes: ...
 
     def _chunk(self, choice: Json, details: Json | None = None) -> bytes:
         tail = self._tail if details is None else self._tail[:-1] + b',"kvloom":' + encode_json(details) + b"}"
