@@ -125,3 +125,8 @@ def invalid_argument(message: str, field: str = "") -> KvloomError:
 
 def unsupported(message: str, field: str) -> KvloomError:
     return KvloomError(_R.ERROR_REASON_UNSUPPORTED_PARAMETER, message, field=field)
+
+
+def protocol_violation(message: str) -> KvloomError:
+    """A peer sent what the frames' protocol does not allow."""
+    return KvloomError(_R.ERROR_REASON_PROTOCOL_VIOLATION, message)

@@ -14,7 +14,7 @@ from typing import Final
 import grpc
 import structlog
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.grpc_errors import abort
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
@@ -38,10 +38,6 @@ MAX_OPEN_SLOTS: Final = 65_536
 _numbers = itertools.count(1)
 
 Context = grpc.aio.ServicerContext[RouterServiceConnectRequest, RouterServiceConnectResponse]
-
-
-def protocol_violation(message: str) -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
 
 
 class ClientLink:

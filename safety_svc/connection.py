@@ -8,9 +8,8 @@ from typing import Final
 
 import grpc
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.grpc_errors import abort
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
     DECISION_BLOCK,
@@ -81,7 +80,7 @@ class ScreenConnection:
 
     async def _on_frame(self, frame: ScreenRequest) -> None:
         if len(frame.slots) != len(frame.deltas):
-            raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "slots and deltas differ in length.")
+            raise protocol_violation("slots and deltas differ in length.")
         response = ScreenResponse()
         if frame.prompts:
             PROMPTS.inc(len(frame.prompts))
@@ -123,7 +122,7 @@ class ScreenConnection:
         if slot in self._answers:
             return self._answers[slot]
         if len(self._answers) >= MAX_OPEN_ANSWERS:
-            raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "Too many answers are open.")
+            raise protocol_violation("Too many answers are open.")
         ANSWERS.inc()
         screener = self._answers[slot] = AnswerScreener(self._policy_file.current.answer)
         return screener

@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from kvloom.detokenizer import IncrementalDetokenizer, TokenText
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import (
@@ -38,7 +38,7 @@ from shard_server.engines.base import (
 from shard_server.kv_mirror import KvMirror
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
-from shard_server.refusals import draining, engine_failed, protocol_violation, queue_full, refusal
+from shard_server.refusals import draining, engine_failed, queue_full, refusal
 from shard_server.sequences import LiveSequence, logprobs_to_proto, shown_output
 from shard_server.submits import resolve_submit
 

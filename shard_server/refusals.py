@@ -12,10 +12,6 @@ def refusal(slot: int, error: KvloomError) -> SequenceFinish:
     return SequenceFinish(slot=slot, reason=FINISH_REASON_ERROR, error=error.to_proto())
 
 
-def protocol_violation(message: str) -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
-
-
 def engine_failed() -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed while it served this request.")
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.grpc_errors import abort
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -23,7 +23,6 @@ from kvloom.v1.shard_service_pb2 import (
 )
 from shard_server.connection import RouterConnection
 from shard_server.engine_front import EngineFront
-from shard_server.refusals import protocol_violation
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
@@ -202,9 +202,7 @@ class RouterCore:
             )
         slots = [choice.slot for choice in request.choices]
         if not slots or len(set(slots)) != len(slots) or any(slot in client.choices for slot in slots):
-            return KvloomError(
-                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "Each choice needs a slot that is not in use."
-            )
+            return protocol_violation("Each choice needs a slot that is not in use.")
         return None
 
     def _make_queue_place(self, tenant: str, now: float) -> bool:
@@ -255,9 +253,7 @@ class RouterCore:
     def _on_shard_up(self, event: ev.ShardUp, now: float) -> None:
         shard_id = event.shard.shard_id
         if min(event.shard.block_size, event.shard.max_batch, event.shard.max_model_len) < 1:
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, f"Shard {shard_id!r} names no block size, batch or window."
-            )
+            raise protocol_violation(f"Shard {shard_id!r} names no block size, batch or window.")
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         self._fleet.add(event.shard)

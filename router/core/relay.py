@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.admission import safety_unavailable
@@ -46,7 +46,7 @@ class Relay:
         num_entries = len(step.slots)
         num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
         if len(step.deltas) != num_entries or len(step.token_ids) != num_tokens:
-            raise KvloomError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "A step frame's arrays do not fit together.")
+            raise protocol_violation("A step frame's arrays do not fit together.")
         for start in step.starts:
             attempt = shard.attempts.get(start.slot)
             if attempt is not None:

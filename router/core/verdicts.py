@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.errors import KvloomError
+from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.admission import safety_unavailable
@@ -57,9 +57,7 @@ class Verdicts:
     def on_answers(self, answers: AnswersScreened, now: float) -> None:
         """Halts come first: what they forbid must not slip out with what the same frame clears."""
         if len(answers.slots) != len(answers.num_clear_chars):
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "A screening frame's arrays do not fit together."
-            )
+            raise protocol_violation("A screening frame's arrays do not fit together.")
         screening, settle = self._screening, self._lifecycle.settle
         for halt in answers.halts:
             choice = screening.choice(halt.slot)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kvloom.errors import reason_name
+from kvloom.router_link import GrpcRouterLink
 from kvloom.v1 import generation_pb2
+from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
 from tests.fakes.tiny_tokenizer import model_tokenizer
@@ -11,14 +13,20 @@ from tests.fakes.tiny_tokenizer import model_tokenizer
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
-async def test_a_forbidden_prompt_is_blocked_and_nothing_of_the_answer_is_shown(world: RouterWorld) -> None:
-    """The check runs beside the prefill; what the shard has made meanwhile must not leave."""
-    safety = await world.start_safety()
-    await world.start_shard("shard-0")
+async def connect_screened(world: RouterWorld, safety: FakeSafety) -> GrpcRouterLink:
+    """A client of a router that has its shard and its safety service."""
     await world.start_router()
     link = await world.connect()
     await world.wait_for_shards(link, 1)
     await eventually(lambda: safety.num_streams == 1, "the safety link")
+    return link
+
+
+async def test_a_forbidden_prompt_is_blocked_and_nothing_of_the_answer_is_shown(world: RouterWorld) -> None:
+    """The check runs beside the prefill; what the shard has made meanwhile must not leave."""
+    safety = await world.start_safety()
+    await world.start_shard("shard-0")
+    link = await connect_screened(world, safety)
     blocked = await world.ask(link, [1, 2], 50, prompt_text="something forbidden")
     assert blocked.finish.reason == generation_pb2.FINISH_REASON_CONTENT_FILTER
     assert reason_name(blocked.finish.error.reason) == "CONTENT_FILTERED"
@@ -31,10 +39,7 @@ async def test_leaving_the_text_out_does_not_get_past_the_check(world: RouterWor
     """A client may send tokens alone: then they are decoded for the safety service."""
     safety = await world.start_safety()
     await world.start_shard("shard-0")
-    await world.start_router()
-    link = await world.connect()
-    await world.wait_for_shards(link, 1)
-    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    link = await connect_screened(world, safety)
     prompt = model_tokenizer().encode_now("a forbidden thing")
     blocked = await world.ask(link, prompt, 50)
     assert blocked.finish.reason == generation_pb2.FINISH_REASON_CONTENT_FILTER
@@ -45,10 +50,7 @@ async def test_tokens_wait_for_the_verdict(world: RouterWorld) -> None:
     """A slow verdict delays the answer, never the check."""
     safety = await world.start_safety()
     shard = await world.start_shard("shard-0")
-    await world.start_router()
-    link = await world.connect()
-    await world.wait_for_shards(link, 1)
-    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    link = await connect_screened(world, safety)
     safety.pause()
     answer = Answer()
     link.submit(link_request([1, 2], 10, prompt_text="fine"), answer)
@@ -79,10 +81,7 @@ async def test_without_its_safety_service_the_router_refuses_and_recovers(world:
     """Fail-closed is what was configured, and a restart of the sidecar heals it."""
     safety = await world.start_safety()
     await world.start_shard("shard-0")
-    await world.start_router()
-    link = await world.connect()
-    await world.wait_for_shards(link, 1)
-    await eventually(lambda: safety.num_streams == 1, "the safety link")
+    link = await connect_screened(world, safety)
     await safety.stop()
     await eventually(lambda: world.metric("kvloom_router_safety_connected") == 0, "the break")
     refused = await world.ask(link, [1], 5, prompt_text="fine")
