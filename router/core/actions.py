@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.frames import Step
+from router.core.placement.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,6 +20,22 @@ class SubmitAttempt:
     request: Request
     choices: Sequence[ChoiceSpec]
     max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacementDecided:
+    """Why an attempt went where it went: for explanations and the decision log. Comes before its SubmitAttempt, for
+    the share of requests that CoreConfig.decision_sample_share says."""
+
+    request: Request
+    attempt_id: int
+    plan: Plan
+    """As of the decision: `plan.picked_shard_id` is where it went."""
+    block_size: int
+    """Of the picked shard."""
+    block_hashes: Sequence[int]
+    """Of the prompt's full blocks of that size."""
+    decided_at: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +116,7 @@ class RequestEnded:
 
 Action = (
     SubmitAttempt
+    | PlacementDecided
     | CancelOnShard
     | WantKvSnapshot
     | SendStep

@@ -52,6 +52,8 @@ class CoreConfig:
     """Refuse and end requests rather than serve them unscreened."""
     max_held_tokens: int = 65536
     """Tokens of one request that may wait for a verdict."""
+    decision_sample_share: float = 0.0
+    """Share of the requests (by a hash of their names) whose placements are told as PlacementDecided."""
 
 
 class RouterCore:
@@ -69,7 +71,9 @@ class RouterCore:
         self._screening = Screening(self._outbox)
         self._deadlines = Deadlines()
         self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed)
-        self._dispatcher = Dispatcher(self._fleet, self._index, self._ledger, self._placer, self._outbox)
+        self._dispatcher = Dispatcher(
+            self._fleet, self._index, self._ledger, self._placer, self._outbox, config.decision_sample_share
+        )
         self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
         self._verdicts = Verdicts(
             self._lifecycle, self._screening, config.answer_mode, safety_required=config.safety_required

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from router.core.actions import SubmitAttempt
+import xxhash
+
+from router.core.actions import PlacementDecided, SubmitAttempt
 from router.core.events import ChoiceSpec
 from router.core.fair_queue import FairQueue
 from router.core.fleet import Fleet, Shard
@@ -15,7 +17,15 @@ from router.core.prefix_index import PrefixIndex
 
 
 class Dispatcher:
-    def __init__(self, fleet: Fleet, index: PrefixIndex, ledger: LoadLedger, placer: Placer, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: LoadLedger,
+        placer: Placer,
+        outbox: Outbox,
+        decision_sample_share: float,
+    ) -> None:
         self.queue = FairQueue()
         self.check_hopeless = False
         """What can run where may have changed: look for requests that wait in vain."""
@@ -24,6 +34,7 @@ class Dispatcher:
         self._ledger = ledger
         self._placer = placer
         self._outbox = outbox
+        self._decision_sample_limit = int(decision_sample_share * 2**64)
 
     def serve_queue(self, now: float) -> None:
         """Dispatch everything that waits and for which there is room."""
@@ -47,6 +58,8 @@ class Dispatcher:
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+        if self._decision_sample_limit:
+            self._tell_decision(live, shard, score, now)
         attempt = Attempt(request.request_id, live.num_attempts, shard.shard_id, len(live.pending))
         self._reserve(live, shard, score, attempt, now)
         specs = [self._assign_slot(choice, shard, attempt) for choice in live.pending]
@@ -82,6 +95,15 @@ class Dispatcher:
         attempt.num_open_slots -= 1
         if not attempt.num_open_slots:
             self._ledger.release(attempt.key)
+
+    def _tell_decision(self, live: LiveRequest, shard: Shard, score: ShardPlan, now: float) -> None:
+        request = live.request
+        if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
+            return
+        plan = self._placer.explain_pick(live, score, now)
+        block_size = shard.description.block_size
+        hashes = self._placer.hashes(live, block_size)
+        self._outbox.add(PlacementDecided(request, live.num_attempts, plan, block_size, hashes, now))
 
     def _reserve(self, live: LiveRequest, shard: Shard, score: ShardPlan, attempt: Attempt, now: float) -> None:
         block_size = shard.description.block_size

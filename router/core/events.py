@@ -6,7 +6,7 @@ Every event goes through `RouterCore.handle(event, now)`, in one order, with `no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.core.frames import Step
 
@@ -41,6 +41,10 @@ class Request:
     """From arrival to the last token; 0: the core's default."""
     tenant: str = ""
     traceparent: str = ""
+    session_key: str = ""
+    """Requests with one key belong together (a conversation). Only a hint: prefixes are found without it."""
+    block_hashes: Mapping[int, Sequence[int]] | None = None
+    """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core hashes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +72,11 @@ class ShardLoad:
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
     draining: bool = False
+    num_own_running: int = 0
+    """The part of `num_running` that came over this router's stream; what is left is other routers'."""
+    num_own_waiting: int = 0
+    num_own_queued_prefill_tokens: int = 0
+    num_own_decode_context_tokens: int = 0
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class LiveRequest:
         """It has just failed there."""
         self.failure: KvloomError | None = None
         """Why it waits for another shard."""
-        self.hashes: dict[int, list[int]] = {}
+        self.hashes: dict[int, Sequence[int]] = {}
         """Block size → hashes of the prompt's blocks; kept only while the request waits."""
         self.max_tokens = request.max_tokens
         """None until the first dispatch decides it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import xxhash
@@ -58,6 +59,13 @@ class Placer:
         shard.turn = self._num_picks
         return shard, best
 
+    def explain_pick(self, live: LiveRequest, picked: ShardPlan, now: float) -> Plan:
+        """The plan as it was when `picked` was just picked; to be called before anything is reserved for it."""
+        plan = self.plan(live, now)
+        first = [shard for shard in plan.shards if shard.shard_id == picked.shard_id]
+        rest = [shard for shard in plan.shards if shard.shard_id != picked.shard_id]
+        return Plan(plan.num_prompt_tokens, [*first, *rest], picked_shard_id=picked.shard_id)
+
     def plan(self, live: LiveRequest, now: float) -> Plan:
         """How every shard looks to the request. Changes nothing."""
         eligible = self.eligible(live)
@@ -81,12 +89,15 @@ class Placer:
         rest = sorted((s for s in scores if s is not best), key=lambda s: (s.cost_seconds, s.shard_id))
         return Plan(num_prompt_tokens, [best, *rest, *filtered], picked_shard_id=best.shard_id)
 
-    def hashes(self, live: LiveRequest, block_size: int) -> list[int]:
+    def hashes(self, live: LiveRequest, block_size: int) -> Sequence[int]:
         """Hashes of the prompt's full blocks."""
         hashes = live.hashes.get(block_size)
+        if hashes is None and live.request.block_hashes is not None:
+            hashes = live.request.block_hashes.get(block_size)
         if hashes is None:
             root = root_hash(live.request.model, "", live.request.tenant)
-            hashes = live.hashes[block_size] = block_hashes(live.request.prompt_token_ids, block_size, root)
+            hashes = block_hashes(live.request.prompt_token_ids, block_size, root)
+        live.hashes[block_size] = hashes
         return hashes
 
     def _score(self, shards: list[Shard], live: LiveRequest, now: float) -> list[ShardPlan]:
