@@ -1,0 +1,1 @@
+"""`kvloom simulate`: traces replayed through the real router core against modelled shards, in virtual time."""

@@ -1,0 +1,98 @@
+"""The model of a shard's speed: a roofline of one step.
+
+    step seconds = max(weights, a·x) + Σ q·x·(position + x/2) + kv·(context tokens in decode) + 2e-5·(sequences in decode)
+
+x = prefill tokens of one request in this step. Profiles follow the H100 datasheet (989e12 FLOPS and 3.35e12 bytes/s of
+HBM per GPU); the utilisations are assumptions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+_FLOPS: Final = 989e12
+_HBM_BYTES_PER_SECOND: Final = 3.35e12
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One shard: model and machine. A file for `--profile FILE` is this as JSON or TOML."""
+
+    name: str
+    step_floor_seconds: Positive
+    """Reading the weights once, plus overhead: no step is shorter (tw)."""
+    seconds_per_prefill_token: Positive
+    """Matrix products (a)."""
+    seconds_per_attention_pair: Annotated[float, msgspec.Meta(ge=0)]
+    """Prefill attention, per (token, context position) pair (q)."""
+    seconds_per_context_token: Annotated[float, msgspec.Meta(ge=0)]
+    """Decode attention: reading the KV of one token of context (kv)."""
+    seconds_per_decode_sequence: Annotated[float, msgspec.Meta(ge=0)] = 2e-5
+    chunk_tokens: PositiveInt
+    """Prefill tokens in one step at most."""
+    capacity_tokens: PositiveInt
+    """Of KV cache."""
+    max_batch: PositiveInt = 256
+    kv_bytes_per_token: PositiveInt = 131072
+
+
+def _roofline(
+    *,
+    name: str,
+    params: float,
+    num_layers: int,
+    hidden_size: int,
+    kv_bytes_per_token: int,
+    num_gpus: int,
+    compute_utilisation: float,
+    bandwidth_utilisation: float,
+    overhead_seconds: float,
+    chunk_tokens: int,
+    capacity_tokens: int,
+) -> Profile:
+    flops = _FLOPS * num_gpus
+    bandwidth = _HBM_BYTES_PER_SECOND * num_gpus * bandwidth_utilisation
+    return Profile(
+        name=name,
+        step_floor_seconds=2 * params / bandwidth + overhead_seconds,
+        seconds_per_prefill_token=2 * params / (flops * compute_utilisation),
+        seconds_per_attention_pair=4 * num_layers * hidden_size / (flops * 0.4),
+        seconds_per_context_token=kv_bytes_per_token / bandwidth,
+        chunk_tokens=chunk_tokens,
+        capacity_tokens=capacity_tokens,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+
+
+PROFILES: Final = {
+    "8b": _roofline(
+        name="8b",
+        params=8.03e9,
+        num_layers=32,
+        hidden_size=4096,
+        kv_bytes_per_token=131072,
+        num_gpus=1,
+        compute_utilisation=0.50,
+        bandwidth_utilisation=0.75,
+        overhead_seconds=1.5e-3,
+        chunk_tokens=2048,
+        capacity_tokens=400_000,
+    ),
+    "70b": _roofline(
+        name="70b",
+        params=70.6e9,
+        num_layers=80,
+        hidden_size=8192,
+        kv_bytes_per_token=327680,
+        num_gpus=8,
+        compute_utilisation=0.45,
+        bandwidth_utilisation=0.70,
+        overhead_seconds=4.2e-3,
+        chunk_tokens=4096,
+        capacity_tokens=1_250_000,
+    ),
+}
