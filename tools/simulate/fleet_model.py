@@ -1,6 +1,7 @@
 """The model of a shard's speed: a roofline of one step.
 
-    step seconds = max(weights, a·x) + Σ q·x·(position + x/2) + kv·(context tokens in decode) + 2e-5·(sequences in decode)
+    step seconds = max(tw, a·x) + Σ q·x·(position + x/2)
+                   + kv·(context tokens in decode) + 2e-5·(sequences in decode)
 
 x = prefill tokens of one request in this step. Profiles follow the H100 datasheet (989e12 FLOPS and 3.35e12 bytes/s of
 HBM per GPU); the utilisations are assumptions.
