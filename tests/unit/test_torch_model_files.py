@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine import memory, model_runner
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from tests.fakes.tiny_llama import TINY_CONFIG, tiny_weights, write_tiny_llama
@@ -40,7 +41,8 @@ def test_a_good_directory_loads(tmp_path: Path):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'low_freq_factor' is missing"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"sliding_window": 64}, "sliding-window"),
+        ({"partial_rotary_factor": 0.5}, "part of the head"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a positive integer"),
     ],
 )
 def test_an_unusable_config_is_refused(tmp_path: Path, changes: dict[str, Any], message: str):
@@ -85,11 +87,63 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path):
     for broken, message in (
         ({key: weight for key, weight in weights.items() if key != name}, f"{name}' missing"),
         (weights | {name: weights[name][:-1].contiguous()}, "config.json implies"),
-        (weights | {name: torch.zeros(128, 64, dtype=torch.int8)}, "torch.int8"),
+        (weights | {name: torch.zeros(128, 64, dtype=torch.int8)}, "type I8, which is not supported"),
+        (weights | {name: torch.zeros(128, 64, dtype=torch.float8_e4m3fn)}, "type F8_E4M3, which is not supported"),
+        (weights | {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}, "unexpected tensor .*q_norm"),
+        (weights | {"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, "unexpected tensor .*layers.2"),
     ):
         save_file(broken, tmp_path / "model.safetensors")
         with pytest.raises(EngineError, match=message):
             load(tmp_path)
+
+
+def test_tensors_that_follow_from_the_config_may_lie_beside_the_weights(tmp_path: Path):
+    """Old files hold rotary tables, and some models with a tied head hold it twice."""
+    write_tiny_llama(tmp_path)
+    weights = tiny_weights(tmp_path)
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+        "lm_head.weight": weights["model.embed_tokens.weight"].clone(),
+    }
+    save_file(weights | extra, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path):
+    """A downloaded model must not make the engine open any other file of the machine."""
+    write_tiny_llama(tmp_path)
+    for places in ({"a": "../model.safetensors"}, {"a": "/etc/passwd"}, {}, {"a": 3}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(EngineError, match=r"index\.json: damaged"):
+            load(tmp_path)
+
+
+def test_a_window_beyond_the_sliding_one_is_refused_and_the_default_stays_within(tmp_path: Path):
+    """Longer sequences would need attention that forgets; computing them as if it did not is another model."""
+    model_dir = write_tiny_llama(tmp_path, model_type="mistral", sliding_window=64)
+    assert load(model_dir).max_model_len == 64
+    with pytest.raises(EngineError, match="sliding window of 64 tokens"):
+        load(model_dir, max_model_len=65)
+
+
+def test_too_little_memory_is_told_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else the kernel kills the process in the middle of loading, and nobody learns why."""
+    model_dir = write_tiny_llama(tmp_path)
+    touched: list[Path] = []
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr(model_runner, "load_weights", lambda model_dir, *_: touched.append(model_dir))
+    with pytest.raises(EngineError, match=r"too little memory: the weights need .* GiB are available"):
+        load(model_dir)
+    assert not touched
+
+
+def test_loading_tells_how_far_it_is(tmp_path: Path):
+    """A large model takes minutes; silence looks like a hang."""
+    messages: list[str] = []
+    load(write_tiny_llama(tmp_path), on_progress=messages.append)
+    assert "weights: file 1 of 1, model.safetensors" in messages
+    assert "weights: layer 2 of 2" in messages
+    assert any(message.startswith("KV cache: 8 blocks") for message in messages)
 
 
 def test_sharded_weights_load_and_a_missing_shard_is_refused(tmp_path: Path):

@@ -10,13 +10,17 @@ from typing import Any
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.rope import RopeScaling
 
-_MODEL_TYPES = ("llama", "mistral", "qwen2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_QWEN = ("qwen2", "qwen3")
+_DEFAULT_SLIDING_WINDOW = 4096
+"""Where a file leaves it out; one without says null."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """A decoder of RMSNorm, rotary grouped-query attention and a SwiGLU MLP."""
+    """A decoder of RMSNorm, rotary grouped-query attention and a SwiGLU MLP: Llama, Mistral, Qwen2, Qwen3."""
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -29,11 +33,21 @@ class LlamaConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
+    qk_norm: bool
+    """Queries and keys are normalised head by head before they are rotated."""
+    sliding_window: int | None
+    """Every token sees so many tokens at most, itself included. Up to this length attention is the ordinary one;
+    longer sequences are not supported."""
     qkv_bias: bool
     output_bias: bool
     """Of the attention's output projection."""
     mlp_bias: bool
     eos_token_ids: frozenset[int]
+
+    @property
+    def max_window(self) -> int:
+        """The longest sequence that is computed right."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @property
     def num_heads_per_kv_head(self) -> int:
@@ -78,38 +92,44 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(content: dict[str, Any]) -> None:
-    if content["model_type"] not in _MODEL_TYPES:
-        raise ValueError(f"model type {content['model_type']!r} is not supported, only {', '.join(_MODEL_TYPES)}")
+    if content["model_type"] not in MODEL_TYPES:
+        raise ValueError(f"model type {content['model_type']!r} is not supported, only {', '.join(MODEL_TYPES)}")
     if content.get("hidden_act", "silu") != "silu":
         raise ValueError(f"activation {content['hidden_act']!r} is not supported, only 'silu'")
     if content.get("quantization_config"):
         raise ValueError("quantised weights are not supported")
-    sliding_window = content.get("sliding_window") if content.get("use_sliding_window", True) else None
-    if sliding_window and sliding_window < content["max_position_embeddings"]:
-        raise ValueError("sliding-window attention is not supported")
+    if content.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("rotary embedding of a part of the head is not supported")
 
 
 def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
-    is_qwen2 = content["model_type"] == "qwen2"
+    model_type = content["model_type"]
     num_heads = _positive(content, "num_attention_heads")
     hidden_size = _positive(content, "hidden_size")
+    # Where a file leaves out the size of a head, the family's own default holds.
+    default_head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
+    # The Mistral and Qwen2 families know no such switches: their biases are part of the architecture.
+    attention_bias = model_type in ("llama", "qwen3") and bool(content.get("attention_bias", False))
     rope = content.get("rope_parameters") or {}
     config = LlamaConfig(
+        model_type=model_type,
         vocab_size=_positive(content, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive(content, "intermediate_size"),
         num_layers=_positive(content, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=_positive(content, "num_key_value_heads", num_heads),
-        head_dim=_positive(content, "head_dim", hidden_size // num_heads),
+        head_dim=_positive(content, "head_dim", default_head_dim),
         max_position_embeddings=_positive(content, "max_position_embeddings"),
         rms_norm_eps=float(content["rms_norm_eps"]),
         rope_theta=float(content.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         rope_scaling=_parse_rope_scaling(content.get("rope_scaling") or rope),
         tie_word_embeddings=bool(content.get("tie_word_embeddings", False)),
-        qkv_bias=is_qwen2 or bool(content.get("attention_bias", False)),
-        output_bias=not is_qwen2 and bool(content.get("attention_bias", False)),
-        mlp_bias=bool(content.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+        sliding_window=_sliding_window(content),
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=model_type == "llama" and bool(content.get("mlp_bias", False)),
         eos_token_ids=_token_ids(generation.get("eos_token_id", content.get("eos_token_id"))),
     )
     if config.num_heads % config.num_kv_heads:
@@ -117,6 +137,16 @@ def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
     if config.head_dim % 2:
         raise ValueError("head_dim must be even")
     return config
+
+
+def _sliding_window(content: dict[str, Any]) -> int | None:
+    """None when every layer attends to everything. Llama has none; Qwen has one only when it is switched on."""
+    model_type = content["model_type"]
+    if model_type == "llama" or (model_type in _QWEN and not content.get("use_sliding_window", False)):
+        return None
+    if content.get("sliding_window", _DEFAULT_SLIDING_WINDOW) is None:
+        return None
+    return _positive(content, "sliding_window", _DEFAULT_SLIDING_WINDOW)
 
 
 def _positive(content: dict[str, Any], key: str, default: int | None = None) -> int:

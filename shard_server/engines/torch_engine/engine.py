@@ -194,6 +194,7 @@ class TorchEngine:
             max_model_len=config.max_model_len,
             num_threads=config.torch.num_threads or max(1, (os.cpu_count() or 1) // config.num_shards),
             wants_batch_invariance=config.torch.deterministic,
+            on_progress=lambda message: _log.info("loading", model=self._model_name, stage=message),
         )
         self._info = EngineInfo(
             engine="torch",

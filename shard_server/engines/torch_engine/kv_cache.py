@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.memory import available_memory_bytes, kv_block_bytes
 
 _DEFAULT_WINDOWS = 8
 """Full-length sequences that the default number of blocks has room for."""
@@ -79,7 +79,7 @@ def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: i
     """Blocks for 8 full windows, or what fits into half of the free memory. Raises EngineError when that is less than
     one window."""
     window_blocks = -(-max_model_len // block_size)
-    block_bytes = config.num_layers * block_size * 2 * config.kv_size * dtype.itemsize
+    block_bytes = kv_block_bytes(config, block_size, dtype)
     affordable = int(available_memory_bytes() * _MEMORY_SHARE / block_bytes)
     if affordable < window_blocks:
         raise EngineError(
@@ -87,25 +87,3 @@ def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: i
             f"{window_blocks * block_bytes / 2**30:.1f} GiB of KV cache; lower max_model_len or set num_blocks"
         )
     return min(_DEFAULT_WINDOWS * window_blocks, affordable)
-
-
-def available_memory_bytes() -> int:
-    """What this process may still take: free memory of the machine, or of its cgroup if that is less."""
-    available = _machine_available_bytes()
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            counters = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-            # The page cache counts as used, but the kernel gives it back when memory is wanted.
-            available = min(available, max(int(limit) - used + int(counters["file"]), 0))
-    except (OSError, ValueError, KeyError):
-        pass  # no cgroup v2 here
-    return available
-
-
-def _machine_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise EngineError("/proc/meminfo does not say how much memory is available")

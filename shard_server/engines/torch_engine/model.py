@@ -12,12 +12,16 @@ from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.linear import Linear, make_linear
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
+from shard_server.engines.torch_engine.weights import OnProgress
+
+_LAYERS_PER_REPORT = 16
 
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
     attention_norm: torch.Tensor
     qkv: Linear
+    query_key_norms: tuple[torch.Tensor, torch.Tensor] | None
     attention_output: Linear
     mlp_norm: torch.Tensor
     gate: Linear
@@ -36,6 +40,7 @@ class LlamaModel:
         dtype: torch.dtype,
         max_model_len: int,
         max_rows: int | None,
+        on_progress: OnProgress = lambda message: None,
     ) -> None:
         """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
 
@@ -47,7 +52,11 @@ class LlamaModel:
         head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype)
         self._head = make_linear(head, None, max_rows)
         self._norm = weights.pop("model.norm.weight").to(dtype, copy=True)
-        self._layers = [_take_layer(weights, layer, dtype, max_rows) for layer in range(config.num_layers)]
+        self._layers: list[_Layer] = []
+        for index in range(config.num_layers):
+            self._layers.append(_take_layer(weights, index, dtype, max_rows))
+            if (index + 1) % _LAYERS_PER_REPORT == 0 or index + 1 == config.num_layers:
+                on_progress(f"weights: layer {index + 1} of {config.num_layers}")
         self._cos, self._sin = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
 
     @property
@@ -76,6 +85,8 @@ class LlamaModel:
         x = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normalise(x, layer.attention_norm))
+            if layer.query_key_norms is not None:
+                self._normalise_heads_(qkv, *layer.query_key_norms)
             rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
             cache.write(plan.token_rows[index], qkv[:num_tokens, config.query_size :])
             attended = attention.attend(plan, index, qkv[:, : config.query_size])
@@ -83,6 +94,13 @@ class LlamaModel:
             normalised = self._normalise(x, layer.mlp_norm)
             x = layer.down.add(layer.up.multiply(normalised, layer.gate.silu(normalised)), x)
         return self._head(self._normalise(x[logit_rows], self._norm)).float()
+
+    def _normalise_heads_(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:
+        config = self._config
+        queries, keys, _ = qkv.split([config.query_size, config.kv_size, config.kv_size], dim=-1)
+        for heads, weight in ((queries, query_norm), (keys, key_norm)):
+            heads = heads.unflatten(-1, (-1, config.head_dim))
+            heads.copy_(self._normalise(heads, weight))
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
@@ -93,6 +111,10 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype
 
     def norm(name: str) -> torch.Tensor:
         return weights.pop(f"{prefix}.{name}.weight").to(dtype, copy=True)
+
+    query_key_norms = None
+    if f"{prefix}.self_attn.q_norm.weight" in weights:
+        query_key_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
 
     def linear(*names: str) -> Linear:
         parts = [weights.pop(f"{prefix}.{name}.weight").to(dtype) for name in names]
@@ -105,6 +127,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype
     return _Layer(
         attention_norm=norm("input_layernorm"),
         qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        query_key_norms=query_key_norms,
         attention_output=linear("self_attn.o_proj"),
         mlp_norm=norm("post_attention_layernorm"),
         gate=linear("mlp.gate_proj"),

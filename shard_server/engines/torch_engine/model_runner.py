@@ -10,12 +10,13 @@ import torch
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.attention import Extent, PagedAttention
-from shard_server.engines.torch_engine.config import load_config
+from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
+from shard_server.engines.torch_engine.memory import check_memory
 from shard_server.engines.torch_engine.model import LlamaModel
-from shard_server.engines.torch_engine.weights import load_weights
+from shard_server.engines.torch_engine.weights import OnProgress, load_weights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -47,30 +48,39 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         wants_batch_invariance: bool = True,
+        on_progress: OnProgress = lambda message: None,
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
         `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
-        larger products: faster by half or more, but the last bits then depend on the batch. Raises EngineError."""
+        larger products: faster by half or more, but the last bits then depend on the batch. `on_progress` hears a sentence at every
+        stage of loading. Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
         torch_dtype = _DTYPES[dtype]
         config = load_config(model_dir)
-        if max_model_len > config.max_position_embeddings:
-            raise EngineError(
-                f"max_model_len is {max_model_len}, more than the {config.max_position_embeddings} of {model_dir}"
-            )
+        _check_window(model_dir, config, max_model_len)
         self.vocab_size = config.vocab_size
-        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.max_model_len = max_model_len or config.max_window
         self.eos_token_ids = config.eos_token_ids
-        self.num_blocks = num_blocks or default_num_blocks(
-            config, block_size=block_size, max_model_len=self.max_model_len, dtype=torch_dtype
+        check_memory(
+            config, dtype=torch_dtype, num_blocks=num_blocks, block_size=block_size, max_model_len=self.max_model_len
         )
         with torch.inference_mode():
-            weights = load_weights(model_dir, config)
+            weights = load_weights(model_dir, config, on_progress)
             max_rows = INVARIANT_ROWS if wants_batch_invariance else None
             self._model = LlamaModel(
-                config, weights, dtype=torch_dtype, max_model_len=self.max_model_len, max_rows=max_rows
+                config,
+                weights,
+                dtype=torch_dtype,
+                max_model_len=self.max_model_len,
+                max_rows=max_rows,
+                on_progress=on_progress,
             )
+            # What is free once the weights are there.
+            self.num_blocks = num_blocks or default_num_blocks(
+                config, block_size=block_size, max_model_len=self.max_model_len, dtype=torch_dtype
+            )
+            on_progress(f"KV cache: {self.num_blocks} blocks of {block_size} tokens")
             self._cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
             self._attention = PagedAttention(config, self._cache)
             granularity: int | None = None
@@ -120,3 +130,15 @@ class ModelRunner:
 
     def _rounded(self, num_rows: int) -> int:
         return -(-num_rows // self._row_granularity) * self._row_granularity
+
+
+def _check_window(model_dir: Path, config: LlamaConfig, max_model_len: int) -> None:
+    if max_model_len > config.max_position_embeddings:
+        raise EngineError(
+            f"max_model_len is {max_model_len}, more than the {config.max_position_embeddings} of {model_dir}"
+        )
+    if max_model_len > config.max_window:
+        raise EngineError(
+            f"max_model_len is {max_model_len}, but {model_dir} attends through a sliding window of "
+            f"{config.sliding_window} tokens: longer sequences are not supported"
+        )

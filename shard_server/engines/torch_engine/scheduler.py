@@ -7,8 +7,9 @@ blocks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
+from shard_server.engines.base import LoadShare
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
@@ -31,15 +32,23 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    @property
-    def num_queued_prefill_tokens(self) -> int:
-        """Tokens still to be prefilled; what waits counts in full, as its reuse is not known yet."""
-        waiting = sum(sequence.num_tokens for sequence in self.waiting)
-        return waiting + sum(n for sequence in self.running if (n := sequence.num_uncomputed_tokens) > 1)
-
-    @property
-    def num_decode_context_tokens(self) -> int:
-        return sum(sequence.num_tokens for sequence in self.running if sequence.num_uncomputed_tokens == 1)
+    def load_shares(self) -> dict[int, LoadShare]:
+        """What is to be done, by origin; what waits counts in full, as its reuse is not known yet."""
+        shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)
+        for sequence in self.waiting:
+            share = shares[sequence.request.origin]
+            share.num_waiting += 1
+            share.num_queued_prefill_tokens += len(sequence.token_ids)
+        for sequence in self.running:
+            share = shares[sequence.request.origin]
+            share.num_running += 1
+            num_tokens = len(sequence.token_ids)
+            num_uncomputed = num_tokens - sequence.num_computed_tokens
+            if num_uncomputed > 1:
+                share.num_queued_prefill_tokens += num_uncomputed
+            else:
+                share.num_decode_context_tokens += num_tokens
+        return shares
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

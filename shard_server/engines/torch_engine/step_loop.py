@@ -32,6 +32,7 @@ class StepLoop:
         self._runner = runner
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
+        self._num_submitted = 0
         self._output = StepOutput()
         self._speed = StepSpeed()
 
@@ -52,6 +53,7 @@ class StepLoop:
         """Take in a sequence; `submit_time` is the clock's."""
         sequence = EngineSequence(request, self.scheduler.pool.block_size, submit_time)
         self._sequences[request.request_id] = sequence
+        self._num_submitted += 1
         self.scheduler.add(sequence)
         if (reason := _finish_reason(sequence)) is not None:  # resumed, and there is nothing left to generate
             self._end(sequence, reason)
@@ -145,11 +147,9 @@ class StepLoop:
 
     def _load(self) -> EngineLoad:
         scheduler = self.scheduler
-        return EngineLoad(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_queued_prefill_tokens=scheduler.num_queued_prefill_tokens,
-            num_decode_context_tokens=scheduler.num_decode_context_tokens,
+        return EngineLoad.of(
+            scheduler.load_shares(),
+            num_submitted=self._num_submitted,
             num_available_blocks=scheduler.pool.num_available,
             num_preemptions=scheduler.num_preemptions,
             prefill_tokens_per_second=self._speed.prefill_tokens_per_second,

@@ -1,8 +1,15 @@
-"""Reads a model's safetensors files and checks that every tensor is there, with the shape its config.json implies."""
+"""Reads a model's safetensors files and checks that every tensor is there, with the shape its config.json implies.
+
+Names, shapes and types are in the files' headers: everything is checked, and the memory counted, before the first
+weight is touched.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,24 +18,27 @@ from safetensors import SafetensorError, safe_open
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.config import LlamaConfig
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = ("BF16", "F16", "F32")
+_DERIVED_TENSORS = ("rotary_emb.inv_freq", "masked_bias")
+"""Old files hold such tables; they follow from config.json."""
+
+OnProgress = Callable[[str], None]
 
 
-def load_weights(model_dir: Path, config: LlamaConfig) -> dict[str, torch.Tensor]:
+def load_weights(
+    model_dir: Path, config: LlamaConfig, on_progress: OnProgress = lambda message: None
+) -> dict[str, torch.Tensor]:
     """Tensors by their name in the file, mapped from it rather than read. Raises EngineError."""
     expected = expected_shapes(config)
+    places = _check_headers(model_dir, config, expected)
+    paths = sorted(set(places.values()))
     weights: dict[str, torch.Tensor] = {}
-    for path in _weight_files(model_dir):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (not a dict)
-                    if name in expected:
-                        weights[name] = file.get_tensor(name)
-        except OSError as error:
-            raise EngineError(f"{path}: {error.strerror or error}") from error
-        except (SafetensorError, ValueError, RuntimeError) as error:
-            raise EngineError(f"{path}: not a safetensors file, or a damaged or truncated one ({error})") from error
-    _check(model_dir, weights, expected)
+    for number, path in enumerate(paths, 1):
+        on_progress(f"weights: file {number} of {len(paths)}, {path.name}")
+        with _opened(path) as file:
+            for name, place in places.items():
+                if place == path:
+                    weights[name] = file.get_tensor(name)
     return weights
 
 
@@ -44,6 +54,9 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
@@ -52,8 +65,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}.{name}.weight": (size,) for name, size in norms.items()}
         for name, (rows, columns, has_bias) in linears.items():
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
@@ -61,13 +73,26 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """What the weights take once they are loaded. A tied embedding counts twice: its use as the head has a layout of
+    its own."""
+    num_weights = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    if config.tie_word_embeddings:
+        num_weights += config.vocab_size * config.hidden_size
+    return num_weights * dtype.itemsize
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Those of the index if there is one, else every .safetensors file. Raises EngineError when there are none."""
     index_path = model_dir / "model.safetensors.index.json"
     if index_path.exists():
         try:
             names = set(json.loads(index_path.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise EngineError(f"{index_path}: damaged ({error})") from error
+        # The index is the file's word: it must not lead out of the directory.
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise EngineError(f"{index_path}: damaged (weight_map must name files beside it)")
         return [model_dir / name for name in sorted(names)]
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
@@ -75,15 +100,51 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _check(model_dir: Path, weights: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]]) -> None:
-    missing = sorted(expected.keys() - weights.keys())
+def _check_headers(model_dir: Path, config: LlamaConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Path]:
+    """The file of every expected tensor."""
+    places: dict[str, Path] = {}
+    for path in weight_files(model_dir):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                if name not in expected:
+                    _check_ignorable(model_dir, config, name)
+                    continue
+                if name in places:
+                    raise EngineError(f"{model_dir}: tensor {name!r} is in {places[name].name} and in {path.name}")
+                header = file.get_slice(name)
+                _check_tensor(model_dir, name, tuple(header.get_shape()), header.get_dtype(), expected[name])
+                places[name] = path
+    missing = sorted(expected.keys() - places.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise EngineError(f"{model_dir}: tensor {missing[0]!r}{more} missing")
-    for name, tensor in weights.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise EngineError(
-                f"{model_dir}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {expected[name]}"
-            )
-        if tensor.dtype not in _DTYPES:
-            raise EngineError(f"{model_dir}: tensor {name!r} has type {tensor.dtype}, which is not supported")
+    return places
+
+
+def _check_tensor(
+    model_dir: Path, name: str, shape: tuple[int, ...], dtype: str, expected_shape: tuple[int, ...]
+) -> None:
+    if shape != expected_shape:
+        raise EngineError(f"{model_dir}: tensor {name!r} has shape {shape}, config.json implies {expected_shape}")
+    if dtype not in _DTYPES:
+        raise EngineError(
+            f"{model_dir}: tensor {name!r} has type {dtype}, which is not supported, only {', '.join(_DTYPES)}"
+        )
+
+
+def _check_ignorable(model_dir: Path, config: LlamaConfig, name: str) -> None:
+    """A tensor that the computation would leave out makes it another model's."""
+    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    if not tied_head and not name.endswith(_DERIVED_TENSORS):
+        raise EngineError(f"{model_dir}: unexpected tensor {name!r}: a {config.model_type} model has none of that name")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise EngineError(f"{path}: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise EngineError(f"{path}: not a safetensors file, or a damaged or truncated one ({error})") from error

@@ -1,0 +1,59 @@
+"""How much memory there is, and whether a model fits into it: asked before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.weights import weight_bytes
+
+_OVERHEAD_BYTES = 128 * 2**20
+"""Activations, rotation tables, one layer's weights in two layouts while they are converted."""
+
+
+def check_memory(
+    config: LlamaConfig, *, dtype: torch.dtype, num_blocks: int, block_size: int, max_model_len: int
+) -> None:
+    """Raise EngineError unless weights and `num_blocks` KV blocks (0: those of one full window) fit into memory."""
+    num_weight_bytes = weight_bytes(config, dtype)
+    num_kv_bytes = (num_blocks or -(-max_model_len // block_size)) * kv_block_bytes(config, block_size, dtype)
+    available = available_memory_bytes()
+    if num_weight_bytes + num_kv_bytes + _OVERHEAD_BYTES > available:
+        what = f"{num_blocks} KV blocks" if num_blocks else f"the KV of one sequence of {max_model_len} tokens"
+        raise EngineError(
+            f"too little memory: the weights need {_gib(num_weight_bytes)}, {what} {_gib(num_kv_bytes)} of memory; "
+            f"{_gib(available)} are available (lower num_blocks or max_model_len, or take a smaller model)"
+        )
+
+
+def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
+    return config.num_layers * block_size * 2 * config.kv_size * dtype.itemsize
+
+
+def available_memory_bytes() -> int:
+    """What this process may still take: free memory of the machine, or of its cgroup if that is less."""
+    available = _machine_available_bytes()
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            counters = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+            # The page cache counts as used, but the kernel gives it back when memory is wanted.
+            available = min(available, max(int(limit) - used + int(counters["file"]), 0))
+    except (OSError, ValueError, KeyError):
+        pass  # no cgroup v2 here
+    return available
+
+
+def _machine_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise EngineError("/proc/meminfo does not say how much memory is available")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
