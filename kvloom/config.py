@@ -9,7 +9,7 @@ Unknown keys and wrong types are errors that name the key. Command-line flags an
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -82,8 +82,83 @@ class TorchConfig(Section):
     fails over goes on from the tokens delivered, but not always with the tokens it would have had."""
 
 
+class TensorRtKvCacheConfig(Section):
+    free_gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Of what is free once the weights are loaded. With `shard.num_blocks` the smaller of the two holds."""
+    dtype: str = "auto"
+    """auto, fp8, ..."""
+    block_reuse: bool = True
+    partial_reuse: bool = True
+    host_cache_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Second tier in host memory; 0: none."""
+    event_buffer_max_size: PositiveInt = 65_536
+    """KV events that may wait for the shard; beyond that they are lost and the shard resynchronises."""
+
+
+class TensorRtSpeculationConfig(Section):
+    method: Literal["off", "ngram", "eagle3", "mtp", "draft_target"] = "off"
+    max_draft_len: PositiveInt = 4
+    max_matching_ngram_size: PositiveInt = 4
+    """ngram only. The pool of n-grams is never shared between requests."""
+    draft_model: str = ""
+    """Directory or name of the draft model: eagle3 and draft_target."""
+
+
+class TensorRtLoraConfig(Section):
+    enabled: bool = False
+    max_rank: PositiveInt = 64
+    max_loras: PositiveInt = 4
+    max_cpu_loras: PositiveInt = 32
+
+
+class TensorRtCacheTransceiverConfig(Section):
+    """Moves KV between a prefill and a decode engine."""
+
+    backend: Literal["off", "DEFAULT", "UCX", "NIXL", "MPI"] = "off"
+    max_tokens_in_buffer: Annotated[int, Meta(ge=0)] = 0
+    """0: the library's default."""
+    timeout_ms: PositiveInt = 60_000
+    """Without one, a peer that cannot be reached blocks the engine."""
+
+
+class TensorRtLlmConfig(Section):
+    """What is passed to TensorRT-LLM (docs/tensorrt-llm.md). Block size, blocks, batch and window are `shard`'s."""
+
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    attention_dp: bool = False
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    max_num_tokens: PositiveInt = 8192
+    """Tokens of one step at most; without chunked prefill also of a prompt."""
+    chunked_prefill: bool = True
+    overlap_scheduler: bool = True
+    cuda_graphs: bool = True
+    stream_interval: PositiveInt = 1
+    guided_decoding_backend: Literal["off", "xgrammar", "llguidance"] = "off"
+    sampler_type: Literal["auto", "TorchSampler", "TRTLLMSampler"] = "auto"
+    penalties: bool = False
+    """Whether the chosen sampler applies penalties (docs/tensorrt-llm.md). Off: such requests are refused by name."""
+    extra_llm_options: dict[str, Any] = {}
+    """Further arguments of `LLM`, as they are."""
+    start_timeout_seconds: PositiveFloat = 3600.0
+    probe_interval_seconds: PositiveFloat = 30.0
+    """An idle engine generates one token this often, to show that it still can."""
+    probe_timeout_seconds: PositiveFloat = 30.0
+    stall_timeout_seconds: PositiveFloat = 120.0
+    """An engine that has work and shows no progress for this long has died."""
+    cancel_timeout_seconds: PositiveFloat = 10.0
+    """A cancelled sequence that TensorRT-LLM does not end within this time is cut off."""
+    unread_timeout_seconds: PositiveFloat = 30.0
+    """When nobody reads the engine's news for this long, its sequences are aborted."""
+    kv_cache: TensorRtKvCacheConfig = msgspec.field(default_factory=TensorRtKvCacheConfig)
+    speculation: TensorRtSpeculationConfig = msgspec.field(default_factory=TensorRtSpeculationConfig)
+    lora: TensorRtLoraConfig = msgspec.field(default_factory=TensorRtLoraConfig)
+    cache_transceiver: TensorRtCacheTransceiverConfig = msgspec.field(default_factory=TensorRtCacheTransceiverConfig)
+
+
 class ShardConfig(Section):
-    engine: Literal["torch", "sim"] = "torch"
+    engine: Literal["torch", "sim", "tensorrt_llm"] = "torch"
     num_shards: PositiveInt = 2
     """How many `kvloom up` starts."""
     host: str = "127.0.0.1"
@@ -99,6 +174,7 @@ class ShardConfig(Section):
     drain_timeout_seconds: PositiveFloat = 30.0
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)
+    tensorrt_llm: TensorRtLlmConfig = msgspec.field(default_factory=TensorRtLlmConfig)
 
 
 class SafetyConfig(Section):
