@@ -1,0 +1,44 @@
+"""Traces: files of recorded calls, read once and replayed as workloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tools.failures import CommandError
+from tools.simulate.traces.azure import BLOCK_SIZE as AZURE_BLOCK_SIZE
+from tools.simulate.traces.azure import read_azure
+from tools.simulate.traces.mooncake import read_mooncake
+from tools.simulate.traces.reading import ReadFraction
+from tools.simulate.traces.trace import HashRuns, MeasuredWorkload, Trace, TraceFormat
+from tools.simulate.traces.weka import read_weka
+
+__all__ = ["FORMATS", "HashRuns", "MeasuredWorkload", "Trace", "TraceFormat", "guess_format", "read_trace"]
+
+FORMATS: Final[tuple[TraceFormat, ...]] = ("mooncake", "weka", "azure")
+
+
+def guess_format(path: Path) -> TraceFormat:
+    """By the file's name. Raises CommandError when that does not tell."""
+    name = path.name.lower()
+    found: list[TraceFormat] = [candidate for candidate in FORMATS if candidate in name]
+    if len(found) == 1:
+        return found[0]
+    if not found and name.removesuffix(".gz").endswith(".csv"):
+        return "azure"
+    raise CommandError(f"{path}: the name does not tell the trace's format: say --format {'|'.join(FORMATS)}")
+
+
+def read_trace(
+    path: Path,
+    trace_format: TraceFormat,
+    *,
+    block_size: int | None = None,
+    on_fraction: ReadFraction | None = None,
+) -> Trace:
+    """`block_size`: for traces that do not say which blocks are alike (azure). Raises CommandError."""
+    if trace_format == "azure":
+        return read_azure(path, on_fraction, block_size or AZURE_BLOCK_SIZE)
+    if block_size is not None:
+        raise CommandError(f"--block-size is for azure traces: {trace_format} traces have blocks of their own")
+    return read_mooncake(path, on_fraction) if trace_format == "mooncake" else read_weka(path, on_fraction)

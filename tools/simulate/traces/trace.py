@@ -1,0 +1,70 @@
+"""What a reader makes of a trace file: calls that can be replayed at any load, with any seed, as often as wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Literal, Protocol, overload
+
+import xxhash
+
+from tools.simulate.workload import Workload
+
+TraceFormat = Literal["mooncake", "weka", "azure"]
+_BASE_MASK = (1 << 62) - 1
+
+
+class MeasuredWorkload(Workload, Protocol):
+    """A workload that knows which of its calls arrive while the load is what was asked for."""
+
+    @property
+    def num_measured_calls(self) -> int:
+        """So many calls count, the first to arrive."""
+        ...
+
+
+class Trace(Protocol):
+    @property
+    def is_closed_loop(self) -> bool:
+        """Whether its load is a number of users; else it is a multiple of the rate at which it was recorded."""
+        ...
+
+    @property
+    def num_calls(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    def workload(self, load: float, seed: int, max_requests: int | None = None) -> MeasuredWorkload:
+        """A fresh one for one simulation. `load`: rate multiple or number of users."""
+        ...
+
+
+def hash_base(*names: object) -> int:
+    """Where the block hashes of a namespace begin; id i in it has the hash base + i. Two namespaces of a million ids
+    each overlap with a probability of 1 in 10^12."""
+    return 1 + (xxhash.xxh3_64_intdigest("\0".join(map(str, names)).encode()) & _BASE_MASK)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HashRuns(Sequence[int]):
+    """Block hashes kept as runs of consecutive numbers: some 50 bytes instead of 12 kB for a prompt of 100,000 tokens.
+
+    Iterating is as fast as over a tuple, single items are slow: who needs those makes a tuple of it.
+    """
+
+    runs: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.runs)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return tuple(self)[index]
