@@ -54,8 +54,10 @@ class StepParts:
 class RouterConnection:
     """Fed by the EngineFront, emptied by the servicer's writer. Nothing here waits for the router."""
 
-    def __init__(self, router_id: str, max_pending_frames: int = MAX_PENDING_FRAMES) -> None:
+    def __init__(self, router_id: str, origin: int, max_pending_frames: int = MAX_PENDING_FRAMES) -> None:
         self.router_id = router_id
+        self.origin = origin
+        """Marks this stream's sequences in the engine; another stream of the same router has another."""
         self.by_slot: dict[int, LiveSequence] = {}
         self.parts = StepParts()
         """Of the engine step (or the router's frame) that is being handled."""

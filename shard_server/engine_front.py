@@ -80,7 +80,9 @@ class EngineFront:
         self._letting_go: set[str] = set()
         """Finished here, and cancelled in the engine, whose end for them is still to come."""
         self._serials = itertools.count()
+        self._origins = itertools.count(1)
         self._load = LoadReporter(engine.info.num_blocks)
+        self._report_timer: asyncio.TimerHandle | None = None
         self._failed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,7 +94,7 @@ class EngineFront:
         """A new stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
         if self._failed:
             raise engine_failed()
-        connection = RouterConnection(router_id, self._max_pending_frames)
+        connection = RouterConnection(router_id, next(self._origins), self._max_pending_frames)
         hello = ShardHello(info=self.info)
         connection.send(
             ShardServiceConnectResponse(hello=hello, kv_snapshot=self._kv.snapshot(), load=self.load_report())
@@ -123,6 +125,8 @@ class EngineFront:
                 self._cancel_in_engine(sequence)
                 self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
         connection.send_step()
+        if frame.submits and len(self._connections) > 1:
+            self._report_soon()
         if frame.want_kv_snapshot:
             connection.send(ShardServiceConnectResponse(kv_snapshot=self._kv.snapshot()))
 
@@ -136,9 +140,8 @@ class EngineFront:
         """While it is set new sequences are refused; routers are told at once."""
         if draining != self._load.draining:
             self._load.draining = draining
-            report = self.load_report()
             for connection in self._connections:
-                connection.send(ShardServiceConnectResponse(load=report))
+                connection.send_step(load=self._load.report(connection.origin))
 
     async def wait_idle(self) -> None:
         """Returns when no sequence is live."""
@@ -150,6 +153,7 @@ class EngineFront:
             connection.end()
 
     def load_report(self) -> LoadReport:
+        """For somebody who has submitted nothing."""
         return self._load.report()
 
     # -- the engine ---------------------------------------------------------------------------------------------------
@@ -209,15 +213,27 @@ class EngineFront:
         for end in output.ends:
             self._end(end)
         kv_events = self._kv.apply(output.kv_events) if output.kv_events else None
-        load = self._load.on_step(output.load, now)
+        is_report_due = self._load.on_step(output.load, now)
         for connection in self._connections:
-            connection.send_step(kv_events, load)
+            connection.send_step(kv_events, self._load.report(connection.origin) if is_report_due else None)
         step_seconds = None
         if output.request_ids:
             if self._last_token_step_at is not None:
                 step_seconds = now - self._last_token_step_at
             self._last_token_step_at = now if live else None
         self._metrics.on_step(output.load, num_tokens, num_discarded, self._kv.num_cached_blocks, step_seconds)
+
+    def _report_soon(self) -> None:
+        """The other routers must hear of a submit, though the engine's step may take long."""
+        if self._report_timer is None:
+            delay_seconds = self._load.seconds_to_next(self._clock())
+            self._report_timer = asyncio.get_running_loop().call_later(delay_seconds, self._report_submits)
+
+    def _report_submits(self) -> None:
+        self._report_timer = None
+        if self._load.is_due_without_step(self._clock()):
+            for connection in self._connections:
+                connection.send_step(load=self._load.report(connection.origin))
 
     def _start(self, sequence: LiveSequence, num_cached_tokens: int, queue_time_seconds: float, now: float) -> None:
         sequence.num_cached_tokens = num_cached_tokens
@@ -253,7 +269,7 @@ class EngineFront:
             raise protocol_violation(f"Request {submit.request_id}: every choice needs a slot that is not in use.")
         try:
             self._check_capacity(len(choices))
-            requests = resolve_submit(submit, self._engine_info, next(self._serials))
+            requests = resolve_submit(submit, self._engine_info, next(self._serials), connection.origin)
         except KvloomError as error:
             for choice in choices:
                 connection.parts.finishes.append(refusal(choice.slot, error))
@@ -284,6 +300,7 @@ class EngineFront:
             except EngineError as error:
                 log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
                 raise engine_failed() from error  # what a client can do wrong has been checked before
+            self._load.on_submit(request)
         self._live[request.request_id] = sequence
         connection.by_slot[choice.slot] = sequence
         self._idle.clear()

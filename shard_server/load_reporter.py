@@ -1,13 +1,23 @@
-"""The engine's load as routers are told it: rarely while it changes little by little, at once when it matters."""
+"""The engine's load as routers are told it: rarely while it changes little by little, at once when it matters.
+
+A report tells each router which part of the counts came over its own stream, so that it can tell what other routers
+have placed. What has been submitted and the engine has not taken in yet counts as waiting: a step can last long, and
+other routers must not take the shard for idle meanwhile.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
 from kvloom.v1.shard_service_pb2 import LoadReport
-from shard_server.engines.base import EngineLoad
+from shard_server.engines.base import EngineLoad, EngineRequest, LoadShare
 
 LOAD_REPORT_SECONDS: Final = 0.05
+"""Short against the 0.5 s at which a stale view of other routers' work begins to cost, and long enough that the reports
+of hundreds of shards are a few per cent of a router's time."""
+
+_NO_SHARE: Final = LoadShare()
 
 
 class LoadReporter:
@@ -15,28 +25,59 @@ class LoadReporter:
 
     def __init__(self, num_blocks: int) -> None:
         self.draining = False
-        self.load = EngineLoad(num_available_blocks=num_blocks)
+        self._load = EngineLoad(num_available_blocks=num_blocks)
         self._num_blocks = num_blocks
         self._reported_at = float("-inf")
         self._reported_idle = True
+        self._num_submitted = 0
+        self._in_flight: deque[tuple[int, int]] = deque()
+        """(origin, tokens) of the sequences that the newest load does not count yet."""
+        self._tells_all = True
+        """Whether the last reports told of every submit."""
 
-    def on_step(self, load: EngineLoad, now: float) -> LoadReport | None:
-        """Takes the load of a step; returns a report if one is due: LOAD_REPORT_SECONDS after the one before, or when
-        the engine has become busy or idle."""
-        self.load = load
-        is_idle = not (load.num_running or load.num_waiting)
+    def on_submit(self, request: EngineRequest) -> None:
+        """The engine has accepted a sequence."""
+        self._num_submitted += 1
+        self._in_flight.append((request.origin, len(request.prompt_token_ids) + len(request.output_token_ids)))
+        self._tells_all = False
+
+    def on_step(self, load: EngineLoad, now: float) -> bool:
+        """Takes the load of a step. True: reports are due, LOAD_REPORT_SECONDS after the ones before, or because the
+        engine has become busy or idle."""
+        self._load = load
+        while len(self._in_flight) > self._num_submitted - load.num_submitted:
+            self._in_flight.popleft()
+        is_idle = not (load.num_running or load.num_waiting or self._in_flight)
         if is_idle == self._reported_idle and now - self._reported_at < LOAD_REPORT_SECONDS:
-            return None
-        self._reported_idle = is_idle
-        self._reported_at = now
-        return self.report()
+            return False
+        self._on_due(is_idle, now)
+        return True
 
-    def report(self) -> LoadReport:
-        load = self.load
+    def seconds_to_next(self, now: float) -> float:
+        """When the submits since the last reports may be told without waiting for a step."""
+        return max(0.0, self._reported_at + LOAD_REPORT_SECONDS - now)
+
+    def is_due_without_step(self, now: float) -> bool:
+        """Whether no step has come to tell of the last submits; True: reports are made now."""
+        if self._tells_all:
+            return False
+        self._on_due(is_idle=False, now=now)
+        return True
+
+    def report(self, origin: int | None = None) -> LoadReport:
+        """For the stream of `origin`; without one nothing is the reader's own."""
+        load = self._load
+        own = _NO_SHARE if origin is None else load.shares.get(origin, _NO_SHARE)
+        num_in_flight_tokens = num_own_in_flight = num_own_in_flight_tokens = 0
+        for submitter, num_tokens in self._in_flight:
+            num_in_flight_tokens += num_tokens
+            if submitter == origin:
+                num_own_in_flight += 1
+                num_own_in_flight_tokens += num_tokens
         return LoadReport(
             num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_queued_prefill_tokens=load.num_queued_prefill_tokens,
+            num_waiting=load.num_waiting + len(self._in_flight),
+            num_queued_prefill_tokens=load.num_queued_prefill_tokens + num_in_flight_tokens,
             num_decode_context_tokens=load.num_decode_context_tokens,
             num_available_blocks=load.num_available_blocks,
             num_blocks=self._num_blocks,
@@ -44,4 +85,13 @@ class LoadReporter:
             decode_step_seconds=load.decode_step_seconds,
             num_preemptions=load.num_preemptions,
             draining=self.draining,
+            num_own_running=own.num_running,
+            num_own_waiting=own.num_waiting + num_own_in_flight,
+            num_own_queued_prefill_tokens=own.num_queued_prefill_tokens + num_own_in_flight_tokens,
+            num_own_decode_context_tokens=own.num_decode_context_tokens,
         )
+
+    def _on_due(self, is_idle: bool, now: float) -> None:
+        self._reported_idle = is_idle
+        self._reported_at = now
+        self._tells_all = True

@@ -26,9 +26,9 @@ def choice_seed(seed: int, index: int) -> int:
     return x ^ (x >> 31)
 
 
-def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int) -> list[EngineRequest]:
+def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: int = 0) -> list[EngineRequest]:
     """One request per choice, in their order. `serial` makes the engine's names unique: routers may use the same
-    request_id, and a name is in use until the engine has let go of it. Raises KvloomError.
+    request_id, and a name is in use until the engine has let go of it. `origin` is the stream's. Raises KvloomError.
     """
     prompt = submit.prompt_token_ids[:]
     if not prompt:
@@ -52,6 +52,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int) -> list[E
             stop_token_ids=stop_token_ids,
             output_token_ids=_output_token_ids(choice, max_tokens, info),
             root_hash=root,
+            origin=origin,
         )
         for choice in submit.choices
     ]

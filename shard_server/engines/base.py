@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
 
 
 class Capability(enum.StrEnum):
@@ -84,6 +84,8 @@ class EngineRequest:
     """Tokens that earlier attempts emitted: treated as output (penalties, positions, max_tokens), not emitted again."""
     root_hash: int = 0
     """Parent hash of the first block (kvloom.block_hash.root_hash): separates models and tenants in the cache."""
+    origin: int = 0
+    """Who submitted it: the load is told by origin, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +130,16 @@ class AllBlocksCleared:
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+@dataclasses.dataclass(slots=True)
+class LoadShare:
+    """What the sequences of one origin are to an engine; fields as in EngineLoad."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prefill_tokens: int = 0
+    num_decode_context_tokens: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoad:
     """As of the end of a step."""
@@ -135,13 +147,31 @@ class EngineLoad:
     num_running: int = 0
     num_waiting: int = 0
     num_queued_prefill_tokens: int = 0
+    """Still to be prefilled, of waiting and running sequences; what waits counts in full."""
     num_decode_context_tokens: int = 0
+    shares: Mapping[int, LoadShare] = dataclasses.field(default_factory=dict)
+    """The counts above by origin; an origin without live sequences is missing."""
+    num_submitted: int = 0
+    """Sequences taken in, counted from the start: those submitted after them are not in the counts yet."""
     num_available_blocks: int = 0
     num_preemptions: int = 0
     """Counted from the start."""
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
     """Moving averages; 0 = not known yet."""
+
+    @classmethod
+    def of(cls, shares: Mapping[int, LoadShare], **others: Any) -> EngineLoad:
+        """The counts are the sums of the shares; `others` are the other fields."""
+        parts = shares.values()
+        return cls(
+            num_running=sum(share.num_running for share in parts),
+            num_waiting=sum(share.num_waiting for share in parts),
+            num_queued_prefill_tokens=sum(share.num_queued_prefill_tokens for share in parts),
+            num_decode_context_tokens=sum(share.num_decode_context_tokens for share in parts),
+            shares=shares,
+            **others,
+        )
 
 
 @dataclasses.dataclass(slots=True)

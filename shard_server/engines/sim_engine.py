@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -24,6 +24,7 @@ from shard_server.engines.base import (
     EngineLoad,
     EngineRequest,
     FinishReason,
+    LoadShare,
     SequenceEnd,
     SequenceStart,
     StepOutput,
@@ -80,6 +81,7 @@ class SimEngine:
         self._waiting: deque[SimSequence] = deque()
         self._running: list[SimSequence] = []
         self._cancelled: set[str] = set()
+        self._num_submitted = 0
         self._num_preemptions = 0
         self._step_ends_at = 0.0
         self._closed = False
@@ -101,6 +103,7 @@ class SimEngine:
         sequence = SimSequence(request, self._info, time.monotonic())
         self._live[request.request_id] = sequence
         self._waiting.append(sequence)
+        self._num_submitted += 1
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -262,18 +265,21 @@ class SimEngine:
             handle.cancel()
 
     def _load(self) -> EngineLoad:
-        num_context = 0
-        num_queued = sum(len(sequence.token_ids) for sequence in self._waiting)
+        shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)
+        for sequence in self._waiting:
+            share = shares[sequence.request.origin]
+            share.num_waiting += 1
+            share.num_queued_prefill_tokens += len(sequence.token_ids)
         for sequence in self._running:
+            share = shares[sequence.request.origin]
+            share.num_running += 1
             if sequence.is_decoding:
-                num_context += sequence.num_computed_tokens
+                share.num_decode_context_tokens += sequence.num_computed_tokens
             else:
-                num_queued += len(sequence.token_ids) - sequence.num_computed_tokens
-        return EngineLoad(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_queued_prefill_tokens=num_queued,
-            num_decode_context_tokens=num_context,
+                share.num_queued_prefill_tokens += len(sequence.token_ids) - sequence.num_computed_tokens
+        return EngineLoad.of(
+            shares,
+            num_submitted=self._num_submitted,
             num_available_blocks=self._pool.num_available,
             num_preemptions=self._num_preemptions,
             prefill_tokens_per_second=self._prefill_tokens_per_second,

@@ -109,4 +109,12 @@ class EngineDriver:
         self.load = output.load
         assert 0 <= output.load.num_available_blocks <= self.engine.info.num_blocks
         assert output.load.num_running <= self.engine.info.max_batch
+        _assert_shares_add_up(output.load)
         self.max_preemptions = max(self.max_preemptions, output.load.num_preemptions)
+
+
+def _assert_shares_add_up(load: EngineLoad) -> None:
+    sums = EngineLoad.of(load.shares)
+    assert (sums.num_running, sums.num_waiting) == (load.num_running, load.num_waiting)
+    assert sums.num_queued_prefill_tokens == load.num_queued_prefill_tokens
+    assert sums.num_decode_context_tokens == load.num_decode_context_tokens

@@ -251,6 +251,21 @@ class EngineSuite:
         assert load.num_decode_context_tokens == 0
         assert load.num_available_blocks == driver.engine.info.num_blocks
 
+    async def test_load_tells_whose_it_is(self, start: StartEngine) -> None:
+        """Several routers place on one shard; each knows its own part, and must learn the others'."""
+        driver = await start(max_batch=2)
+        for i in range(4):
+            driver.engine.submit(request_of(f"r{i}", prompt_of(i, 20), 10, origin=i % 3))
+        await driver.step_until(lambda: len(driver.tokens) == 2)
+        shares = driver.load.shares
+        assert (shares[0].num_running, shares[0].num_waiting, shares[0].num_queued_prefill_tokens) == (1, 1, 20)
+        assert (shares[1].num_running, shares[1].num_waiting) == (1, 0)
+        assert shares[1].num_decode_context_tokens >= 20
+        assert (shares[2].num_running, shares[2].num_waiting, shares[2].num_queued_prefill_tokens) == (0, 1, 20)
+        assert driver.load.num_submitted == 4
+        await driver.step_until(lambda: len(driver.ends) == 4)
+        assert not driver.load.shares
+
     async def test_logprobs_have_the_asked_shape(self, start: StartEngine) -> None:
         """One per token: its own, and the k likeliest, likeliest first; none for those who did not ask."""
         driver = await start()

@@ -12,7 +12,7 @@ import pytest
 from kvloom.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.shard_service_pb2 import RouterHello
+from kvloom.v1.shard_service_pb2 import LoadReport, RouterHello
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
 from shard_server.engines.base import FinishReason
 from shard_server.engines.sim_engine import expected_token_id
@@ -139,6 +139,51 @@ async def test_a_broken_stream_cancels_its_sequences_and_no_others(world: ShardW
     await watcher.read_until(lambda: len(watcher.tokens[1]) > num_tokens + 3)
     await watcher.write(cancel_slots=[1])
     await watcher.read_until(lambda: watcher.load.num_available_blocks == watcher.load.num_blocks)
+
+
+async def test_the_routers_own_parts_of_the_load_add_up() -> None:
+    """Each router sees what the others have placed: the totals less its own part. Every report of the same step has the
+    same totals."""
+    async with shard_world(sim_config(step_ms=5, max_batch=4)) as world:
+        routers = [await world.router("a"), await world.router("b")]
+        for router, count in zip(routers, (2, 4), strict=True):
+            await router.write(submits=[submit_of(slot, PROMPT, max_tokens=200) for slot in range(count)])
+        for router in routers:
+            await router.read_until(lambda router=router: len(router.finishes) >= 2 and not router.load.num_waiting)
+    first, second = [{_totals(load): _own_part(load) for load in _loads(router)} for router in routers]
+    common = first.keys() & second.keys()
+    assert len(common) > 5
+    for totals in common:
+        assert tuple(map(sum, zip(first[totals], second[totals], strict=True))) == totals
+
+
+async def test_a_submit_is_told_to_the_other_routers_before_the_engine_has_made_a_step() -> None:
+    """A step of the engine may take long; until it ends the others would place on a shard that is not free."""
+    async with shard_world(engine=ScriptedEngine()) as world:
+        placing, other = await world.router("placing"), await world.router("other")
+        await placing.submit(1, PROMPT, max_tokens=4)
+        await other.read_until(lambda: other.load.num_waiting == 1)
+        assert _totals(other.load) == (0, 1, len(PROMPT), 0)
+        assert _own_part(other.load) == (0, 0, 0, 0)
+        await placing.read_until(lambda: placing.load.num_waiting == 1)
+        assert _own_part(placing.load) == _totals(placing.load)
+
+
+def _loads(router: RouterEnd) -> list[LoadReport]:
+    return [frame.load for frame in router.frames if frame.HasField("load")]
+
+
+def _totals(load: LoadReport) -> tuple[int, ...]:
+    return load.num_running, load.num_waiting, load.num_queued_prefill_tokens, load.num_decode_context_tokens
+
+
+def _own_part(load: LoadReport) -> tuple[int, ...]:
+    return (
+        load.num_own_running,
+        load.num_own_waiting,
+        load.num_own_queued_prefill_tokens,
+        load.num_own_decode_context_tokens,
+    )
 
 
 async def test_a_router_that_does_not_read_is_cut_off_and_the_other_goes_on() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shard_server.engines.base import Capability, EngineInfo, EngineLoad
+import pytest
+
+from kvloom.v1.shard_service_pb2 import LoadReport
+from shard_server.engines.base import Capability, EngineInfo, EngineLoad, EngineRequest, LoadShare, Sampling
 from shard_server.load_reporter import LOAD_REPORT_SECONDS, LoadReporter
 from shard_server.submits import choice_seed, resolve_submit
 from tests.fakes.shard_world import submit_of
@@ -49,9 +52,65 @@ def test_load_is_reported_rarely_but_at_once_when_busy_or_idle() -> None:
     """A stale idle shard would get no work, a stale busy one too much."""
     reporter = LoadReporter(num_blocks=10)
     busy, idle = EngineLoad(num_running=1), EngineLoad()
-    assert reporter.on_step(busy, 100.0) is not None
-    assert reporter.on_step(busy, 100.01) is None
-    assert reporter.on_step(idle, 100.02) is not None
-    assert reporter.on_step(busy, 100.03) is not None
-    assert reporter.on_step(busy, 100.04 + LOAD_REPORT_SECONDS) is not None
+    assert reporter.on_step(busy, 100.0)
+    assert not reporter.on_step(busy, 100.01)
+    assert reporter.on_step(idle, 100.02)
+    assert reporter.on_step(busy, 100.03)
+    assert reporter.on_step(busy, 100.04 + LOAD_REPORT_SECONDS)
     assert reporter.report().num_blocks == 10
+
+
+def test_every_stream_is_told_its_own_part_of_the_load() -> None:
+    """What is left is what other routers have placed: that is what a router cannot know by itself."""
+    reporter = LoadReporter(num_blocks=10)
+    reporter.on_step(EngineLoad.of({1: LoadShare(1, 2, 30, 40), 2: LoadShare(5, 6, 70, 80)}), 100.0)
+    first, second, nobody = reporter.report(1), reporter.report(2), reporter.report()
+    assert totals_of(first) == totals_of(second) == totals_of(nobody) == (6, 8, 100, 120)
+    assert (own_part_of(first), own_part_of(second)) == ((1, 2, 30, 40), (5, 6, 70, 80))
+    assert own_part_of(nobody) == own_part_of(reporter.report(3)) == (0, 0, 0, 0)
+
+
+def test_a_submit_counts_before_the_engine_has_taken_it_in_and_never_twice() -> None:
+    """A step may last long; in it the shard would look idle to the other routers."""
+    reporter = LoadReporter(num_blocks=10)
+    for origin, num_tokens in ((1, 20), (2, 30)):
+        reporter.on_submit(EngineRequest("r", [5] * num_tokens, Sampling(), 8, origin=origin))
+    assert totals_of(reporter.report(1)) == (0, 2, 50, 0)
+    assert own_part_of(reporter.report(1)) == (0, 1, 20, 0)
+    reporter.on_step(EngineLoad.of({1: LoadShare(num_running=1)}, num_submitted=1), 100.0)
+    assert totals_of(reporter.report(2)) == (1, 1, 30, 0)
+    assert own_part_of(reporter.report(2)) == (0, 1, 30, 0)
+    reporter.on_step(EngineLoad.of({2: LoadShare(num_running=1)}, num_submitted=2), 100.0)
+    assert totals_of(reporter.report(2)) == (1, 0, 0, 0)
+
+
+def test_submits_are_told_without_a_step_but_not_more_often_than_others() -> None:
+    """A burst of submits must not become a burst of reports; what a step has told is not told again."""
+    reporter = LoadReporter(num_blocks=10)
+    request = EngineRequest("r", [5], Sampling(), 8)
+    assert not reporter.is_due_without_step(99.0)
+    reporter.on_submit(request)
+    assert reporter.seconds_to_next(100.0) == 0
+    assert reporter.is_due_without_step(100.0)
+    reporter.on_submit(request)
+    assert reporter.seconds_to_next(100.0) == pytest.approx(LOAD_REPORT_SECONDS)
+    assert reporter.on_step(EngineLoad(num_running=1, num_submitted=2), 101.0)
+    assert not reporter.is_due_without_step(102.0)
+
+
+def totals_of(report: LoadReport) -> tuple[int, int, int, int]:
+    return (
+        report.num_running,
+        report.num_waiting,
+        report.num_queued_prefill_tokens,
+        report.num_decode_context_tokens,
+    )
+
+
+def own_part_of(report: LoadReport) -> tuple[int, int, int, int]:
+    return (
+        report.num_own_running,
+        report.num_own_waiting,
+        report.num_own_queued_prefill_tokens,
+        report.num_own_decode_context_tokens,
+    )
