@@ -116,6 +116,11 @@ class Answer(abc.ABC):
             "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached_tokens for finish in first_of_prompts)},
         }
 
+    @property
+    def first_start(self) -> SequenceStart | None:
+        """Of the choice that was the first to start; None before."""
+        return next(iter(self.starts.values()), None)
+
     def details(self) -> dict[str, Any]:
         """What `x-kvloom-details` asks for, of the first choice."""
         start = self.starts.get(0)

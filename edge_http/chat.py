@@ -7,6 +7,7 @@ from aiohttp import web
 from edge_http.body import read_json_body
 from edge_http.edge import Edge
 from edge_http.generation import Job, envelope_for, generate, wants_usage
+from edge_http.headers import session_key
 from edge_http.prompt import chat_prompt
 from edge_http.requests import decode_chat
 from edge_http.sampling import chat_max_tokens, chat_sampling, num_choices, stop_conditions
@@ -22,6 +23,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
         sampling = chat_sampling(body)
         max_tokens, max_tokens_field = chat_max_tokens(body)
         stop = stop_conditions(body, max_tokens)
+        key = session_key(request, body.prompt_cache_key)
         job = Job(
             operation="chat",
             model=model,
@@ -32,6 +34,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
             max_tokens_field=max_tokens_field,
             stream=bool(body.stream),
             include_usage=wants_usage(body),
+            session_key=key,
         )
         envelope = envelope_for(job, "chatcmpl-")
         return await generate(edge, request, job, ChatShape(envelope, model.tokenizer), envelope.id)

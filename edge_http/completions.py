@@ -7,6 +7,7 @@ from aiohttp import web
 from edge_http.body import read_json_body
 from edge_http.edge import Edge
 from edge_http.generation import Job, envelope_for, generate, wants_usage
+from edge_http.headers import session_key
 from edge_http.prompt import completion_prompts
 from edge_http.requests import decode_completion
 from edge_http.sampling import completion_max_tokens, completion_sampling, num_choices, stop_conditions
@@ -20,6 +21,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
         n = num_choices(body)
         sampling = completion_sampling(body)
         stop = stop_conditions(body, completion_max_tokens(body))
+        key = session_key(request, body.prompt_cache_key)
         job = Job(
             operation="text_completion",
             model=model,
@@ -30,6 +32,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
             max_tokens_field="max_tokens",
             stream=bool(body.stream),
             include_usage=wants_usage(body),
+            session_key=key,
         )
         envelope = envelope_for(job, "cmpl-")
         return await generate(edge, request, job, CompletionShape(envelope, model.tokenizer), envelope.id)

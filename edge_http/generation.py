@@ -14,7 +14,14 @@ from aiohttp import web
 from edge_http.answer import Answer, PromptSink
 from edge_http.collect import CollectedAnswer
 from edge_http.edge import Edge, ServedModel
-from edge_http.headers import REQUEST_ID, request_id, traceparent, wants_details
+from edge_http.headers import (
+    REQUEST_ID,
+    explanation,
+    request_id,
+    traceparent,
+    wants_details,
+    wants_explanation,
+)
 from edge_http.prompt import Prompt
 from edge_http.requests import GenerationBody
 from edge_http.sampling import check_window
@@ -44,6 +51,7 @@ class Job:
     max_tokens_field: str
     stream: bool
     include_usage: bool
+    session_key: str
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,10 +85,11 @@ async def generate(edge: Edge, request: web.BaseRequest, job: Job, shape: Shape,
         collected = CollectedAnswer(sizes, job.n, shape)
         await _follow(edge, request, job, collected, name)
         processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
+        more = explanation(collected.first_start) if wants_explanation(request) else {}
         return web.Response(
             body=collected.body(with_details=wants_details(request)),
             content_type="application/json",
-            headers={"openai-processing-ms": str(processing_ms)},
+            headers={"openai-processing-ms": str(processing_ms), **more},
         )
     events = EventStream(request, edge.config.max_buffered_bytes)
     streamed = StreamedAnswer(
@@ -91,6 +100,7 @@ async def generate(edge: Edge, request: web.BaseRequest, job: Job, shape: Shape,
         {REQUEST_ID: request_id(request)},
         include_usage=job.include_usage,
         with_details=wants_details(request),
+        with_explanation=wants_explanation(request),
     )
     try:
         await _follow(edge, request, job, streamed, name, events)
@@ -144,6 +154,7 @@ def _link_request(
         n=job.n,
         timeout_seconds=edge.config.request_timeout_seconds,
         traceparent=traceparent(request),
+        session_key=job.session_key,
     )
 
 

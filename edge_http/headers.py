@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 import secrets
 from typing import Final
+from urllib.parse import quote
 
 from aiohttp import web
 
+from kvloom.errors import invalid_argument
+from kvloom.v1.generation_pb2 import SequenceStart
+
 REQUEST_ID: Final = "x-request-id"
 DETAILS: Final = "x-kvloom-details"
+EXPLAIN: Final = "x-kvloom-explain"
+SHARD: Final = "x-kvloom-shard"
+CACHED_TOKENS: Final = "x-kvloom-cached-tokens"
+SESSION_ID: Final = "x-session-id"
+MAX_SESSION_KEY_CHARS: Final = 256
 _REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT: Final = re.compile(
@@ -34,5 +43,29 @@ def traceparent(request: web.BaseRequest) -> str:
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 
+def session_key(request: web.BaseRequest, prompt_cache_key: str | None) -> str:
+    """What names the conversation: the body's field, else the x-session-id header, else "". Raises KvloomError
+    (INVALID_ARGUMENT) for a key that is too long or not printable."""
+    field, key = "prompt_cache_key", prompt_cache_key
+    if not key:
+        field, key = SESSION_ID, request.headers.get(SESSION_ID, "")
+    if not key.isprintable():  # nor are lone surrogates, which could not be sent on
+        raise invalid_argument(f"{field} must be printable text.", field)
+    if len(key) > MAX_SESSION_KEY_CHARS:
+        raise invalid_argument(f"{field} has {len(key)} characters; at most {MAX_SESSION_KEY_CHARS}.", field)
+    return key
+
+
 def wants_details(request: web.BaseRequest) -> bool:
     return request.headers.get(DETAILS, "").lower() == "true"
+
+
+def wants_explanation(request: web.BaseRequest) -> bool:
+    return request.headers.get(EXPLAIN, "").lower() in ("1", "true")
+
+
+def explanation(start: SequenceStart | None) -> dict[str, str]:
+    """The answer's headers that `x-kvloom-explain` asks for; none when nothing has started."""
+    if start is None:
+        return {}
+    return {SHARD: quote(start.shard_id, safe="-._~:@"), CACHED_TOKENS: str(start.num_cached_tokens)}

@@ -59,6 +59,8 @@ class GenerationBody(Body, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    """Requests with the same key belong together, e.g. a conversation: a hint for placement."""
     service_tier: Literal["auto", "default"] | None = None
 
 

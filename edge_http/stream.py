@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from edge_http.answer import Answer
+from edge_http.headers import explanation
 from edge_http.shapes import Shape, encode_json
 from edge_http.sse import DONE, EventStream
 from kvloom.errors import KvloomError
@@ -19,7 +20,7 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 class StreamedAnswer(Answer):
     """Sends nothing before the first news of any choice, so that a refusal can still have its HTTP status."""
 
-    __slots__ = ("_events", "_headers", "_include_usage", "_opened", "_shape", "_with_details")
+    __slots__ = ("_events", "_headers", "_include_usage", "_opened", "_shape", "_with_details", "_with_explanation")
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class StreamedAnswer(Answer):
         *,
         include_usage: bool,
         with_details: bool,
+        with_explanation: bool,
     ) -> None:
         super().__init__(prompt_sizes, n)
         self._shape = shape
@@ -38,6 +40,7 @@ class StreamedAnswer(Answer):
         self._headers = headers
         self._include_usage = include_usage
         self._with_details = with_details
+        self._with_explanation = with_explanation
         self._opened = [False] * self.num_choices
 
     @property
@@ -90,7 +93,8 @@ class StreamedAnswer(Answer):
         self._opened[index] = True
         self._note_first_token()
         if not self._events.begun:
-            self._events.begin(self._headers)
+            more = explanation(self.first_start) if self._with_explanation else {}
+            self._events.begin({**self._headers, **more})
         opening = self._shape.opening(index)
         if opening is not None:
             self._send(opening)

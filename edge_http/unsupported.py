@@ -16,7 +16,6 @@ Harmless = Mapping[str, Sequence[Any]]
 _BOTH: Final[Harmless] = {
     "logit_bias": ({},),
     "metadata": ({},),
-    "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),

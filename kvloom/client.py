@@ -88,6 +88,12 @@ class Client:
         request = router_service_pb2.PlanRequest(request=build_request(options))
         return await self._call(self._stub.Plan(request, timeout=self._connect_timeout_seconds))
 
+    async def explain(self, request_id: str) -> router_service_pb2.ExplainResponse:
+        """Why a request went where it went, and how it turned out. Raises KvloomError (NOT_FOUND) when the router does
+        not remember it."""
+        request = router_service_pb2.ExplainRequest(request_id=request_id)
+        return await self._call(self._stub.Explain(request, timeout=self._connect_timeout_seconds))
+
     async def list_models(self) -> list[router_service_pb2.ModelInfo]:
         """What the fleet serves now."""
         request = router_service_pb2.ListModelsRequest()
@@ -172,4 +178,5 @@ def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int)
         stop=request.stop,
         n=num_choices,
         timeout_seconds=request.timeout_seconds,
+        session_key=request.session_key,
     )

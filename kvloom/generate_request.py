@@ -39,12 +39,14 @@ class GenerateOptions(TypedDict, total=False):
     timeout_seconds: float
     """From arrival to the last token; default: the router's."""
     request_id: str
-    """Names the request in logs and in `Client.cancel`; default: drawn."""
+    """Names the request in logs, in `Client.cancel` and in `Client.explain`; default: drawn."""
+    session_key: str
+    """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos")
-_TOP = ("model", "n", "timeout_seconds", "request_id", "text")
+_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text")
 _INPUTS = ("messages", "text", "token_ids")
 
 

@@ -64,6 +64,8 @@ class LinkRequest:
     timeout_seconds: float = 0.0
     tenant: str = ""
     traceparent: str = ""
+    session_key: str = ""
+    """See GenerateRequest in router_service.proto."""
 
 
 class RouterLink(Protocol):
@@ -159,6 +161,7 @@ class GrpcRouterLink:
                 timeout_seconds=request.timeout_seconds,
                 tenant=request.tenant,
                 traceparent=request.traceparent,
+                session_key=request.session_key,
             )
         )
         self._wake.set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Final
+from urllib.parse import quote
 
 import grpc
 
@@ -14,10 +16,13 @@ from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateR
 from router import convert
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, Request, RequestArrived
-from router.core.frames import Finish, Step
+from router.core.frames import Finish, Start, Step
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
+
+EXPLAIN_KEY: Final = "kvloom-explain"
+"""Request metadata that asks for the trailers kvloom-shard and kvloom-cached-tokens."""
 
 _numbers = itertools.count(1)
 
@@ -40,12 +45,15 @@ class GenerateCall:
         self._client_id = f"generate#{next(_numbers)}"
         self._outbox = StepOutbox(max_waiting_entries)
         self._too_slow = False
+        self._explains = _metadata_value(context, EXPLAIN_KEY).lower() in ("1", "true")
         self._wake = asyncio.Event()
 
     async def serve(self, wanted: GenerateRequest) -> None:
         """Raises KvloomError when the request ends in an error, be it before or after its first token."""
         try:
-            request = await self._intake.request_from_generate(wanted, self._client_id, _traceparent(self._context))
+            request = await self._intake.request_from_generate(
+                wanted, self._client_id, _metadata_value(self._context, "traceparent")
+            )
         except KvloomError as error:
             self._dispatcher.refused(error)
             raise
@@ -84,11 +92,20 @@ class GenerateCall:
             num_open -= len(step.finishes)
             has_news = has_news or bool(step.slots)
             error = _error_of(step.finishes, has_news)
+            if self._explains and step.starts:
+                self._explain(step.starts[0])
             deltas = deltas_of(step)
             if deltas and (error is None or step.slots):
                 await self._context.write(GenerateResponse(request_id=request.request_id, deltas=deltas))
             if error is not None:
                 raise error
+
+    def _explain(self, start: Start) -> None:
+        """Of the first choice to start, in the trailing metadata."""
+        self._explains = False
+        shard_id = quote(start.shard_id, safe="-._~:@")
+        trailers = (("kvloom-shard", shard_id), ("kvloom-cached-tokens", str(start.num_cached_tokens)))
+        self._context.set_trailing_metadata(trailers)
 
 
 def deltas_of(step: Step) -> list[ChoiceDelta]:
@@ -127,8 +144,9 @@ def _error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
     return None
 
 
-def _traceparent(context: Context) -> str:
+def _metadata_value(context: Context, wanted_key: str) -> str:
+    """ "" when the caller sent none."""
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str):
+        if key == wanted_key and isinstance(value, str):
             return value
     return ""

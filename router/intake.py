@@ -17,7 +17,7 @@ from router import convert
 from router.core.events import ChoiceSpec, Request
 
 MAX_NAME_CHARS: Final = 256
-"""Of request ids, tenants and trace contexts."""
+"""Of request ids, tenants, trace contexts and session keys."""
 MAX_MESSAGES: Final = 4096
 MAX_CHARS_PER_TOKEN: Final = 16
 """A text longer than this for every token that a prompt may have is refused before any work is done on it."""
@@ -42,7 +42,12 @@ class Intake:
     def request_from_submit(self, submit: Submit, client_id: str) -> Request:
         """A request that came over a client's stream. Raises KvloomError."""
         _check_choices(submit)
-        _check_names(submit.request_id, submit.tenant, submit.traceparent)
+        _check_names(
+            request_id=submit.request_id,
+            tenant=submit.tenant,
+            traceparent=submit.traceparent,
+            session_key=submit.session_key,
+        )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
         token_ids = submit.prompt_token_ids[:]
@@ -61,13 +66,14 @@ class Intake:
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tenant=submit.tenant,
             traceparent=submit.traceparent,
+            session_key=submit.session_key,
         )
 
     async def request_from_generate(self, wanted: GenerateRequest, client_id: str, traceparent: str = "") -> Request:
         """A request of the convenient kind; the slots of its choices are their indexes. Raises KvloomError."""
         num_choices = wanted.n or 1
         check_num_choices(num_choices)
-        _check_names(wanted.request_id, "", traceparent)
+        _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         if wanted.model != self._model:
@@ -85,6 +91,7 @@ class Intake:
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             traceparent=traceparent,
+            session_key=wanted.session_key,
         )
 
     async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:
@@ -197,8 +204,9 @@ def _check_choices(submit: Submit) -> None:
         raise invalid_argument(f"An index of choices must be below {MAX_CHOICES}.", "choices")
 
 
-def _check_names(request_id: str, tenant: str, traceparent: str) -> None:
-    for field, value in (("request_id", request_id), ("tenant", tenant), ("traceparent", traceparent)):
+def _check_names(**names: str) -> None:
+    """By field."""
+    for field, value in names.items():
         if len(value) > MAX_NAME_CHARS:
             raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS}.", field)
 

@@ -34,7 +34,7 @@ async def client(router: FakeRouter) -> AsyncIterator[Client]:
 async def test_token_ids_travel_over_the_shared_stream(client: Client, router: FakeRouter) -> None:
     """Two requests, one connection, no Generate RPC; every token once, start first and finish last."""
     for ids in ([1, 2, 3], [4]):
-        deltas = [delta async for delta in client.generate(model="m", token_ids=ids, logprobs=0)]
+        deltas = [d async for d in client.generate(model="m", token_ids=ids, logprobs=0, session_key="chat-17")]
         assert [i for delta in deltas for i in delta.token_ids] == ids
         assert "".join(delta.text for delta in deltas) == "".join(map(text_of, ids))
         assert [entry.logprob for delta in deltas for entry in delta.logprobs] == [-float(i) for i in range(len(ids))]
@@ -43,6 +43,7 @@ async def test_token_ids_travel_over_the_shared_stream(client: Client, router: F
         assert deltas[-1].finish is not None
         assert deltas[-1].finish.num_output_tokens == len(ids)
     assert len(router.connections) == 1
+    assert {submit.session_key for submit in router.connections[0].submits} == {"chat-17"}
     assert not router.generate_requests
 
 
@@ -50,10 +51,11 @@ async def test_messages_and_text_are_sent_to_be_tokenized(client: Client, router
     """Without a tokenizer of its own the SDK lets the router do it; all options arrive."""
     messages = [kvloom.ChatMessage("system", "be brief"), {"role": "user", "content": "hi there"}]
     options = {"max_tokens": 5, "temperature": 0.5, "seed": 7, "stop": "END", "n": 2, "timeout_seconds": 3.0}
+    options["session_key"] = "chat-17"
     deltas = [delta async for delta in client.generate(model="m", messages=messages, request_id="mine", **options)]
     assert [delta.text for delta in deltas if delta.index == 1] == ["be", "brief", "hi", "there", ""]
     request = router.generate_requests[0]
-    assert request.request_id == "mine"
+    assert (request.request_id, request.session_key) == ("mine", "chat-17")
     assert [message.role for message in request.conversation.messages] == ["system", "user"]
     assert (request.stop.max_tokens, list(request.stop.stop)) == (5, ["END"])
     assert (request.sampling.temperature, request.sampling.seed, request.n) == (0.5, 7, 2)
