@@ -98,7 +98,7 @@ class RouterCore:
             ev.StepArrived: self._on_step_arrived,
             ev.KvEventsArrived: self._on_kv_events,
             ev.KvSnapshotArrived: lambda event, _now: self._on_kv_snapshot(event),
-            ev.LoadReported: self._on_load_reported,
+            ev.LoadReported: lambda event, _now: self._on_load_reported(event),
             ev.SafetyUp: lambda event, _now: self._on_safety_up(event),
             ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
             ev.PromptVerdict: self._verdicts.on_prompt,
@@ -261,7 +261,7 @@ class RouterCore:
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         self._fleet.add(event.shard)
-        self._ledger.add_shard(shard_id)
+        self._ledger.add_shard(shard_id, event.shard.num_blocks)
         # Twice: a batch may name the blocks that a step stored before those that made way for them.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
         self._note_fleet_change()
@@ -296,11 +296,11 @@ class RouterCore:
         if event.shard_id in self._fleet.shards:
             self._index.apply_snapshot(event.shard_id, event.number, event.block_hashes)
 
-    def _on_load_reported(self, event: ev.LoadReported, now: float) -> None:
+    def _on_load_reported(self, event: ev.LoadReported) -> None:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
-        self._ledger.report(event.shard_id, event.load, now)
+        self._ledger.report(event.shard_id, event.load)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
             self._note_fleet_change()

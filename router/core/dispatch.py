@@ -11,8 +11,8 @@ from router.core.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load_ledger import LoadLedger, Reservation
 from router.core.outbox import Outbox
-from router.core.placement import ShardPlan
 from router.core.placement.placer import Placer
+from router.core.placement.policy import Candidate
 from router.core.prefix_index import PrefixIndex
 
 
@@ -50,7 +50,7 @@ class Dispatcher:
         picked = self._placer.pick(live, now)
         if picked is None:
             return False
-        shard, score = picked
+        shard, candidate = picked
         request = live.request
         window = shard.description.max_model_len - len(request.prompt_token_ids)
         live.max_tokens = window if live.max_tokens is None else min(live.max_tokens, window)
@@ -59,9 +59,9 @@ class Dispatcher:
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
         if self._decision_sample_limit:
-            self._tell_decision(live, shard, score, now)
+            self._tell_decision(live, shard, now)
         attempt = Attempt(request.request_id, live.num_attempts, shard.shard_id, len(live.pending))
-        self._reserve(live, shard, score, attempt, now)
+        self._reserve(live, shard, candidate, attempt, now)
         specs = [self._assign_slot(choice, shard, attempt) for choice in live.pending]
         live.pending = []
         live.hashes = {}
@@ -96,27 +96,29 @@ class Dispatcher:
         if not attempt.num_open_slots:
             self._ledger.release(attempt.key)
 
-    def _tell_decision(self, live: LiveRequest, shard: Shard, score: ShardPlan, now: float) -> None:
+    def _tell_decision(self, live: LiveRequest, shard: Shard, now: float) -> None:
         request = live.request
         if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
             return
-        plan = self._placer.explain_pick(live, score, now)
+        plan = self._placer.explain_pick(live, shard.shard_id, now)
         block_size = shard.description.block_size
         hashes = self._placer.hashes(live, block_size)
         self._outbox.add(PlacementDecided(request, live.num_attempts, plan, block_size, hashes, now))
 
-    def _reserve(self, live: LiveRequest, shard: Shard, score: ShardPlan, attempt: Attempt, now: float) -> None:
-        block_size = shard.description.block_size
-        num_prefill_tokens = live.num_context_tokens - score.num_overlap_tokens
+    def _reserve(self, live: LiveRequest, shard: Shard, candidate: Candidate, attempt: Attempt, now: float) -> None:
+        block_size = candidate.block_size
+        num_prompt_blocks = -(-live.num_context_tokens // block_size)
         reservation = Reservation(
             shard_id=shard.shard_id,
             num_sequences=len(live.pending),
-            num_prefill_tokens=num_prefill_tokens,
-            num_blocks=-(-num_prefill_tokens // block_size),
+            num_prefill_tokens=candidate.num_prefill_tokens,
+            num_cached_tokens=candidate.num_overlap_tokens,
+            num_blocks=num_prompt_blocks,
             placed_at=now,
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, self._placer.hashes(live, block_size), now)
+        self._placer.note_placed(live, shard)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt) -> ChoiceSpec:
         slot = shard.slots.allocate()

@@ -1,20 +1,24 @@
-"""What each shard has to do: its own last report, plus what this router sent there that the report cannot know yet.
+"""What each shard has to do, as far as this router can tell now.
 
-A load view that is seconds old costs little as long as the router's own placements since then are added.
+Two sources: what this router has placed there itself, known token by token and never stale; and what other routers have
+placed, which is the shard's report less this router's own share of it. So with one router the age of the reports hardly
+matters, and with several each sees the others' work as of the last report.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
 from router.core.events import ShardLoad
-
-REPORT_LAG_SECONDS: Final = 0.005
-"""A placement this young may have been on its way while the shard wrote its report."""
+from router.core.speed_model import PrefillWork, SpeedModel
 
 ReservationKey = tuple[str, int]
 """(request_id, attempt_id): what one dispatch reserves can only be released by the same dispatch."""
+
+SHARING_SMOOTHING: Final = 0.2
+"""Weight of a new report in the moving average of how much KV sequences share."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,30 +26,113 @@ class Reservation:
     shard_id: str
     num_sequences: int
     num_prefill_tokens: int
+    """Tokens that the shard will have to compute, as the index sees it."""
+    num_cached_tokens: int
     num_blocks: int
+    """That the sequences will hold, shared ones included."""
     placed_at: float
 
+    @property
+    def work(self) -> PrefillWork:
+        return PrefillWork.of(self.num_prefill_tokens, self.num_cached_tokens)
 
-@dataclasses.dataclass(slots=True)
+    @property
+    def num_context_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_cached_tokens
+
+
 class LoadView:
-    """A shard's load as far as the router can tell now."""
+    """A shard's load. `own_*` is this router's, `foreign_*` other routers'."""
 
-    report: ShardLoad = dataclasses.field(default_factory=ShardLoad)
-    num_unreported_sequences: int = 0
-    num_unreported_prefill_tokens: int = 0
-    num_unreported_blocks: int = 0
-    num_reserved_sequences: int = 0
-    """Of this router, dispatched and not released."""
-    unreported: dict[ReservationKey, Reservation] = dataclasses.field(default_factory=dict)
-    """In the order of placement."""
+    __slots__ = (
+        "foreign_context_tokens",
+        "foreign_queued_tokens",
+        "foreign_running",
+        "foreign_waiting",
+        "num_blocks",
+        "own_blocks",
+        "own_context_tokens",
+        "own_running",
+        "own_waiting",
+        "queued",
+        "queued_work",
+        "report",
+        "sharing",
+        "speed",
+        "started_at",
+    )
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.report = ShardLoad(num_available_blocks=num_blocks)
+        self.speed = SpeedModel()
+        self.queued: dict[ReservationKey, Reservation] = {}
+        """Own attempts without a first token, in the order of placement."""
+        self.queued_work = PrefillWork()
+        self.own_waiting = 0
+        self.own_running = 0
+        self.own_context_tokens = 0
+        """Of own running sequences, as of their first tokens."""
+        self.own_blocks = 0
+        self.foreign_waiting = 0
+        self.foreign_running = 0
+        self.foreign_queued_tokens = 0
+        self.foreign_context_tokens = 0
+        self.started_at = 0.0
+        """When a first token of an own sequence came last."""
+        self.sharing = 1.0
+        """Blocks in use as the shard counts them / as summed over own sequences: below 1 where they share prefixes,
+        above where other routers' sequences run."""
 
     @property
     def num_waiting(self) -> int:
-        return self.report.num_waiting + self.num_unreported_sequences
+        return self.own_waiting + self.foreign_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.own_running + self.foreign_running
 
     @property
     def num_queued_prefill_tokens(self) -> int:
-        return self.report.num_queued_prefill_tokens + self.num_unreported_prefill_tokens
+        return self.queued_work.num_tokens + self.foreign_queued_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Of sequences in decode."""
+        return self.own_context_tokens + self.foreign_context_tokens
+
+    @property
+    def num_used_blocks(self) -> float:
+        """Blocks that running and waiting sequences hold or will hold."""
+        if self.own_blocks:
+            return self.own_blocks * self.sharing
+        return float(self.num_blocks - self.report.num_available_blocks) if self.foreign_running else 0.0
+
+    def learn_sharing(self) -> None:
+        """Compare the blocks that the shard says are in use with those of the own sequences that it has admitted."""
+        num_blocks = self.own_blocks
+        if self.queued:
+            num_not_admitted = self.own_waiting - max(0, self.report.num_own_running - self.own_running)
+            for reservation in reversed(self.queued.values()):
+                if num_not_admitted <= 0:
+                    break
+                num_not_admitted -= reservation.num_sequences
+                num_blocks -= reservation.num_blocks
+        if num_blocks > 0:
+            used = self.num_blocks - self.report.num_available_blocks
+            self.sharing += SHARING_SMOOTHING * (max(0, used) / num_blocks - self.sharing)
+
+    def queue_seconds(self, now: float) -> float:
+        """How long until the prefill that is queued there is done, less what must have been done since the last first
+        token (never more than the first in line needs: its first token has not come)."""
+        num_context_tokens = self.num_context_tokens
+        seconds = self.foreign_queued_tokens * self.speed.seconds_per_token
+        if self.queued:
+            seconds += self.speed.seconds(self.queued_work, num_context_tokens)
+            first = next(iter(self.queued.values()))
+            elapsed = now - max(self.started_at, first.placed_at)
+            seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
+        return max(seconds, 0.0)
 
 
 class LoadLedger:
@@ -55,50 +142,73 @@ class LoadLedger:
         self._views: dict[str, LoadView] = {}
         self._reservations: dict[ReservationKey, Reservation] = {}
 
-    def add_shard(self, shard_id: str) -> None:
+    def add_shard(self, shard_id: str, num_blocks: int) -> None:
         assert shard_id not in self._views
-        self._views[shard_id] = LoadView()
+        self._views[shard_id] = LoadView(num_blocks)
 
     def remove_shard(self, shard_id: str) -> None:
         """Everything that was reserved there must have been released."""
         view = self._views.pop(shard_id)
-        assert not view.num_reserved_sequences
-        assert not view.unreported
+        assert not view.own_running
+        assert not view.own_waiting
 
     def view(self, shard_id: str) -> LoadView:
         return self._views[shard_id]
 
-    def report(self, shard_id: str, load: ShardLoad, now: float) -> None:
-        """The shard's own word, which counts everything that had reached it."""
+    def report(self, shard_id: str, load: ShardLoad) -> None:
+        """The shard's own word."""
         view = self._views[shard_id]
         view.report = load
-        for key in list(view.unreported):
-            if view.unreported[key].placed_at > now - REPORT_LAG_SECONDS:
-                break
-            self._drop_unreported(view, key)
+        view.foreign_waiting = max(0, load.num_waiting - load.num_own_waiting)
+        view.foreign_running = max(0, load.num_running - load.num_own_running)
+        view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
+        view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
+        view.speed.tell(load.prefill_tokens_per_second)
+        view.learn_sharing()
 
     def reserve(self, key: ReservationKey, reservation: Reservation) -> None:
         if key in self._reservations:
             raise KeyError(key)
         view = self._views[reservation.shard_id]
         self._reservations[key] = reservation
-        view.num_reserved_sequences += reservation.num_sequences
-        view.unreported[key] = reservation
-        view.num_unreported_sequences += reservation.num_sequences
-        view.num_unreported_prefill_tokens += reservation.num_prefill_tokens
-        view.num_unreported_blocks += reservation.num_blocks
+        view.queued[key] = reservation
+        view.queued_work += reservation.work
+        view.own_waiting += reservation.num_sequences
+        view.own_blocks += reservation.num_blocks
 
-    def note_start(self, key: ReservationKey) -> None:
-        """Its first token is there: nothing of it is queued any more."""
-        reservation = self._reservations.get(key)
-        if reservation is not None:
-            self._drop_unreported(self._views[reservation.shard_id], key)
+    def note_starts(self, shard_id: str, keys: Sequence[ReservationKey], now: float) -> None:
+        """First tokens came in one step: nothing of these is queued any more, and the time since the step with first
+        tokens before is what their prefill took."""
+        view = self._views[shard_id]
+        work = PrefillWork()
+        placed_at = now
+        num_context_tokens = view.num_context_tokens
+        for key in keys:
+            reservation = view.queued.pop(key, None)
+            if reservation is None:
+                continue
+            work += reservation.work
+            placed_at = min(placed_at, reservation.placed_at)
+            view.own_waiting -= reservation.num_sequences
+            view.own_running += reservation.num_sequences
+            view.own_context_tokens += reservation.num_context_tokens
+        if not work.num_requests:
+            return
+        view.queued_work -= work
+        if not view.foreign_queued_tokens:
+            view.speed.observe(work, num_context_tokens, now - max(view.started_at, placed_at))
+        view.started_at = now
 
     def release(self, key: ReservationKey) -> None:
         reservation = self._reservations.pop(key)
         view = self._views[reservation.shard_id]
-        view.num_reserved_sequences -= reservation.num_sequences
-        self._drop_unreported(view, key)
+        view.own_blocks -= reservation.num_blocks
+        if view.queued.pop(key, None) is not None:
+            view.queued_work -= reservation.work
+            view.own_waiting -= reservation.num_sequences
+        else:
+            view.own_running -= reservation.num_sequences
+            view.own_context_tokens -= reservation.num_context_tokens
 
     def keys(self) -> set[ReservationKey]:
         """Of all reservations that are held."""
@@ -107,19 +217,14 @@ class LoadLedger:
     def check_integrity(self) -> None:
         """Assert that every sum is the sum of its parts and that nothing is negative."""
         for shard_id, view in self._views.items():
-            reserved = [r for r in self._reservations.values() if r.shard_id == shard_id]
-            unreported = view.unreported.values()
-            assert view.unreported.keys() <= self._reservations.keys()
-            assert view.num_reserved_sequences == sum(r.num_sequences for r in reserved)
-            assert view.num_unreported_sequences == sum(r.num_sequences for r in unreported)
-            assert view.num_unreported_prefill_tokens == sum(r.num_prefill_tokens for r in unreported)
-            assert view.num_unreported_blocks == sum(r.num_blocks for r in unreported)
-            assert min(view.num_waiting, view.num_queued_prefill_tokens, view.num_reserved_sequences) >= 0
-
-    def _drop_unreported(self, view: LoadView, key: ReservationKey) -> None:
-        reservation = view.unreported.pop(key, None)
-        if reservation is None:
-            return
-        view.num_unreported_sequences -= reservation.num_sequences
-        view.num_unreported_prefill_tokens -= reservation.num_prefill_tokens
-        view.num_unreported_blocks -= reservation.num_blocks
+            reserved = {key: r for key, r in self._reservations.items() if r.shard_id == shard_id}
+            running = [r for key, r in reserved.items() if key not in view.queued]
+            assert view.queued.items() <= reserved.items()
+            assert view.own_waiting == sum(r.num_sequences for r in view.queued.values())
+            assert view.own_running == sum(r.num_sequences for r in running)
+            assert view.own_context_tokens == sum(r.num_context_tokens for r in running)
+            assert view.own_blocks == sum(r.num_blocks for r in reserved.values())
+            assert view.queued_work.num_requests == len(view.queued)
+            assert view.queued_work.num_tokens == sum(r.num_prefill_tokens for r in view.queued.values())
+            assert view.queued_work.num_pairs == sum(r.work.num_pairs for r in view.queued.values())
+            assert min(view.num_waiting, view.num_running, view.num_queued_prefill_tokens) >= 0

@@ -47,10 +47,10 @@ class Relay:
         num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
         if len(step.deltas) != num_entries or len(step.token_ids) != num_tokens:
             raise protocol_violation("A step frame's arrays do not fit together.")
+        if step.starts:
+            keys = [attempt.key for start in step.starts if (attempt := shard.attempts.get(start.slot)) is not None]
+            self._ledger.note_starts(shard.shard_id, keys, now)
         for start in step.starts:
-            attempt = shard.attempts.get(start.slot)
-            if attempt is not None:
-                self._ledger.note_start(attempt.key)
             choice = shard.choices.get(start.slot)
             if choice is not None:
                 self._lifecycle.start(choice, start, now)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.core.events import ShardLoad
-from router.core.load_ledger import REPORT_LAG_SECONDS, LoadLedger, Reservation, ReservationKey
+from router.core.load_ledger import LoadLedger, Reservation, ReservationKey
 
 SHARDS = ["a", "b"]
+KEYS = st.tuples(st.sampled_from(["x", "y", "z"]), st.integers(1, 2))
 
 
 class LoadLedgerMachine(RuleBasedStateMachine):
@@ -18,30 +19,33 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.ledger = LoadLedger()
         for shard_id in SHARDS:
-            self.ledger.add_shard(shard_id)
+            self.ledger.add_shard(shard_id, 1000)
         self.now = 0.0
         self.held: dict[ReservationKey, Reservation] = {}
-        self.unreported: set[ReservationKey] = set()
+        self.started: set[ReservationKey] = set()
         self.reports = dict.fromkeys(SHARDS, ShardLoad())
 
     @rule(
-        key=st.tuples(st.sampled_from(["x", "y", "z"]), st.integers(1, 2)),
+        key=KEYS,
         shard_id=st.sampled_from(SHARDS),
         num_sequences=st.integers(1, 4),
-        num_prefill_tokens=st.integers(0, 5000),
+        num_prefill_tokens=st.integers(1, 5000),
+        num_cached_tokens=st.integers(0, 5000),
     )
-    def reserve(self, key: ReservationKey, shard_id: str, num_sequences: int, num_prefill_tokens: int) -> None:
+    def reserve(
+        self, key: ReservationKey, shard_id: str, num_sequences: int, num_prefill_tokens: int, num_cached_tokens: int
+    ) -> None:
         """A second dispatch under the name of one that is held would make its release ambiguous: refused."""
-        reservation = Reservation(shard_id, num_sequences, num_prefill_tokens, num_prefill_tokens // 16, self.now)
+        num_blocks = (num_prefill_tokens + num_cached_tokens) // 16
+        reservation = Reservation(shard_id, num_sequences, num_prefill_tokens, num_cached_tokens, num_blocks, self.now)
         if key in self.held:
             with pytest.raises(KeyError):
                 self.ledger.reserve(key, reservation)
             return
         self.ledger.reserve(key, reservation)
         self.held[key] = reservation
-        self.unreported.add(key)
 
-    @rule(key=st.tuples(st.sampled_from(["x", "y", "z"]), st.integers(1, 2)))
+    @rule(key=KEYS)
     def release(self, key: ReservationKey) -> None:
         """Only what is held can be released: a late frame of an earlier attempt releases nothing."""
         if key not in self.held:
@@ -50,27 +54,39 @@ class LoadLedgerMachine(RuleBasedStateMachine):
             return
         self.ledger.release(key)
         del self.held[key]
-        self.unreported.discard(key)
+        self.started.discard(key)
 
     @precondition(lambda self: self.held)
-    @rule(pick=st.integers(0, 9))
-    def first_token(self, pick: int) -> None:
-        key = sorted(self.held)[pick % len(self.held)]
-        self.ledger.note_start(key)
-        self.unreported.discard(key)
+    @rule(shard_id=st.sampled_from(SHARDS), picks=st.lists(st.integers(0, 9), max_size=3))
+    def first_tokens(self, shard_id: str, picks: list[int]) -> None:
+        """Of several attempts in one step; one that had started already changes nothing."""
+        mine = sorted(key for key, reservation in self.held.items() if reservation.shard_id == shard_id)
+        keys = list(dict.fromkeys(mine[pick % len(mine)] for pick in picks)) if mine else []
+        self.ledger.note_starts(shard_id, keys, self.now)
+        self.started.update(keys)
 
-    @rule(shard_id=st.sampled_from(SHARDS), num_waiting=st.integers(0, 9), num_tokens=st.integers(0, 9999))
-    def report(self, shard_id: str, num_waiting: int, num_tokens: int) -> None:
-        """A report covers all placements but those so young that they may have crossed with it."""
-        load = ShardLoad(num_waiting=num_waiting, num_queued_prefill_tokens=num_tokens)
-        self.ledger.report(shard_id, load, self.now)
-        self.reports[shard_id] = load
-        for key in list(self.unreported):
-            reservation = self.held[key]
-            if reservation.shard_id == shard_id and reservation.placed_at <= self.now - REPORT_LAG_SECONDS:
-                self.unreported.remove(key)
+    @rule(
+        shard_id=st.sampled_from(SHARDS),
+        waiting=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+        running=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+        num_tokens=st.tuples(st.integers(0, 9999), st.integers(0, 9999)),
+    )
+    def report(
+        self, shard_id: str, waiting: tuple[int, int], running: tuple[int, int], num_tokens: tuple[int, int]
+    ) -> None:
+        """Each pair: this router's own, other routers'."""
+        self.reports[shard_id] = load = ShardLoad(
+            num_waiting=sum(waiting),
+            num_own_waiting=waiting[0],
+            num_running=sum(running),
+            num_own_running=running[0],
+            num_queued_prefill_tokens=sum(num_tokens),
+            num_own_queued_prefill_tokens=num_tokens[0],
+            num_available_blocks=500,
+        )
+        self.ledger.report(shard_id, load)
 
-    @rule(seconds=st.sampled_from([0.001, 0.01]))
+    @rule(seconds=st.sampled_from([0.001, 0.1]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
@@ -79,12 +95,24 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         self.ledger.check_integrity()
         assert self.ledger.keys() == self.held.keys()
         for shard_id in SHARDS:
+            view, report = self.ledger.view(shard_id), self.reports[shard_id]
+            mine = {key: r for key, r in self.held.items() if r.shard_id == shard_id}
+            queued = [r for key, r in mine.items() if key not in self.started]
+            running = [r for key, r in mine.items() if key in self.started]
+            foreign_waiting = report.num_waiting - report.num_own_waiting
+            assert view.num_waiting == foreign_waiting + sum(r.num_sequences for r in queued)
+            foreign_running = report.num_running - report.num_own_running
+            assert view.num_running == foreign_running + sum(r.num_sequences for r in running)
+            foreign_tokens = report.num_queued_prefill_tokens - report.num_own_queued_prefill_tokens
+            assert view.num_queued_prefill_tokens == foreign_tokens + sum(r.num_prefill_tokens for r in queued)
+
+    @invariant()
+    def estimates_make_sense(self) -> None:
+        """Whatever was learned, a wait is never negative, and more work never takes less time."""
+        for shard_id in SHARDS:
             view = self.ledger.view(shard_id)
-            unreported = [self.held[key] for key in self.unreported if self.held[key].shard_id == shard_id]
-            report = self.reports[shard_id]
-            assert view.num_waiting == report.num_waiting + sum(r.num_sequences for r in unreported)
-            expected = report.num_queued_prefill_tokens + sum(r.num_prefill_tokens for r in unreported)
-            assert view.num_queued_prefill_tokens == expected
+            assert 0.0 <= view.queue_seconds(self.now) <= view.queue_seconds(0.0)
+            assert view.num_used_blocks >= 0.0
 
 
 TestLoadLedger = LoadLedgerMachine.TestCase

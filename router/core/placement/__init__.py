@@ -1,6 +1,28 @@
 """Where a request goes, and why: filters, then a cost whose terms have names, then the cheapest shard."""
 
-from router.core.placement.plan import Plan, ShardPlan
-from router.core.placement.policies import POLICIES, Candidate, Policy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
 
-__all__ = ["POLICIES", "Candidate", "Plan", "Policy", "ShardPlan"]
+from router.core.placement.ect import Ect
+from router.core.placement.peers import Conductor, Dynamo, Gaie, LMetric, SglangCacheAware
+from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.policy import Arrival, Candidate, Policy
+from router.core.placement.yardsticks import LeastPrefill, LeastRequests, RoundRobin, SessionHash
+
+POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
+    "ect": Ect,
+    "conductor": Conductor,
+    "dynamo": Dynamo,
+    "dynamo_w16": partial(Dynamo, overlap_weight=16.0),
+    "gaie": Gaie,
+    "lmetric": LMetric,
+    "sglang": SglangCacheAware,
+    "session_hash": SessionHash,
+    "least_prefill": LeastPrefill,
+    "least_requests": LeastRequests,
+    "round_robin": RoundRobin,
+}
+"""What `router.placement.policy` may name; the same objects serve live traffic and simulations."""
+
+__all__ = ["POLICIES", "Arrival", "Candidate", "Plan", "Policy", "ShardPlan"]

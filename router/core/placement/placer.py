@@ -13,11 +13,13 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load_ledger import LoadLedger
+from router.core.placement import POLICIES
 from router.core.placement.plan import Plan, ShardPlan
-from router.core.placement.policies import POLICIES, Candidate
+from router.core.placement.policy import Arrival, Candidate
 from router.core.prefix_index import PrefixIndex
+from router.core.speed_model import PrefillWork
 
-COST_EPSILON_SECONDS: Final = 1e-9
+COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
 
 
@@ -30,7 +32,7 @@ class Placer:
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
-        self._policy = POLICIES[policy]
+        self._policy = POLICIES[policy]()
         self._seed = seed
         self._num_picks = 0
 
@@ -47,29 +49,36 @@ class Placer:
         """Whether a shard that could run it has room."""
         return any(shard.has_room for shard in self.eligible(live))
 
-    def pick(self, live: LiveRequest, now: float) -> tuple[Shard, ShardPlan] | None:
-        """The cheapest shard with room, and the terms of its cost."""
+    def pick(self, live: LiveRequest, now: float) -> tuple[Shard, Candidate] | None:
+        """The cheapest shard with room, as the request saw it. None when no shard has room."""
         shards = [shard for shard in self.eligible(live) if shard.has_room]
         if not shards:
             return None
-        scores = self._score(shards, live, now)
-        best = self._cheapest(scores, live)
+        candidates = self._candidates(shards, live, now)
+        if len(candidates) == 1:
+            best = candidates[0]
+        else:
+            costs = [sum(terms) for terms in self._policy.costs(self._arrival(live, shards), candidates)]
+            best = candidates[self._cheapest(costs, candidates, live)]
         shard = self._fleet.shards[best.shard_id]
         self._num_picks += 1
         shard.turn = self._num_picks
         return shard, best
 
-    def explain_pick(self, live: LiveRequest, picked: ShardPlan, now: float) -> Plan:
-        """The plan as it was when `picked` was just picked; to be called before anything is reserved for it."""
+    def note_placed(self, live: LiveRequest, shard: Shard) -> None:
+        """The picked request is on its way."""
+        self._policy.placed(self._arrival(live, [shard]), shard.shard_id)
+
+    def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Plan:
+        """The plan as it was when that shard was just picked; to be called before anything is reserved for it."""
         plan = self.plan(live, now)
-        first = [shard for shard in plan.shards if shard.shard_id == picked.shard_id]
-        rest = [shard for shard in plan.shards if shard.shard_id != picked.shard_id]
-        return Plan(plan.num_prompt_tokens, [*first, *rest], picked_shard_id=picked.shard_id)
+        first = [shard for shard in plan.shards if shard.shard_id == picked_shard_id]
+        rest = [shard for shard in plan.shards if shard.shard_id != picked_shard_id]
+        return Plan(plan.num_prompt_tokens, [*first, *rest], picked_shard_id=picked_shard_id)
 
     def plan(self, live: LiveRequest, now: float) -> Plan:
         """How every shard looks to the request. Changes nothing."""
-        eligible = self.eligible(live)
-        open_shards = [shard for shard in eligible if shard.has_room]
+        open_shards = [shard for shard in self.eligible(live) if shard.has_room]
         open_ids = {shard.shard_id for shard in open_shards}
         filtered = [
             ShardPlan(shard.shard_id, filtered_reason=self._filtered_reason(shard, live))
@@ -84,9 +93,14 @@ class Placer:
                 retry_after_seconds=1.0,
             )
             return Plan(num_prompt_tokens, filtered, error=error)
-        scores = self._score(open_shards, live, now)
-        best = self._cheapest(scores, live)
-        rest = sorted((s for s in scores if s is not best), key=lambda s: (s.cost_seconds, s.shard_id))
+        candidates = self._candidates(open_shards, live, now)
+        terms = self._policy.costs(self._arrival(live, open_shards), candidates)
+        plans = [
+            _shard_plan(candidate, dict(zip(self._policy.terms, values, strict=True)))
+            for candidate, values in zip(candidates, terms, strict=True)
+        ]
+        best = plans[self._cheapest([plan.cost_seconds for plan in plans], candidates, live)]
+        rest = sorted((plan for plan in plans if plan is not best), key=lambda p: (p.cost_seconds, p.shard_id))
         return Plan(num_prompt_tokens, [best, *rest, *filtered], picked_shard_id=best.shard_id)
 
     def hashes(self, live: LiveRequest, block_size: int) -> Sequence[int]:
@@ -97,60 +111,66 @@ class Placer:
         if hashes is None:
             root = root_hash(live.request.model, "", live.request.tenant)
             hashes = block_hashes(live.request.prompt_token_ids, block_size, root)
-        live.hashes[block_size] = hashes
+            live.hashes[block_size] = hashes
         return hashes
 
-    def _score(self, shards: list[Shard], live: LiveRequest, now: float) -> list[ShardPlan]:
+    def _arrival(self, live: LiveRequest, shards: Sequence[Shard]) -> Arrival:
+        request = live.request
+        hashes = self.hashes(live, shards[0].description.block_size)
+        return Arrival(request.request_id, request.session_key, live.num_context_tokens, hashes)
+
+    def _candidates(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Candidate]:
         overlaps: dict[int, dict[str, int]] = {}
         for block_size in {shard.description.block_size for shard in shards}:
             overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
+        num_tokens = live.num_context_tokens
         return [
-            self._score_one(shard, live, overlaps[shard.description.block_size].get(shard.shard_id, 0), now)
+            self._candidate(shard, num_tokens, overlaps[shard.description.block_size].get(shard.shard_id, 0), now)
             for shard in shards
         ]
 
-    def _score_one(self, shard: Shard, live: LiveRequest, num_overlap_blocks: int, now: float) -> ShardPlan:
-        block_size = shard.description.block_size
-        num_tokens = live.num_context_tokens
+    def _candidate(self, shard: Shard, num_tokens: int, num_overlap_blocks: int, now: float) -> Candidate:
+        shard_id = shard.shard_id
+        description = shard.description
         # The last token is always computed: its logits are what the first output token is drawn from.
-        num_overlap_tokens = min(num_overlap_blocks * block_size, num_tokens - 1)
-        view = self._ledger.view(shard.shard_id)
-        num_new_blocks = -(-(num_tokens - num_overlap_tokens) // block_size)
-        num_stored = self._index.num_stored(shard.shard_id)
-        num_free_blocks = max(0, shard.description.num_blocks - num_stored - view.num_unreported_blocks)
-        candidate = Candidate(
-            num_prefill_tokens=num_tokens - num_overlap_tokens,
-            num_queued_prefill_tokens=view.num_queued_prefill_tokens,
-            num_running=view.report.num_running,
-            num_waiting=view.num_waiting,
-            prefill_tokens_per_second=view.report.prefill_tokens_per_second,
-            decode_step_seconds=view.report.decode_step_seconds,
-            block_size=block_size,
-            num_evicted_blocks=max(0, num_new_blocks - num_free_blocks),
-            tail_age_seconds=self._index.tail_age_seconds(shard.shard_id, now),
+        num_overlap_tokens = min(num_overlap_blocks * description.block_size, num_tokens - 1)
+        num_prefill_tokens = num_tokens - num_overlap_tokens
+        view = self._ledger.view(shard_id)
+        num_context_tokens = view.num_context_tokens
+        num_new_blocks = -(-num_prefill_tokens // description.block_size)
+        num_free_blocks = max(0, description.num_blocks - self._index.num_stored(shard_id))
+        return Candidate(
+            shard_id=shard_id,
             turn=shard.turn,
-        )
-        terms = self._policy(candidate)
-        return ShardPlan(
-            shard_id=shard.shard_id,
+            block_size=description.block_size,
+            num_blocks=description.num_blocks,
             num_overlap_tokens=num_overlap_tokens,
-            num_running=candidate.num_running,
-            num_waiting=candidate.num_waiting,
-            num_queued_prefill_tokens=candidate.num_queued_prefill_tokens,
-            predicted_ttft_seconds=candidate.predicted_ttft_seconds,
-            cost_seconds=sum(terms.values()),
-            cost_terms=terms,
+            num_prefill_tokens=num_prefill_tokens,
+            num_queued_prefill_tokens=view.num_queued_prefill_tokens,
+            num_running=view.num_running,
+            num_waiting=view.num_waiting,
+            num_context_tokens=num_context_tokens,
+            num_used_blocks=view.num_used_blocks,
+            num_evicted_blocks=max(0, num_new_blocks - num_free_blocks),
+            tail_age_seconds=self._index.tail_age_seconds(shard_id, now),
+            queue_seconds=view.queue_seconds(now),
+            own_seconds=view.speed.seconds(PrefillWork.of(num_prefill_tokens, num_overlap_tokens), num_context_tokens),
+            seconds_per_token=view.speed.seconds_per_token,
         )
 
-    def _cheapest(self, scores: list[ShardPlan], live: LiveRequest) -> ShardPlan:
-        """Equal costs are decided by a hash of request, shard and seed: even over requests, the same on a replay."""
-        lowest = min(score.cost_seconds for score in scores)
-        tied = [score for score in scores if score.cost_seconds <= lowest + COST_EPSILON_SECONDS]
+    def _cheapest(self, costs: Sequence[float], candidates: Sequence[Candidate], live: LiveRequest) -> int:
+        """Index of the lowest cost. Equal ones are decided by a hash of request, shard and seed: even over requests,
+        the same on a replay."""
+        limit = min(costs) + COST_EPSILON
+        tied = [index for index, cost in enumerate(costs) if cost <= limit]
         if len(tied) == 1:
             return tied[0]
         request_id = live.request.request_id
         return min(
-            tied, key=lambda s: xxhash.xxh3_64_intdigest(f"{request_id}\0{s.shard_id}".encode(), seed=self._seed)
+            tied,
+            key=lambda index: xxhash.xxh3_64_intdigest(
+                f"{request_id}\0{candidates[index].shard_id}".encode(), seed=self._seed
+            ),
         )
 
     def _filtered_reason(self, shard: Shard, live: LiveRequest) -> str:
@@ -163,3 +183,16 @@ class Placer:
         if not shard.has_room:
             return "full"
         return "failed this request before"
+
+
+def _shard_plan(candidate: Candidate, terms: dict[str, float]) -> ShardPlan:
+    return ShardPlan(
+        shard_id=candidate.shard_id,
+        num_overlap_tokens=candidate.num_overlap_tokens,
+        num_running=candidate.num_running,
+        num_waiting=candidate.num_waiting,
+        num_queued_prefill_tokens=candidate.num_queued_prefill_tokens,
+        predicted_ttft_seconds=candidate.predicted_ttft_seconds,
+        cost_seconds=sum(terms.values()),
+        cost_terms=terms,
+    )

@@ -1,0 +1,77 @@
+"""What a placement policy is: from the shards as a request sees them, the named terms of each one's cost."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+@dataclasses.dataclass(slots=True)
+class Candidate:
+    """One shard that could take the request now."""
+
+    shard_id: str
+    turn: int
+    """When it was last picked, as a count of picks; 0: never."""
+    block_size: int
+    num_blocks: int
+    num_overlap_tokens: int
+    """Prompt tokens whose KV lies there (or is about to)."""
+    num_prefill_tokens: int
+    """Tokens of the request that it would have to compute."""
+    num_queued_prefill_tokens: int
+    """Of requests before this one, less what lies in the cache for them."""
+    num_running: int
+    """Sequences that decode."""
+    num_waiting: int
+    """Sequences without a first token."""
+    num_context_tokens: int
+    """Held by the sequences that decode."""
+    num_used_blocks: float
+    """Held by running and waiting sequences; what is merely cached does not count."""
+    num_evicted_blocks: int
+    """Cached blocks that the request would push out."""
+    tail_age_seconds: float
+    """How long ago the blocks were used that would be pushed out first."""
+    queue_seconds: float
+    """Until the prefill before this request is done."""
+    own_seconds: float
+    """Prefill of the request itself, at the shard's learned speed and its present decode load."""
+    seconds_per_token: float
+    """Of short prefills."""
+
+    @property
+    def predicted_ttft_seconds(self) -> float:
+        return self.queue_seconds + self.own_seconds
+
+    @property
+    def num_new_blocks(self) -> int:
+        return -(-self.num_prefill_tokens // self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrival:
+    """The request that is placed."""
+
+    request_id: str
+    session_key: str
+    num_tokens: int
+    """To have KV for: the prompt, and what earlier attempts emitted."""
+    block_hashes: Sequence[int]
+    """Of the prompt's full blocks (of the first candidate's block size)."""
+
+
+class Policy(abc.ABC):
+    """One object per router core. Deterministic; may remember what it placed, within a bound."""
+
+    terms: ClassVar[tuple[str, ...]]
+    """Names of the parts of a cost."""
+
+    @abc.abstractmethod
+    def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
+        """One tuple a candidate, parallel to `terms`; the lowest sum wins. In seconds, or in the policy's own unit."""
+
+    def placed(self, arrival: Arrival, shard_id: str) -> None:  # noqa: B027  (most policies remember nothing)
+        """The request was sent there."""
