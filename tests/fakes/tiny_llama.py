@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -51,34 +52,57 @@ def tiny_weights(model_dir: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def write_tiny_gguf(path: Path, weights: dict[str, torch.Tensor], *, architecture: str = "llama") -> Path:
-    """The same weights as a float32 GGUF file, with query and key rows permuted as llama.cpp's converter does."""
+def write_tiny_gguf(
+    path: Path,
+    weights: dict[str, torch.Tensor],
+    *,
+    architecture: str = "llama",
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **changes: Any,
+) -> Path:
+    """The same weights as a GGUF file (matrices quantised), laid out as llama.cpp's converter does: names, metadata,
+    and for Llama permuted query and key rows."""
+    config = TINY_CONFIG | changes
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(TINY_CONFIG["max_position_embeddings"])
-    writer.add_embedding_length(TINY_CONFIG["hidden_size"])
-    writer.add_feed_forward_length(TINY_CONFIG["intermediate_size"])
-    writer.add_block_count(TINY_CONFIG["num_hidden_layers"])
-    writer.add_head_count(TINY_CONFIG["num_attention_heads"])
-    writer.add_head_count_kv(TINY_CONFIG["num_key_value_heads"])
-    writer.add_key_length(TINY_CONFIG["head_dim"])
-    writer.add_layer_norm_rms_eps(TINY_CONFIG["rms_norm_eps"])
-    writer.add_rope_freq_base(TINY_CONFIG["rope_theta"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
     _add_vocabulary(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, TINY_CONFIG["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(_model_arch(architecture), config["num_hidden_layers"])
     for name, weight in weights.items():
         rows = weight.float()
-        if "q_proj" in name:
-            rows = _permute(rows, TINY_CONFIG["num_attention_heads"])
-        elif "k_proj" in name:
-            rows = _permute(rows, TINY_CONFIG["num_key_value_heads"])
+        if architecture == "llama" and "q_proj" in name:
+            rows = _permute(rows, config["num_attention_heads"])
+        elif architecture == "llama" and "k_proj" in name:
+            rows = _permute(rows, config["num_key_value_heads"])
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None
-        writer.add_tensor(gguf_name, rows.contiguous().numpy())
+        array = rows.contiguous().numpy()
+        if array.ndim == 2 and quantization != gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(gguf_name, gguf.quants.quantize(array, quantization), raw_dtype=quantization)
+        else:
+            writer.add_tensor(gguf_name, array)
+    if factors := config.get("rope_factors"):
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _model_arch(architecture: str) -> gguf.MODEL_ARCH:
+    arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    return gguf.MODEL_ARCH.LLAMA if arch is None or architecture == "falcon" else arch
 
 
 def _permute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -72,6 +72,10 @@ class BlockPool:
     def cached_hashes(self) -> set[int]:
         return set(self._cached)
 
+    def is_cached(self, block_hash: int) -> bool:
+        """Whether a block of that hash is in the prefix cache: good for an estimate, not for reuse."""
+        return block_hash in self._cached
+
     def match_prefix(self, keys: Sequence[BlockKey], root_hash: int) -> list[int]:
         """The ids of the cached blocks that hold the longest prefix of `keys`. Takes no reference."""
         matched: list[int] = []

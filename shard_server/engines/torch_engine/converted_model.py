@@ -15,7 +15,7 @@ from typing import Any
 from shard_server.engines.base import EngineError
 
 _MANIFEST = "conversion.json"
-_CONVERTER_VERSION = 1
+_CONVERTER_VERSION = 2
 """Raised when the converter's output changes, so that cached directories are made anew."""
 
 

@@ -212,6 +212,7 @@ class TorchEngine:
             BlockPool(runner.num_blocks, config.block_size),
             max_batch=config.max_batch,
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            queue_order=config.queue_order,
         )
         step_loop = StepLoop(runner, scheduler)
         step_loop.warm_up(min(config.max_prefill_tokens_per_step, self._info.max_model_len - 1))

@@ -40,7 +40,7 @@ class LlamaModel:
         dtype: torch.dtype,
         max_model_len: int,
         max_rows: int | None,
-        on_progress: OnProgress = lambda message: None,
+        on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
 

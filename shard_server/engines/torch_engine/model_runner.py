@@ -48,12 +48,12 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         wants_batch_invariance: bool = True,
-        on_progress: OnProgress = lambda message: None,
+        on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
         `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
-        larger products: faster by half or more, but the last bits then depend on the batch. `on_progress` hears a sentence at every
-        stage of loading. Raises EngineError."""
+        larger products: faster by half or more, but the last bits then depend on the batch. `on_progress` hears a
+        sentence at every stage of loading. Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
         torch_dtype = _DTYPES[dtype]

@@ -1,15 +1,19 @@
-"""What the next step computes: first come, first served, chunked prefill, prefix reuse, preemption by recompute.
+"""What the next step computes: admission in order, chunked prefill, prefix reuse, preemption by recompute.
 
 Why it cannot livelock: `running` is in order of admission and only its newest member is ever preempted, so the oldest
 one runs to its end; and since every sequence fits alone (the engine refuses longer ones), the oldest always finds its
-blocks.
+blocks. That holds for any order of admission. Nor does anybody starve: what was preempted is admitted before all that
+has not run yet, and the first in the queue is never passed over for want of blocks; among the others the order bounds
+for how long one can be overtaken (queue_order.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import Literal
 
 from shard_server.engines.base import LoadShare
+from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
@@ -20,10 +24,18 @@ Chunk = tuple[Sequence, int]
 class Scheduler:
     """Decides; computes nothing. `max_prefill_tokens_per_step` bounds how long a step can stall the decoding ones."""
 
-    def __init__(self, pool: BlockPool, *, max_batch: int, max_prefill_tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch: int,
+        max_prefill_tokens_per_step: int,
+        queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
+    ) -> None:
         self.pool = pool
         self.max_batch = max_batch
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.queue_order = queue_order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -53,9 +65,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self, prefill_tokens_per_second: float = 0.0) -> list[Chunk]:
         """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only without
-        work."""
+        work. The speed is what ranks the waiting ones; without one (0) they stay in the order of arrival."""
         budget = self.max_prefill_tokens_per_step
         batch: list[Chunk] = []
         index = 0
@@ -71,6 +83,8 @@ class Scheduler:
             elif not self._append_block(sequence):
                 break
             batch.append((sequence, num_tokens))
+        if self.queue_order == "shortest_prefill" and prefill_tokens_per_second:
+            self._sort_waiting(budget, prefill_tokens_per_second)
         self._admit(batch, budget)
         assert batch or not self.has_work, "there is work, and none of it can be scheduled"
         return batch
@@ -99,6 +113,25 @@ class Scheduler:
         assert all(sequence.is_running for sequence in self.running), "a running sequence holds no blocks"
         assert not any(sequence.is_running for sequence in self.waiting), "a waiting sequence holds blocks"
         self.pool.check_integrity(sequence.block_table for sequence in self.running)
+
+    def _sort_waiting(self, budget: int, prefill_tokens_per_second: float) -> None:
+        """If somebody can be admitted at all; about 1 us for each that waits."""
+        if len(self.waiting) < 2 or not budget or len(self.running) >= self.max_batch:
+            return
+
+        def rank(sequence: Sequence) -> float:
+            if sequence.queue_time_seconds is not None:
+                return float("-inf")  # it has run before: its client has seen the beginning of the answer
+            keys = sequence.block_keys
+            sequence.num_expected_blocks = count_cached_blocks(
+                lambda position: self.pool.is_cached(keys[position].block_hash),
+                sequence.num_reusable_blocks,
+                sequence.num_expected_blocks,
+            )
+            num_uncached = sequence.num_tokens - sequence.num_expected_blocks * self.pool.block_size
+            return admission_rank(num_uncached, prefill_tokens_per_second, sequence.submit_time)
+
+        self.waiting = deque(sorted(self.waiting, key=rank))
 
     def _admit(self, batch: list[Chunk], budget: int) -> None:
         skipped: list[Sequence] = []

@@ -19,6 +19,7 @@ class Sequence:
         "block_table",
         "num_cached_blocks",
         "num_computed_tokens",
+        "num_expected_blocks",
         "num_reused_tokens",
         "output_counts",
         "queue_time_seconds",
@@ -45,6 +46,8 @@ class Sequence:
         """Of the full blocks of `token_ids`."""
         self.num_cached_blocks = 0
         """So many blocks at the front of the block table are in the prefix cache."""
+        self.num_expected_blocks = 0
+        """Blocks that were in the cache when the queue was last sorted."""
         self.uncacheable = False
         """A block hash collided: what lies behind it cannot be cached."""
         self.shares_with: tuple[Sequence, int] | None = None

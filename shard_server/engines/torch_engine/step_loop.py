@@ -72,7 +72,7 @@ class StepLoop:
     def step(self) -> StepOutput | None:
         """Schedule, run, postprocess. None when the step brought nothing to tell (a part of a prompt)."""
         begin = self._clock()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self._speed.prefill_tokens_per_second)
         if batch:
             logits = self._run(batch, begin)
             if logits is not None:

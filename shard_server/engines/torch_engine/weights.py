@@ -26,7 +26,7 @@ OnProgress = Callable[[str], None]
 
 
 def load_weights(
-    model_dir: Path, config: LlamaConfig, on_progress: OnProgress = lambda message: None
+    model_dir: Path, config: LlamaConfig, on_progress: OnProgress = lambda _message: None
 ) -> dict[str, torch.Tensor]:
     """Tensors by their name in the file, mapped from it rather than read. Raises EngineError."""
     expected = expected_shapes(config)
