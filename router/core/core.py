@@ -22,7 +22,7 @@ from router.core.admission import check_servable, queue_full, safety_unavailable
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
 from router.core.events import Event, Request
-from router.core.fleet import Fleet
+from router.core.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.lifecycle import Lifecycle, request_ended
 from router.core.live import Client, LiveRequest
@@ -33,6 +33,7 @@ from router.core.placement.placer import Placer
 from router.core.prefix_index import PrefixIndex
 from router.core.relay import Relay
 from router.core.screening import Screening
+from router.core.shard_state import ShardState
 from router.core.verdicts import Verdicts
 
 
@@ -147,6 +148,11 @@ class RouterCore:
         return self._told_fleet
 
     @property
+    def shards(self) -> list[ShardState]:
+        """Those that are connected, and how fast they are."""
+        return [self._shard_state(shard) for shard in self._fleet.shards.values()]
+
+    @property
     def num_queued_requests(self) -> int:
         """Requests that wait for a shard with room."""
         return len(self._dispatcher.queue)
@@ -160,6 +166,16 @@ class RouterCore:
         """Assert all invariants; for tests and simulation."""
         integrity.check(
             self._fleet, self._lifecycle, self._dispatcher, self._placer, self._ledger, self._index, self._screening
+        )
+
+    def _shard_state(self, shard: Shard) -> ShardState:
+        view = self._ledger.view(shard.shard_id)
+        return ShardState(
+            description=shard.description,
+            is_draining=shard.is_draining,
+            prefill_tokens_per_second=view.report.prefill_tokens_per_second,
+            decode_step_seconds=view.report.decode_step_seconds,
+            prefill_seconds=view.speed.coefficients,
         )
 
     # -- clients --------------------------------------------------------------------------------------------------

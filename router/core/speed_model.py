@@ -81,6 +81,12 @@ class SpeedModel:
         """Of a short prompt on a shard that decodes nothing."""
         return max(self._theta[1], 0.05) * self._scale[1]
 
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """In seconds: of a request, of a token, of a pair of attention, and, per request, of a token of context."""
+        c0, c1, c2, c3 = (max(t, 0.0) * s for t, s in zip(self._theta, self._scale, strict=True))
+        return {"request": c0, "token": max(c1, self.seconds_per_token), "attention_pair": c2, "context_token": c3}
+
     def seconds(self, work: PrefillWork, num_context_tokens: int) -> float:
         """What `work` takes, while sequences with so many tokens of context decode."""
         t, s = self._theta, self._scale
