@@ -33,6 +33,8 @@ class ModelConfig(Section):
     path: str = ""
     """Directory with config.json, *.safetensors, tokenizer.json and chat template. Empty: `kvloom up` provides the
     built-in model."""
+    sha256: str = ""
+    """Of the model's files (`kvloom models add` prints it); checked before they are loaded. Empty: not checked."""
 
 
 class EdgeConfig(Section):
@@ -73,6 +75,16 @@ class SimConfig(Section):
     prefill_tokens_per_second: PositiveFloat = 20_000.0
 
 
+class SpeculationConfig(Section):
+    """Drafts are looked up in a sequence's own tokens and verified in the step that decodes it: the answer is the same,
+    only sooner where it repeats something."""
+
+    max_draft_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Tokens drafted for a sequence in a step, at most; 0: no speculation."""
+    max_ngram: Annotated[int, Meta(ge=1, le=8)] = 3
+    """The longest run of last tokens that is looked for."""
+
+
 class TorchConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     num_threads: Annotated[int, Meta(ge=0)] = 0
@@ -80,6 +92,7 @@ class TorchConfig(Section):
     deterministic: bool = True
     """Results do not depend on the batch, bit for bit (docs/engines.md says what it costs). Without it an answer that
     fails over goes on from the tokens delivered, but not always with the tokens it would have had."""
+    speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
 
 
 class TensorRtKvCacheConfig(Section):
