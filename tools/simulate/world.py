@@ -1,0 +1,432 @@
+"""The simulated fleet: calls arrive, real router cores place them, modelled shards run them, in virtual time.
+
+    result = simulate(workload, FleetOptions(profile=PROFILES["70b"], num_shards=8, policy="ect"))
+
+Links take no time. What happens at one time happens in the order in which it was scheduled, so a run is a function of
+its workload and options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core import events as ev
+from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
+from router.core.core import CoreConfig
+from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
+from router.core.frames import Finish, Start, Step
+from tools.simulate.engine_order import EngineOrder, FirstComeFirstServed, ShortestPrefillFirst
+from tools.simulate.fleet_model import Profile
+from tools.simulate.kv_cache import KvCache
+from tools.simulate.peer_fetch import PeerLink
+from tools.simulate.router_link import RouterLink
+from tools.simulate.sequence import Sequence as ShardSequence
+from tools.simulate.shard import ShardNews, SimShard
+from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult, Workload
+
+MODEL: Final = "simulated"
+REPORT_SHARE_OF_STALENESS: Final = 0.25
+MIN_REPORT_INTERVAL_SECONDS: Final = 0.05
+_FOREVER_SECONDS: Final = 1e9
+_UNLIMITED: Final = 2**40
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    profile: Profile
+    num_shards: int
+    policy: str = "ect"
+    seed: int = 0
+    num_routers: int = 1
+    """Call i goes to router i % num_routers."""
+    capacity_blocks: int | None = None
+    """KV blocks of a shard; None: what the profile holds."""
+    staleness_seconds: float = 0.0
+    """Age of load reports and KV events when they reach a router. 0: it sees every shard as it is."""
+    engine_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
+    peer_fetch_bytes_per_second: float = 0.0
+    """Bandwidth at which a shard can fetch KV blocks from another; 0: it cannot."""
+    speed_factors: Sequence[float] = ()
+    """Shard i is this many times slower than the profile; (): all alike."""
+    sample_interval_seconds: float = 1.0
+    core_config: CoreConfig | None = None
+    """None: no safety service, nothing is refused, nothing times out, `policy` as above."""
+    on_action: Callable[[Action, float], None] | None = None
+    """Called with every action of every router and its time."""
+
+
+def simulate(
+    workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None = None
+) -> SimulationResult:
+    """Run the workload to its end. `on_progress` gets the number of calls that have ended, now and then and at the end.
+
+    Raises ValueError for options that make no sense, and for a policy that does not exist.
+    """
+    return _World(workload, options, on_progress).run()
+
+
+class _World:
+    def __init__(self, workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None) -> None:
+        _check(options)
+        self._workload = workload
+        self._options = options
+        self._on_progress = on_progress
+        self._block_size = workload.block_size
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._num_scheduled = 0
+        self._arrivals: Iterator[tuple[float, Call]] = iter(workload.first_calls())
+        self._num_coming = 0
+        """Arrivals in the heap."""
+        self._open: dict[str, tuple[Call, float]] = {}
+        """Calls that have arrived and not ended, by request_id, with their arrival."""
+        self._outcomes: list[Outcome] = []
+        self._samples: list[ShardSample] = []
+        self._shards = _make_shards(options, workload.block_size)
+        self._index_of = {shard.shard_id: index for index, shard in enumerate(self._shards)}
+        self._due_at = dict.fromkeys(self._index_of, math.inf)
+        """When the heap has the next event that counts for a shard."""
+        self._num_kv_events = dict.fromkeys(self._index_of, 0)
+        config = options.core_config or CoreConfig(
+            max_queued_requests=_UNLIMITED,
+            max_queue_seconds=_FOREVER_SECONDS,
+            request_timeout_seconds=_FOREVER_SECONDS,
+            policy=options.policy,
+            answer_mode="off",
+            safety_required=False,
+        )
+        self._links = [
+            RouterLink(index, config, options.seed + index, self._shards) for index in range(options.num_routers)
+        ]
+        self._next_sample_at = 0.0
+        self._next_report_at = 0.0 if options.staleness_seconds else math.inf
+        self._report_interval_seconds = max(
+            MIN_REPORT_INTERVAL_SECONDS, REPORT_SHARE_OF_STALENESS * options.staleness_seconds
+        )
+
+    def run(self) -> SimulationResult:
+        self._connect()
+        self._schedule_next_arrival()
+        while self._open or self._num_coming:
+            at, _, happen, subject = self._heap[0]
+            if self._next_sample_at <= at or self._next_report_at <= at:
+                self._observe(at)
+                continue
+            heapq.heappop(self._heap)
+            self._now = at
+            happen(subject)
+        if self._on_progress is not None:
+            self._on_progress(len(self._outcomes))
+        return SimulationResult(
+            self._outcomes,
+            self._samples,
+            sum(link.cpu_nanoseconds for link in self._links) / 1e9,
+            sum(link.num_events for link in self._links),
+        )
+
+    def _schedule(self, at: float, happen: Callable[[Any], None], subject: object) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (at, self._num_scheduled, happen, subject))
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def _schedule_next_arrival(self) -> None:
+        entry = next(self._arrivals, None)
+        if entry is not None:
+            self._num_coming += 1
+            self._schedule(max(entry[0], self._now), self._on_first_call, entry[1])
+
+    def _on_first_call(self, call: Call) -> None:
+        self._on_call(call)
+        self._schedule_next_arrival()
+
+    def _on_call(self, call: Call) -> None:
+        self._num_coming -= 1
+        now = self._now
+        link = self._links[call.call_id % len(self._links)]
+        self._refresh_loads(link)
+        request_id = str(call.call_id)
+        self._open[request_id] = (call, now)
+        request = Request(
+            request_id=request_id,
+            client_id="trace",
+            model=MODEL,
+            prompt_token_ids=range(call.num_prompt_tokens),
+            prompt_text="",
+            choices=(ChoiceSpec(call.call_id, 0),),
+            max_tokens=call.num_output_tokens,
+            session_key=call.session_key,
+            block_hashes={self._block_size: call.block_hashes},
+        )
+        self._tell(link, ev.RequestArrived(request))
+        self._schedule_tick(link)
+
+    def _on_request_ended(self, link: RouterLink, ended: RequestEnded) -> None:  # noqa: ARG002
+        call, arrived_at = self._open.pop(ended.request_id)
+        now = self._now
+        failed = ended.reason not in (FinishReason.FINISH_REASON_LENGTH, FinishReason.FINISH_REASON_STOP)
+        self._outcomes.append(
+            Outcome(
+                call,
+                arrived_at,
+                self._index_of.get(ended.shard_id, 0),
+                ended.num_cached_tokens,
+                now - arrived_at if ended.ttft_seconds is None else ended.ttft_seconds,
+                now,
+                failed,
+            )
+        )
+        if self._on_progress is not None and len(self._outcomes) % 64 == 0:
+            self._on_progress(len(self._outcomes))
+        for at, following in self._workload.next_calls(call, now):
+            self._num_coming += 1
+            self._schedule(max(at, now), self._on_call, following)
+
+    # -- routers --------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        for link in self._links:
+            for shard in self._shards:
+                description = ShardDescription(
+                    shard_id=shard.shard_id,
+                    incarnation_id="1",
+                    model=MODEL,
+                    block_size=self._block_size,
+                    num_blocks=shard.cache.num_blocks,
+                    max_batch=self._options.profile.max_batch,
+                    max_model_len=_UNLIMITED,
+                )
+                self._tell(link, ev.ShardUp(description))
+                self._tell(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
+
+    def _tell(self, link: RouterLink, event: ev.Event) -> None:
+        """Have a router take in an event, and do what it wants done."""
+        on_action = self._options.on_action
+        for action in link.handle(event, self._now):
+            if on_action is not None:
+                on_action(action, self._now)
+            act = _ACTS.get(type(action))
+            if act is not None:
+                act(self, link, action)
+
+    def _refresh_loads(self, link: RouterLink) -> None:
+        """Before a placement: with a fresh view, reports are only needed (and only made) then."""
+        if not self._options.staleness_seconds:
+            for report in link.take_reports(self._now):
+                self._tell(link, report)
+
+    def _tell_later(self, subject: tuple[RouterLink, ev.Event]) -> None:
+        self._tell(*subject)
+
+    def _tell_delayed(self, link: RouterLink, event: ev.Event) -> None:
+        """News of the control plane: as old as the options say when it arrives."""
+        if self._options.staleness_seconds:
+            self._schedule(self._now + self._options.staleness_seconds, self._tell_later, (link, event))
+        else:
+            self._tell(link, event)
+
+    def _schedule_tick(self, link: RouterLink) -> None:
+        deadline = link.core.next_deadline()
+        if deadline is not None and (link.tick_at is None or deadline < link.tick_at):
+            link.tick_at = deadline
+            self._schedule(max(deadline, self._now), self._on_tick, link)
+
+    def _on_tick(self, link: RouterLink) -> None:
+        if link.tick_at is not None and link.tick_at <= self._now:
+            link.tick_at = None
+        self._tell(link, ev.Tick())
+        self._schedule_tick(link)
+
+    def _on_submit(self, link: RouterLink, action: SubmitAttempt) -> None:
+        index = self._index_of[action.shard_id]
+        shard = self._shards[index]
+        request = action.request
+        num_prompt_tokens = len(request.prompt_token_ids)
+        assert request.block_hashes is not None
+        for choice in action.choices:
+            if not shard.can_hold(num_prompt_tokens, action.max_tokens):
+                self._schedule(self._now, self._tell_later, (link, _too_long(shard.shard_id, choice.slot)))
+                continue
+            shard.submit(
+                ShardSequence(
+                    slot=choice.slot,
+                    num_prompt_tokens=num_prompt_tokens,
+                    num_output_tokens=action.max_tokens,
+                    hashes=request.block_hashes[self._block_size],
+                    router_index=link.index,
+                ),
+                self._now,
+            )
+        self._schedule_shard(shard)
+
+    def _on_cancel(self, link: RouterLink, action: CancelOnShard) -> None:
+        shard = self._shards[self._index_of[action.shard_id]]
+        for slot in action.slots:
+            shard.cancel(link.index, slot, self._now)
+        self._schedule_shard(shard)
+
+    def _on_want_snapshot(self, link: RouterLink, action: WantKvSnapshot) -> None:
+        shard = self._shards[self._index_of[action.shard_id]]
+        snapshot = ev.KvSnapshotArrived(
+            shard.shard_id, self._num_kv_events[shard.shard_id], shard.cache.cached_hashes()
+        )
+        self._tell_delayed(link, snapshot)
+
+    # -- shards ---------------------------------------------------------------------------------------------------
+
+    def _schedule_shard(self, shard: SimShard) -> None:
+        """See that `_on_shard_due` comes in time; what is in the heap for later is void then."""
+        if shard.busy_until < self._due_at[shard.shard_id]:
+            self._due_at[shard.shard_id] = shard.busy_until
+            self._schedule(shard.busy_until, self._on_shard_due, shard)
+
+    def _on_shard_due(self, shard: SimShard) -> None:
+        if self._due_at[shard.shard_id] != self._now:
+            return
+        self._due_at[shard.shard_id] = -math.inf  # what is submitted meanwhile is taken up below
+        self._spread(shard, shard.end_steps(self._now))
+        shard.begin_steps(self._now)
+        self._due_at[shard.shard_id] = math.inf
+        self._schedule_shard(shard)
+
+    def _spread(self, shard: SimShard, news: ShardNews) -> None:
+        """Tell the routers what a shard's steps brought."""
+        if news.stored or news.removed:
+            self._num_kv_events[shard.shard_id] += 1
+            changes = (KvChange(stored=news.stored, removed=news.removed),)
+            event = ev.KvEventsArrived(shard.shard_id, self._num_kv_events[shard.shard_id], changes)
+            for link in self._links:
+                self._tell_delayed(link, event)
+        if news.starts or news.ends:
+            for link in self._links:
+                step = _step(news, link.index)
+                if step:
+                    if link.core.num_queued_requests:
+                        self._refresh_loads(link)
+                    self._tell(link, ev.StepArrived(shard.shard_id, step))
+
+    # -- observation ----------------------------------------------------------------------------------------------
+
+    def _observe(self, before: float) -> None:
+        """Take the samples and the load reports that are due next, at the latest at `before`."""
+        at = min(self._next_sample_at, self._next_report_at)
+        if at == self._next_report_at:
+            for link in self._links:
+                for report in link.take_reports(at):
+                    self._schedule(at + self._options.staleness_seconds, self._tell_later, (link, report))
+            self._next_report_at = self._following(at, self._report_interval_seconds, before)
+        if at == self._next_sample_at:
+            self._samples.extend(
+                ShardSample(
+                    at,
+                    index,
+                    shard.num_running,
+                    shard.num_waiting,
+                    shard.num_queued_prefill_tokens,
+                    shard.num_used_blocks,
+                )
+                for index, shard in enumerate(self._shards)
+            )
+            self._next_sample_at = self._following(at, self._options.sample_interval_seconds, before)
+
+    def _following(self, at: float, interval_seconds: float, before: float) -> float:
+        """The next time of observation. While nothing runs there is nothing to observe."""
+        if self._open:
+            return at + interval_seconds
+        return at + interval_seconds * max(1, math.ceil((before - at) / interval_seconds))
+
+
+_ACTS: Final[dict[type, Callable[[_World, RouterLink, Any], None]]] = {
+    SubmitAttempt: _World._on_submit,
+    CancelOnShard: _World._on_cancel,
+    WantKvSnapshot: _World._on_want_snapshot,
+    RequestEnded: _World._on_request_ended,
+}
+"""The client sees what it needs in RequestEnded, so SendStep brings nothing more; the rest goes to nobody here."""
+
+
+def _check(options: FleetOptions) -> None:
+    if options.num_shards < 1 or options.num_routers < 1:
+        raise ValueError("a fleet needs at least one shard and one router")
+    if options.speed_factors and len(options.speed_factors) != options.num_shards:
+        raise ValueError(f"{len(options.speed_factors)} speed factors for {options.num_shards} shards")
+    if any(not factor > 0 for factor in options.speed_factors):
+        raise ValueError("speed factors must be above 0")
+    if not options.sample_interval_seconds > 0 or options.staleness_seconds < 0:
+        raise ValueError("the sample interval must be above 0, staleness not below")
+
+
+def _make_shards(options: FleetOptions, block_size: int) -> list[SimShard]:
+    profile = options.profile
+    num_blocks = options.capacity_blocks or profile.capacity_tokens // block_size
+    caches = [KvCache(num_blocks) for _ in range(options.num_shards)]
+    bandwidth = options.peer_fetch_bytes_per_second
+    shards: list[SimShard] = []
+    for index, cache in enumerate(caches):
+        slowness = options.speed_factors[index] if options.speed_factors else 1.0
+        order: EngineOrder = FirstComeFirstServed()
+        if options.engine_order == "shortest_prefill":
+            order = ShortestPrefillFirst(profile, block_size, cache)
+        peers = [peer for peer in caches if peer is not cache]
+        peer_link = PeerLink(profile, block_size, bandwidth, slowness, peers) if bandwidth else None
+        shards.append(
+            SimShard(
+                f"shard-{index}",
+                profile,
+                block_size,
+                cache,
+                num_routers=options.num_routers,
+                slowness=slowness,
+                order=order,
+                peer_link=peer_link,
+            )
+        )
+    return shards
+
+
+def _step(news: ShardNews, router_index: int) -> Step:
+    """What one router gets of a shard's news. A sequence's first token comes by itself; all the others come at once,
+    with its end, so that virtual time costs no more where answers are long."""
+    step = Step()
+    for sequence in news.starts:
+        if sequence.router_index == router_index:
+            queue_seconds = sequence.admitted_at - sequence.submitted_at
+            step.starts.append(Start(sequence.slot, sequence.num_cached_tokens, queue_seconds))
+            step.slots.append(sequence.slot)
+            step.num_tokens.append(1)
+    for sequence in news.ends:
+        if sequence.router_index != router_index:
+            continue
+        if sequence.is_cancelled:
+            step.finishes.append(Finish(sequence.slot, FinishReason.FINISH_REASON_CANCELLED))
+            continue
+        num_tokens = sequence.num_output_tokens
+        if num_tokens > 1:
+            step.slots.append(sequence.slot)
+            step.num_tokens.append(num_tokens - 1)
+        step.finishes.append(
+            Finish(
+                sequence.slot,
+                FinishReason.FINISH_REASON_LENGTH,
+                sequence.num_prompt_tokens,
+                sequence.num_cached_tokens,
+                num_tokens,
+            )
+        )
+    step.token_ids = [0] * sum(step.num_tokens)
+    step.deltas = [""] * len(step.slots)
+    return step
+
+
+def _too_long(shard_id: str, slot: int) -> ev.StepArrived:
+    error = KvloomError(
+        ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, "The shard's KV cache is too small for this request."
+    )
+    return ev.StepArrived(shard_id, Step(finishes=[Finish(slot, FinishReason.FINISH_REASON_ERROR, error=error)]))
