@@ -9,6 +9,7 @@ The same core runs in the service, in the trace simulator and in the determinist
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,9 +122,9 @@ class RouterCore:
         if self._fleet_may_differ:
             self._tell_fleet()
         if len(self._dispatcher.queue):
-            if self._dispatcher.check_hopeless:
+            if self._dispatcher.queue.check_hopeless:
                 self._lifecycle.give_up_hopeless(now)
-            self._dispatcher.serve_queue(now)
+            self._dispatcher.queue.serve(now)
         self._lifecycle.drop_idle_clients(self._outbox.clients)
         return self._outbox.take()
 
@@ -140,7 +141,11 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When a Tick is needed at the latest; None: not before another event."""
-        return self._deadlines.next()
+        deadline = self._deadlines.next()
+        opening = self._dispatcher.queue.next_deadline()
+        if opening == math.inf:
+            return deadline
+        return opening if deadline is None else min(opening, deadline)
 
     @property
     def fleet(self) -> FleetChanged:
@@ -202,8 +207,8 @@ class RouterCore:
         if not live.num_open_choices:
             return
         self._deadlines.add(live.deadline, live)
-        if not self._dispatcher.dispatch(live, now):
-            self._dispatcher.queue.push(live)
+        self._dispatcher.queue.enter(live, now)
+        if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
@@ -229,7 +234,7 @@ class RouterCore:
         """Whether one more request may wait; a tenant above its share gives way to one below."""
         if len(self._dispatcher.queue) < self._config.max_queued_requests:
             return True
-        victim = self._dispatcher.queue.take_victim(tenant)
+        victim = self._dispatcher.queue.lines.take_victim(tenant)
         if victim is None:
             return False
         self._lifecycle.end_request(victim, FinishReason.FINISH_REASON_ERROR, queue_full(), now)
@@ -287,6 +292,7 @@ class RouterCore:
         if shard is None:
             return
         lost = self._dispatcher.end_all_slots(shard)
+        self._dispatcher.queue.dissolve_line(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
         self._index.remove_shard(event.shard_id)
@@ -319,6 +325,8 @@ class RouterCore:
         self._ledger.report(event.shard_id, event.load)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
+            if shard.is_draining:
+                self._dispatcher.queue.dissolve_line(shard)
             self._note_fleet_change()
 
     # -- safety, time ---------------------------------------------------------------------------------------------
@@ -349,7 +357,7 @@ class RouterCore:
 
     def _note_fleet_change(self) -> None:
         self._fleet_may_differ = True
-        self._dispatcher.check_hopeless = True
+        self._dispatcher.queue.check_hopeless = True
 
     def _tell_fleet(self) -> None:
         self._fleet_may_differ = False

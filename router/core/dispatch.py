@@ -1,12 +1,12 @@
-"""Sends requests to shards: at once, or from the queue as soon as a shard has room."""
+"""Sends requests to shards, and frees what was reserved when they end there."""
 
 from __future__ import annotations
 
 import xxhash
 
 from router.core.actions import PlacementDecided, SubmitAttempt
+from router.core.dispatch_queue import DispatchQueue
 from router.core.events import ChoiceSpec
-from router.core.fair_queue import FairQueue
 from router.core.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load_ledger import LoadLedger, Reservation
@@ -26,31 +26,15 @@ class Dispatcher:
         outbox: Outbox,
         decision_sample_share: float,
     ) -> None:
-        self.queue = FairQueue()
-        self.check_hopeless = False
-        """What can run where may have changed: look for requests that wait in vain."""
-        self._fleet = fleet
+        self.queue = DispatchQueue(fleet, ledger, placer, self._send)
         self._index = index
         self._ledger = ledger
         self._placer = placer
         self._outbox = outbox
         self._decision_sample_limit = int(decision_sample_share * 2**64)
 
-    def serve_queue(self, now: float) -> None:
-        """Dispatch everything that waits and for which there is room."""
-        for model in self.queue.models:
-            while any(shard.has_room for shard in self._fleet.ready(model)):
-                live = self.queue.pop_first(model, self._placer.can_run)
-                if live is None:
-                    break
-                self.dispatch(live, now)
-
-    def dispatch(self, live: LiveRequest, now: float) -> bool:
-        """Send all pending choices to one shard. False when no shard has room."""
-        picked = self._placer.pick(live, now)
-        if picked is None:
-            return False
-        shard, candidate = picked
+    def _send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        """Send all pending choices to one shard."""
         request = live.request
         window = shard.description.max_model_len - len(request.prompt_token_ids)
         live.max_tokens = window if live.max_tokens is None else min(live.max_tokens, window)
@@ -66,11 +50,6 @@ class Dispatcher:
         live.pending = []
         live.hashes = {}
         self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, live.max_tokens))
-        return True
-
-    def hopeless(self) -> list[LiveRequest]:
-        """Requests that wait although no ready shard could ever run them."""
-        return [live for live in self.queue if not self._placer.eligible(live)]
 
     def end_slot(self, shard: Shard, slot: int) -> bool:
         """The shard has ended a slot, which is free again. False for a slot that was not in use."""
@@ -79,6 +58,7 @@ class Dispatcher:
             return False
         shard.slots.free(slot)
         self._end_one(attempt)
+        self.queue.stir(shard.shard_id)
         return True
 
     def end_all_slots(self, shard: Shard) -> list[Choice]:

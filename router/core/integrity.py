@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from router.core.dispatch import Dispatcher
+from router.core.dispatch_queue import DispatchQueue
 from router.core.fleet import Fleet
 from router.core.lifecycle import Lifecycle
 from router.core.live import LiveRequest
@@ -26,8 +29,8 @@ def check(
     screening.check_integrity()
     _check_shards(fleet, ledger)
     _check_clients(lifecycle)
-    _check_queue(dispatcher, placer)
-    queued = {id(live) for live in dispatcher.queue}
+    _check_queue(dispatcher.queue, placer, ledger, fleet)
+    queued = {id(live) for live in dispatcher.queue.lines}
     for request_id, live in lifecycle.requests.items():
         assert live.request.request_id == request_id
         assert live.is_queued == (id(live) in queued)
@@ -64,14 +67,25 @@ def _check_clients(lifecycle: Lifecycle) -> None:
             assert lifecycle.requests[choice.request.request.request_id] is choice.request
 
 
-def _check_queue(dispatcher: Dispatcher, placer: Placer) -> None:
-    """No request waits while a shard that could run it has room, or although none ever could."""
-    assert len(dispatcher.queue) == sum(1 for _ in dispatcher.queue)
-    for live in dispatcher.queue:
+def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet: Fleet) -> None:
+    """No request waits for any shard while one that could run it has room, or although none ever could; one that waits
+    for a certain shard is placed there, and there is a time at which that is looked at again."""
+    lines = queue.lines
+    assert len(lines) == sum(1 for _ in lines)
+    held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
+    for live in lines:
         assert live.num_open_choices
         assert live.pending
         assert placer.eligible(live)
-        assert not placer.can_run(live)
+        assert live.line_id is not None
+        if live.line_id.shard_id:
+            held[live.line_id.shard_id].add(live.request.request_id)
+            assert not fleet.shards[live.line_id.shard_id].is_draining
+            assert queue.next_deadline() < math.inf
+        else:
+            assert not placer.can_run(live)
+    for shard_id, request_ids in held.items():
+        assert ledger.view(shard_id).held.keys() == request_ids
 
 
 def _check_request(live: LiveRequest, fleet: Fleet) -> None:

@@ -140,14 +140,14 @@ class Lifecycle:
             live.avoid_shard_id = shard_id
             live.failure = error
             live.pending.append(choice)
-            self._dispatcher.check_hopeless = True
+            self._dispatcher.queue.check_hopeless = True
             if not live.is_queued:
-                self._dispatcher.queue.push(live)
+                self._dispatcher.queue.wait_for_any(live)
 
     def give_up_hopeless(self, now: float) -> None:
         """End what waits for a shard that does not exist."""
-        self._dispatcher.check_hopeless = False
-        for live in self._dispatcher.hopeless():
+        self._dispatcher.queue.check_hopeless = False
+        for live in self._dispatcher.queue.hopeless():
             error = live.failure or no_shard_ready(live.request.model)
             for choice in list(live.pending):
                 self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)
@@ -178,7 +178,7 @@ class Lifecycle:
         elif choice in live.pending:
             live.pending.remove(choice)
             if live.is_queued and not live.pending:
-                self._dispatcher.queue.remove(live)
+                self._dispatcher.queue.leave(live)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
         """Held tokens that nobody will get: they are not output."""

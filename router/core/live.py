@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import FinishReason
@@ -22,6 +22,14 @@ _SEVERITY: Final[dict[int, int]] = {
     FinishReason.FINISH_REASON_CONTENT_FILTER: 3,
     FinishReason.FINISH_REASON_ERROR: 4,
 }
+
+
+class LineId(NamedTuple):
+    """A line in which requests wait in the router."""
+
+    model: str
+    shard_id: str = ""
+    """"" = the model's line: no shard had room."""
 
 
 class Client:
@@ -163,15 +171,17 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
-        "is_queued",
         "last_shard_id",
+        "line_id",
         "max_held_tokens",
         "max_tokens",
         "num_attempts",
         "num_cached_tokens",
         "num_open_choices",
         "num_output_tokens",
+        "own_seconds",
         "pending",
+        "placed_at",
         "prompt_verdict_open",
         "queue_deadline",
         "request",
@@ -186,7 +196,12 @@ class LiveRequest:
         self.num_open_choices = len(self.choices)
         self.pending: list[Choice] = list(self.choices)
         """Choices that are to be dispatched."""
-        self.is_queued = False
+        self.line_id: LineId | None = None
+        """Where it waits in the router; None while it does not."""
+        self.own_seconds = 0.0
+        """Prefill on the shard for which it waits."""
+        self.placed_at = 0.0
+        """When it was placed in the line of that shard."""
         self.avoid_shard_id = ""
         """It has just failed there."""
         self.failure: KvloomError | None = None
@@ -211,6 +226,10 @@ class LiveRequest:
     def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
         if _SEVERITY.get(reason, 0) >= _SEVERITY.get(self.ended_with[0], 0):
             self.ended_with = (reason, error)
+
+    @property
+    def is_queued(self) -> bool:
+        return self.line_id is not None
 
     @property
     def num_context_tokens(self) -> int:

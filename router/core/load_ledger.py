@@ -49,6 +49,7 @@ class LoadView:
         "foreign_queued_tokens",
         "foreign_running",
         "foreign_waiting",
+        "held",
         "num_blocks",
         "own_blocks",
         "own_context_tokens",
@@ -69,6 +70,8 @@ class LoadView:
         self.queued: dict[ReservationKey, Reservation] = {}
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
+        self.held: dict[str, float] = {}
+        """request_id → seconds of own prefill, of requests that wait in the router to be sent there."""
         self.own_waiting = 0
         self.own_running = 0
         self.own_context_tokens = 0

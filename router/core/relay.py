@@ -50,6 +50,7 @@ class Relay:
         if step.starts:
             keys = [attempt.key for start in step.starts if (attempt := shard.attempts.get(start.slot)) is not None]
             self._ledger.note_starts(shard.shard_id, keys, now)
+            self._dispatcher.queue.stir(shard.shard_id)
         for start in step.starts:
             choice = shard.choices.get(start.slot)
             if choice is not None:

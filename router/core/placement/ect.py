@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from router.core.placement.policy import Arrival, Candidate, Policy
+from router.core.placement.policy import Arrival, Candidate, Hold, Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class EctWeights:
 class Ect(Policy):
     terms: ClassVar = ("queue", "own_prefill", "lost_capacity", "delay_of_others", "eviction", "memory")
 
-    def __init__(self, weights: EctWeights | None = None) -> None:
+    def __init__(self, weights: EctWeights | None = None, hold: Hold | None = None) -> None:
         self._weights = weights or EctWeights()
+        self.hold = hold
 
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         return [self._cost(candidate) for candidate in candidates]
@@ -51,11 +52,12 @@ class Ect(Policy):
             excess = c.num_used_blocks + c.num_new_blocks - c.num_blocks
             if excess > 0:
                 memory = w.memory_wait * excess * c.block_size * c.seconds_per_token
+        num_waiting = c.num_waiting + len(c.held_seconds)
         return (
-            c.queue_seconds,
+            c.queue_seconds + c.held_ahead_seconds,
             own,
             w.lost_capacity * own,
-            own * (w.delay_of_waiting * c.num_waiting + w.delay_of_running * c.num_running),
+            own * (c.num_held_behind + w.delay_of_waiting * num_waiting + w.delay_of_running * c.num_running),
             eviction,
             memory,
         )

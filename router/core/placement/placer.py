@@ -15,7 +15,7 @@ from router.core.live import LiveRequest
 from router.core.load_ledger import LoadLedger
 from router.core.placement import POLICIES
 from router.core.placement.plan import Plan, ShardPlan
-from router.core.placement.policy import Arrival, Candidate
+from router.core.placement.policy import Arrival, Candidate, Hold
 from router.core.prefix_index import PrefixIndex
 from router.core.speed_model import PrefillWork
 
@@ -35,6 +35,10 @@ class Placer:
         self._policy = POLICIES[policy]()
         self._seed = seed
         self._num_picks = 0
+
+    @property
+    def hold(self) -> Hold | None:
+        return self._policy.hold
 
     def eligible(self, live: LiveRequest) -> list[Shard]:
         """Ready shards that could run it, with room or without; not the one where it just failed, if there is
@@ -64,6 +68,10 @@ class Placer:
         self._num_picks += 1
         shard.turn = self._num_picks
         return shard, best
+
+    def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
+        """One shard as the request sees it."""
+        return self._candidates([shard], live, now)[0]
 
     def note_placed(self, live: LiveRequest, shard: Shard) -> None:
         """The picked request is on its way."""
@@ -156,6 +164,7 @@ class Placer:
             queue_seconds=view.queue_seconds(now),
             own_seconds=view.speed.seconds(PrefillWork.of(num_prefill_tokens, num_overlap_tokens), num_context_tokens),
             seconds_per_token=view.speed.seconds_per_token,
+            held_seconds=list(view.held.values()) if view.held else (),
         )
 
     def _cheapest(self, costs: Sequence[float], candidates: Sequence[Candidate], live: LiveRequest) -> int:

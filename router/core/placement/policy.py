@@ -41,10 +41,23 @@ class Candidate:
     """Prefill of the request itself, at the shard's learned speed and its present decode load."""
     seconds_per_token: float
     """Of short prefills."""
+    held_seconds: Sequence[float] = ()
+    """Own prefill of each request that waits in the router to be sent there."""
 
     @property
     def predicted_ttft_seconds(self) -> float:
-        return self.queue_seconds + self.own_seconds
+        return self.queue_seconds + self.held_ahead_seconds + self.own_seconds
+
+    @property
+    def held_ahead_seconds(self) -> float:
+        """Of those that wait in the router, those that go before this request: the shorter ones."""
+        own = self.own_seconds
+        return sum(seconds for seconds in self.held_seconds if seconds <= own)
+
+    @property
+    def num_held_behind(self) -> int:
+        own = self.own_seconds
+        return sum(seconds > own for seconds in self.held_seconds)
 
     @property
     def num_new_blocks(self) -> int:
@@ -63,11 +76,24 @@ class Arrival:
     """Of the prompt's full blocks (of the first candidate's block size)."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hold:
+    """Requests wait in the router while their shard has enough to do, and go shortest prefill first."""
+
+    backlog_seconds: float
+    """Prefill that a shard may have queued when another request is sent: more than the way there and back takes, so
+    that it never runs dry; little, so that few requests are bound before they need be."""
+    aging: float
+    """Seconds of prefill that a second of waiting makes up for."""
+
+
 class Policy(abc.ABC):
     """One object per router core. Deterministic; may remember what it placed, within a bound."""
 
     terms: ClassVar[tuple[str, ...]]
     """Names of the parts of a cost."""
+    hold: Hold | None = None
+    """None: what is placed is sent at once."""
 
     @abc.abstractmethod
     def costs(self, arrival: Arrival, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:

@@ -1,0 +1,205 @@
+"""Which requests wait in the router, and when each one goes to its shard.
+
+A policy may ask that a shard be sent no more prefill than keeps it busy for a moment. What was placed beyond that waits
+here, in the shard's line, where it can still be overtaken by shorter prefills, move to a shard that becomes free, or be
+cancelled without having cost anything. An engine's own queue is first come, first served, and final.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from router.core.fleet import Fleet, Shard
+from router.core.live import LineId, LiveRequest
+from router.core.load_ledger import LoadLedger
+from router.core.placement.placer import Placer
+from router.core.placement.policy import Candidate
+from router.core.waiting_lines import WaitingLines
+
+REPLACE_SECONDS: Final = 0.5
+"""How often those who wait are placed anew: shards are faster or slower than they seemed, or hang."""
+MAX_REPLACED: Final = 64
+"""At a time."""
+MAX_STOLEN_LOOKS: Final = 4
+"""Requests of other lines that are placed anew when a shard has nothing more to do."""
+MIN_TICK_SECONDS: Final = 0.001
+"""An estimate that says `now` again must not make time stand still."""
+
+Send = Callable[[LiveRequest, Shard, Candidate, float], None]
+
+
+class DispatchQueue:
+    """`send` dispatches a request to the shard, now."""
+
+    def __init__(self, fleet: Fleet, ledger: LoadLedger, placer: Placer, send: Send) -> None:
+        self.lines = WaitingLines()
+        self.check_hopeless = False
+        """What can run where may have changed: look for requests that wait in vain."""
+        self._fleet = fleet
+        self._ledger = ledger
+        self._placer = placer
+        self._send = send
+        self._hold = placer.hold
+        self._stirred: set[str] = set()
+        """Shards that may have opened since `serve` looked."""
+        self._opens_at: dict[str, float] = {}
+        """Shards with a line → when they are expected to open, if nothing happens before."""
+        self._replace_at = math.inf
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def enter(self, live: LiveRequest, now: float) -> None:
+        """Place it: it goes at once, or waits for its shard, or for any."""
+        picked = self._placer.pick(live, now)
+        if picked is None:
+            self.lines.push(live, LineId(live.request.model))
+            return
+        shard, candidate = picked
+        if self._hold is None or live.num_attempts or self._is_open(shard, now):
+            # One that has already run has a client that has begun to read.
+            self._send(live, shard, candidate, now)
+        else:
+            self._wait_for(live, shard, candidate, now)
+
+    def wait_for_any(self, live: LiveRequest) -> None:
+        """It failed where it was; `serve` will place it."""
+        self.lines.push(live, LineId(live.request.model))
+
+    def leave(self, live: LiveRequest) -> None:
+        """It waits no more."""
+        line_id = live.line_id
+        assert line_id is not None
+        self.lines.remove(live)
+        if line_id.shard_id:
+            self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
+
+    def stir(self, shard_id: str) -> None:
+        """The shard has less to do than before."""
+        self._stirred.add(shard_id)
+
+    def dissolve_line(self, shard: Shard) -> None:
+        """The shard takes nothing more: those who wait for it will be placed anew."""
+        line_id = LineId(shard.description.model, shard.shard_id)
+        for live in list(self.lines.line(line_id)):
+            self.leave(live)
+            self.wait_for_any(live)
+        self._opens_at.pop(shard.shard_id, None)
+
+    def hopeless(self) -> list[LiveRequest]:
+        """Requests that wait although no ready shard could ever run them."""
+        return [live for live in self.lines if not self._placer.eligible(live)]
+
+    def next_deadline(self) -> float:
+        """When `serve` has something to do at the latest; infinity: not before another event."""
+        if not self.lines:
+            return math.inf
+        return min(min(self._opens_at.values(), default=math.inf), self._replace_at)
+
+    def serve(self, now: float) -> None:
+        """Send everything that waits and can go."""
+        self._serve_models(now)
+        if self._hold is None:
+            return
+        if now >= self._replace_at:
+            self._place_anew(now)
+        due = [shard_id for shard_id, at in self._opens_at.items() if at <= now]
+        for shard_id in [*due, *(shard_id for shard_id in self._stirred if shard_id not in due)]:
+            shard = self._fleet.shards.get(shard_id)
+            if shard is not None and not shard.is_draining:
+                self._serve_shard(shard, now)
+        self._stirred.clear()
+
+    # -- lines of models ------------------------------------------------------------------------------------------
+
+    def _serve_models(self, now: float) -> None:
+        for line_id in [line_id for line_id in self.lines.line_ids if not line_id.shard_id]:
+            while any(shard.has_room for shard in self._fleet.ready(line_id.model)):
+                live = self.lines.take(line_id, self._placer.can_run)
+                if live is None:
+                    break
+                self.enter(live, now)
+
+    # -- lines of shards ------------------------------------------------------------------------------------------
+
+    def _is_open(self, shard: Shard, now: float) -> bool:
+        assert self._hold is not None
+        view = self._ledger.view(shard.shard_id)
+        return shard.has_room and view.queue_seconds(now) <= self._hold.backlog_seconds
+
+    def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        view = self._ledger.view(shard.shard_id)
+        self.lines.push(live, LineId(shard.description.model, shard.shard_id))
+        live.own_seconds = candidate.own_seconds
+        live.placed_at = now
+        view.held[live.request.request_id] = candidate.own_seconds
+        self._note_opening(shard, now)
+        self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
+
+    def _note_opening(self, shard: Shard, now: float) -> None:
+        """When its queue will have shrunk enough, if the estimate is right. A shard without room opens by an event."""
+        assert self._hold is not None
+        if not shard.has_room:
+            self._opens_at[shard.shard_id] = math.inf
+            return
+        wait_seconds = self._ledger.view(shard.shard_id).queue_seconds(now) - self._hold.backlog_seconds
+        self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
+
+    def _serve_shard(self, shard: Shard, now: float) -> None:
+        hold = self._hold
+        assert hold is not None
+        line_id = LineId(shard.description.model, shard.shard_id)
+        while self._is_open(shard, now):
+            live = self._take(line_id, now) or self._steal(shard, now)
+            if live is None:
+                break
+            self._send(live, shard, self._placer.candidate(live, shard, now), now)
+        if line_id in self.lines:
+            self._note_opening(shard, now)
+        else:
+            self._opens_at.pop(shard.shard_id, None)
+
+    def _take(self, line_id: LineId, now: float) -> LiveRequest | None:
+        """Shortest prefill first, but waiting counts: nobody waits for ever."""
+        hold = self._hold
+        assert hold is not None
+        live = self.lines.take(
+            line_id,
+            lambda _live: True,
+            lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
+        )
+        if live is not None:
+            self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
+        return live
+
+    def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
+        """Somebody out of the longest line who is better off here by now."""
+        model = shard.description.model
+        others = [line_id for line_id in self.lines.line_ids if line_id.shard_id and line_id.model == model]
+        if not others:
+            return None
+        longest = max(others, key=lambda line_id: sum(self._ledger.view(line_id.shard_id).held.values()))
+        waiting = sorted(self.lines.line(longest), key=lambda live: live.own_seconds)
+        for live in waiting[:MAX_STOLEN_LOOKS]:
+            self.leave(live)
+            picked = self._placer.pick(live, now)
+            if picked is not None and picked[0] is shard:
+                return live
+            self._return(live, longest)
+        return None
+
+    def _return(self, live: LiveRequest, line_id: LineId) -> None:
+        self.lines.push(live, line_id)
+        self._ledger.view(line_id.shard_id).held[live.request.request_id] = live.own_seconds
+
+    def _place_anew(self, now: float) -> None:
+        """Those who have waited since their last placement for long, the earliest first."""
+        before = now - REPLACE_SECONDS
+        due = [v for v in self.lines if v.line_id is not None and v.line_id.shard_id and v.placed_at <= before]
+        due.sort(key=lambda live: live.placed_at)
+        for live in due[:MAX_REPLACED]:
+            self.leave(live)
+            self.enter(live, now)
+        self._replace_at = now + REPLACE_SECONDS if self.lines else math.inf

@@ -1,0 +1,91 @@
+"""Requests that wait in the router, in lines: a shard's line for those that are to go there once it has little enough
+queued, a model's line for those that no shard had room for. In every line tenants take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from router.core.live import LineId, LiveRequest
+
+
+class WaitingLines:
+    """First in, first out within a tenant, unless `take` is told otherwise."""
+
+    def __init__(self) -> None:
+        self._lines: dict[LineId, dict[str, dict[str, LiveRequest]]] = {}
+        """Line → tenant → request_id → request. Tenants lie in the order of their turns; no line is empty."""
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        for line_id in self._lines:
+            yield from self.line(line_id)
+
+    def __contains__(self, line_id: LineId) -> bool:
+        return line_id in self._lines
+
+    @property
+    def line_ids(self) -> list[LineId]:
+        return list(self._lines)
+
+    def line(self, line_id: LineId) -> Iterator[LiveRequest]:
+        """Everybody who waits there."""
+        for requests in self._lines.get(line_id, {}).values():
+            yield from requests.values()
+
+    def push(self, request: LiveRequest, line_id: LineId) -> None:
+        """At the end; one that has already run goes to the head of its tenant's part."""
+        tenants = self._lines.setdefault(line_id, {})
+        requests = tenants.setdefault(request.request.tenant, {})
+        if request.num_attempts:
+            tenants[request.request.tenant] = {request.request.request_id: request, **requests}
+        else:
+            requests[request.request.request_id] = request
+        request.line_id = line_id
+        self._num_requests += 1
+
+    def remove(self, request: LiveRequest) -> None:
+        line_id, tenant = request.line_id, request.request.tenant
+        assert line_id is not None
+        tenants = self._lines[line_id]
+        del tenants[tenant][request.request.request_id]
+        if not tenants[tenant]:
+            del tenants[tenant]
+            if not tenants:
+                del self._lines[line_id]
+        request.line_id = None
+        self._num_requests -= 1
+
+    def take(
+        self,
+        line_id: LineId,
+        can_run: Callable[[LiveRequest], bool],
+        urgency: Callable[[LiveRequest], float] | None = None,
+    ) -> LiveRequest | None:
+        """The next request that can run now: of the first tenant that has one, its most urgent (lowest value; without
+        `urgency`: its first). The tenant's next turn comes after everybody else's."""
+        tenants = self._lines.get(line_id, {})
+        for tenant, requests in tenants.items():
+            able = [request for request in requests.values() if can_run(request)]
+            if able:
+                request = able[0] if urgency is None else min(able, key=urgency)
+                self.remove(request)
+                if tenant in tenants:
+                    tenants[tenant] = tenants.pop(tenant)
+                return request
+        return None
+
+    def take_victim(self, tenant: str) -> LiveRequest | None:
+        """Make place for a tenant that has less than its share: the youngest request of the tenant that has most
+        waiting, if that is more than one request above `tenant`'s own."""
+        waiting: dict[str, list[LiveRequest]] = {}
+        for request in self:
+            waiting.setdefault(request.request.tenant, []).append(request)
+        longest = max(waiting, key=lambda name: len(waiting[name]), default="")
+        if len(waiting.get(longest, ())) <= len(waiting.get(tenant, ())) + 1:
+            return None
+        victim = max(reversed(waiting[longest]), key=lambda request: request.arrived_at)
+        return None if victim.num_attempts else victim
