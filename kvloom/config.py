@@ -55,6 +55,20 @@ class PlacementConfig(Section):
     """A name in router/core/placement: "ect", "round_robin", "least_requests" ..."""
 
 
+class DecisionLogConfig(Section):
+    """Which placements are remembered for `kvloom explain`, and whether they are written to a file."""
+
+    sample_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Of the requests, chosen by a hash of their ids; 0: none."""
+    max_remembered: PositiveInt = 4096
+    """The latest requests, in memory."""
+    path: str = ""
+    """JSON lines (docs/routing-decisions.md) are appended here, one for each remembered request that ended. Empty: no
+    file. One router a file."""
+    max_bytes: Annotated[int, Meta(ge=65_536)] = 64 * 2**20
+    """Of the file; what was there before becomes `path` + ".1"."""
+
+
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8081
@@ -66,6 +80,7 @@ class RouterConfig(Section):
     max_prompt_tokens: PositiveInt = 262_144
     drain_timeout_seconds: PositiveFloat = 30.0
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
+    decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
 
 
 class SimConfig(Section):
@@ -184,6 +199,9 @@ class ShardConfig(Section):
     max_prefill_tokens_per_step: PositiveInt = 512
     """Prompts are prefilled in chunks of this many tokens, so that running sequences are not stalled."""
     max_waiting: PositiveInt = 1024
+    queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
+    """Which waiting sequence is admitted next: the first that came, or the one with the least left to prefill, aged so
+    that nobody is overtaken for ever (docs/engines.md)."""
     drain_timeout_seconds: PositiveFloat = 30.0
     sim: SimConfig = msgspec.field(default_factory=SimConfig)
     torch: TorchConfig = msgspec.field(default_factory=TorchConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from shard_server.engines.base import (
     BlockRemoved,
@@ -31,10 +32,19 @@ class StepBench:
     """A step loop on any runner; collects answers, replays KV events and checks integrity after every step."""
 
     def __init__(
-        self, runner: Runner, *, block_size: int, num_blocks: int, max_batch: int = 16, budget: int = 512
+        self,
+        runner: Runner,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_batch: int = 16,
+        budget: int = 512,
+        queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_batch=max_batch, max_prefill_tokens_per_step=budget)
+        self.scheduler = Scheduler(
+            self.pool, max_batch=max_batch, max_prefill_tokens_per_step=budget, queue_order=queue_order
+        )
         self.clock = 0.0
         self.loop = StepLoop(runner, self.scheduler, clock=self._tick)
         self.answers: dict[str, Answer] = {}

@@ -31,10 +31,13 @@ class SimBlockPool:
         """Blocks that `allocate` could hand out: free ones and cached ones that nobody references."""
         return self._num_free + len(self._unreferenced)
 
+    def is_cached(self, block_hash: int) -> bool:
+        return block_hash in self._reference_counts or block_hash in self._unreferenced
+
     def count_cached(self, hashes: Sequence[int]) -> int:
         """How many leading hashes are cached."""
         for i, block_hash in enumerate(hashes):
-            if block_hash not in self._reference_counts and block_hash not in self._unreferenced:
+            if not self.is_cached(block_hash):
                 return i
         return len(hashes)
 

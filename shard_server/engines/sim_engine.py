@@ -29,6 +29,7 @@ from shard_server.engines.base import (
     SequenceStart,
     StepOutput,
 )
+from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.sim_sequence import SimSequence
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, expected_token_id
@@ -76,6 +77,7 @@ class SimEngine:
         self._step_seconds = config.sim.step_ms / 1000
         self._prefill_tokens_per_second = config.sim.prefill_tokens_per_second
         self._max_prefill_tokens = config.max_prefill_tokens_per_step
+        self._queue_order = config.queue_order
         self._pool = SimBlockPool(num_blocks)
         self._live: dict[str, SimSequence] = {}
         self._waiting: deque[SimSequence] = deque()
@@ -162,6 +164,9 @@ class SimEngine:
             if num_tokens:
                 planned.append((sequence, num_tokens))
             position += 1
+        has_room = budget and len(self._running) < self._info.max_batch
+        if self._queue_order == "shortest_prefill" and has_room and len(self._waiting) > 1:
+            self._waiting = deque(sorted(self._waiting, key=self._admission_rank))
         while budget and self._waiting and len(self._running) < self._info.max_batch:
             sequence = self._waiting[0]
             if sequence.request.request_id in self._cancelled or not self._admit(sequence):
@@ -173,6 +178,19 @@ class SimEngine:
         num_prefilled = self._max_prefill_tokens - budget
         seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if num_decodes else 0.0)
         return planned, seconds
+
+    def _admission_rank(self, sequence: SimSequence) -> float:
+        if sequence.scheduled_at is not None:
+            return float("-inf")  # it was preempted, and resumes before others begin
+        hashes = sequence.known_hashes()
+        block_size = self._info.block_size
+        sequence.num_expected_blocks = count_cached_blocks(
+            lambda position: self._pool.is_cached(hashes[position]),
+            (len(sequence.token_ids) - 1) // block_size,
+            sequence.num_expected_blocks,
+        )
+        num_uncached = len(sequence.token_ids) - sequence.num_expected_blocks * block_size
+        return admission_rank(num_uncached, self._prefill_tokens_per_second, sequence.submitted_at)
 
     def _admit(self, sequence: SimSequence) -> bool:
         """Give a waiting sequence the blocks of its tokens, cached ones where there are any; False: too few left."""

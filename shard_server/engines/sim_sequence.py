@@ -19,6 +19,7 @@ class SimSequence:
         "is_decoding",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_expected_blocks",
         "num_output_tokens",
         "num_private_blocks",
         "num_stored_blocks",
@@ -39,6 +40,8 @@ class SimSequence:
         """Leading blocks that are cached under a hash and held."""
         self.num_private_blocks = 0
         self.num_cached_tokens = 0
+        self.num_expected_blocks = 0
+        """Blocks that were cached when the queue was last sorted."""
         self.is_decoding = False
         """All tokens but the newest are computed."""
         self.started = False

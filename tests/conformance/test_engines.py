@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvloom.config import ShardConfig, SimConfig, TorchConfig
@@ -11,16 +13,26 @@ from tests.conformance.engine_suite import EngineSuite
 
 
 class TestSimEngine(EngineSuite):
-    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         sim = SimConfig(step_ms=0, prefill_tokens_per_second=1e9)
         config = ShardConfig(engine="sim", sim=sim, **{"max_batch": 16, **shard_fields})
         return SimEngine("model", config, vocab_size=49152, eos_token_ids=frozenset({2}))
 
 
 class TestTorchEngine(EngineSuite):
-    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         from shard_server.engines.torch_engine.engine import TorchEngine
 
         # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled.
         config = ShardConfig(torch=TorchConfig(num_threads=1), **{"max_batch": 16, "num_blocks": 256, **shard_fields})
         return TorchEngine(request.getfixturevalue("model_dir"), "model", config)
+
+
+class TestSimEngineShortestPrefillFirst(TestSimEngine):
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
+
+
+class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
