@@ -17,6 +17,7 @@ from tools.lazy_group import LazyGroup
         "status": "tools.status:status",
         "logs": "tools.logs:logs",
         "chat": "tools.chat:chat",
+        "simulate": "tools.simulate.command:simulate_command",
         "bench": "tools.cli:bench",
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -51,7 +51,7 @@ def hash_base(*names: object) -> int:
 class HashRuns(Sequence[int]):
     """Block hashes kept as runs of consecutive numbers: some 50 bytes instead of 12 kB for a prompt of 100,000 tokens.
 
-    Iterating is as fast as over a tuple, single items are slow: who needs those makes a tuple of it.
+    Iterating is as fast as over a tuple; a single item or a slice takes time in the number of runs.
     """
 
     runs: tuple[range, ...]
@@ -67,4 +67,23 @@ class HashRuns(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        return tuple(self)[index]
+        if isinstance(index, slice):
+            return self._cut(*index.indices(len(self)))
+        rest = index if index >= 0 else index + len(self)
+        if rest >= 0:
+            for run in self.runs:
+                if rest < len(run):
+                    return run[rest]
+                rest -= len(run)
+        raise IndexError(index)
+
+    def _cut(self, start: int, stop: int, step: int) -> Sequence[int]:
+        if step != 1:
+            return tuple(self)[start:stop:step]
+        pieces: list[range] = []
+        for run in self.runs:
+            if start < len(run) and stop > 0:
+                pieces.append(run[max(start, 0) : stop])
+            start -= len(run)
+            stop -= len(run)
+        return HashRuns(tuple(pieces))

@@ -1,0 +1,72 @@
+"""What no router can beat by much: the fleet as one pool with one queue and one endless cache.
+
+As many prefill servers as the fleet has shards take calls in the order of arrival from one queue, one call at a time,
+and know every block of every call that came before. Prefill costs what the fleet model says, undisturbed by decoding;
+answers are decoded as if alone on a shard. Reordering the queue could still do better: the bound is for FCFS shards.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Final
+
+from tools.simulate.fleet_model import Profile
+from tools.simulate.workload import Call, Outcome, SimulationResult, Workload
+
+_PROGRESS_EVERY: Final = 256
+
+
+def simulate_bound(
+    workload: Workload, profile: Profile, num_shards: int, on_progress: Callable[[int], None] | None = None
+) -> SimulationResult:
+    """`on_progress`: told the number of calls done."""
+    arrivals = [(arrival, call.call_id, call) for arrival, call in workload.first_calls()]
+    heapq.heapify(arrivals)
+    servers = [(0.0, index) for index in range(num_shards)]
+    """(free from, index); a heap."""
+    cached: set[int] = set()
+    outcomes: list[Outcome] = []
+    while arrivals:
+        arrived_at, _, call = heapq.heappop(arrivals)
+        free_at, server = servers[0]
+        num_cached_tokens = _look_up(call, cached, workload.block_size)
+        first_token_at = max(arrived_at, free_at) + prefill_seconds(profile, call.num_prompt_tokens, num_cached_tokens)
+        heapq.heapreplace(servers, (first_token_at, server))
+        finished_at = first_token_at + decode_seconds(profile, call.num_prompt_tokens, call.num_output_tokens)
+        outcomes.append(Outcome(call, arrived_at, server, num_cached_tokens, first_token_at - arrived_at, finished_at))
+        for next_arrival, next_call in workload.next_calls(call, finished_at):
+            heapq.heappush(arrivals, (next_arrival, next_call.call_id, next_call))
+        if on_progress is not None and len(outcomes) % _PROGRESS_EVERY == 0:
+            on_progress(len(outcomes))
+    outcomes.sort(key=lambda outcome: outcome.finished_at)
+    return SimulationResult(outcomes, (), 0.0, 0)
+
+
+def prefill_seconds(profile: Profile, num_prompt_tokens: int, num_cached_tokens: int) -> float:
+    """Steps of at most a chunk each, nothing else in them."""
+    num_tokens = num_prompt_tokens - num_cached_tokens
+    num_full_chunks, rest = divmod(num_tokens, profile.chunk_tokens)
+    chunk_seconds = max(profile.step_floor_seconds, profile.seconds_per_prefill_token * profile.chunk_tokens)
+    rest_seconds = max(profile.step_floor_seconds, profile.seconds_per_prefill_token * rest) if rest else 0.0
+    num_pairs = num_tokens * (num_cached_tokens + num_tokens / 2)
+    return num_full_chunks * chunk_seconds + rest_seconds + profile.seconds_per_attention_pair * num_pairs
+
+
+def decode_seconds(profile: Profile, num_prompt_tokens: int, num_output_tokens: int) -> float:
+    """All tokens behind the first, alone on a shard."""
+    num_steps = num_output_tokens - 1
+    context_tokens = num_steps * (num_prompt_tokens + num_output_tokens / 2)
+    step_seconds = profile.step_floor_seconds + profile.seconds_per_decode_sequence
+    return num_steps * step_seconds + profile.seconds_per_context_token * context_tokens
+
+
+def _look_up(call: Call, cached: set[int], block_size: int) -> int:
+    """Tokens that lie in the cache; the call's blocks lie there from now on. At least one token is always computed."""
+    num_blocks = 0
+    for block_hash in call.block_hashes:
+        if block_hash not in cached:
+            break
+        num_blocks += 1
+    cached.update(call.block_hashes)
+    return min(num_blocks * block_size, call.num_prompt_tokens - 1)

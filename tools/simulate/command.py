@@ -1,0 +1,282 @@
+"""`kvloom simulate`: a trace through the real router and modelled shards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+from rich.console import Console
+
+from router.core.placement import POLICIES
+from tools.failures import CommandError
+from tools.options import option
+from tools.simulate.parallel import perform_all
+from tools.simulate.plot import check_plot_file, draw
+from tools.simulate.profiles import load_profile
+from tools.simulate.rows import combine
+from tools.simulate.runs import (
+    BOUND,
+    CapacitySpec,
+    EngineOrder,
+    RunReport,
+    RunSpec,
+    TraceSource,
+    perform_capacity,
+    perform_run,
+)
+from tools.simulate.statistics import Slo
+from tools.simulate.table import make_table
+from tools.simulate.traces import FORMATS, TraceFormat, guess_format
+
+DEFAULT_USERS: Final = 80
+_MAX_SEEDS: Final = 100
+
+
+@click.command("simulate")
+@option(
+    "--trace",
+    "trace_file",
+    scope="simulate",
+    required=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Recorded calls; may be gzipped.",
+)
+@option(
+    "--format",
+    "trace_format",
+    scope="simulate",
+    type=click.Choice(FORMATS),
+    help="Of the trace. By default told by the file's name.",
+)
+@option("--shards", scope="simulate", type=click.IntRange(1, 4096), default=8, show_default=True)
+@option(
+    "--profile",
+    "profile_name",
+    scope="simulate",
+    default="70b",
+    show_default=True,
+    metavar="8b|70b|FILE",
+    help="Model and machine of a shard; FILE: as JSON or TOML.",
+)
+@option(
+    "--rate",
+    scope="simulate",
+    type=click.FloatRange(0, 1e6, min_open=True),
+    help="Times the recorded rate (mooncake, azure).  [default: 1]",
+)
+@option(
+    "--users",
+    scope="simulate",
+    type=click.IntRange(1, 1_000_000),
+    help=f"Who play sessions at the same time (weka).  [default: {DEFAULT_USERS}]",
+)
+@option(
+    "--policy",
+    "policy_names",
+    scope="simulate",
+    default="ect",
+    show_default=True,
+    help="A name, several with commas between, or all. The bound is always shown beside them.",
+)
+@option("--seed", scope="simulate", type=int, default=0, show_default=True, help="The first one.")
+@option(
+    "--seeds",
+    scope="simulate",
+    type=click.IntRange(1, _MAX_SEEDS),
+    default=1,
+    show_default=True,
+    help="How many: means, and half the range.",
+)
+@option(
+    "--capacity-blocks",
+    scope="simulate",
+    type=click.IntRange(1),
+    help="KV blocks of a shard.  [default: what the profile holds]",
+)
+@option(
+    "--staleness",
+    "staleness_seconds",
+    scope="simulate",
+    type=click.FloatRange(0, 3600),
+    default=0.0,
+    show_default=True,
+    help="Age in seconds of what the router sees of shards.",
+)
+@option("--routers", scope="simulate", type=click.IntRange(1, 256), default=1, show_default=True)
+@option(
+    "--engine-order",
+    scope="simulate",
+    type=click.Choice(["fcfs", "shortest_prefill"]),
+    default="fcfs",
+    show_default=True,
+    help="Of a shard's waiting queue.",
+)
+@option(
+    "--peer-fetch",
+    "peer_fetch_gbps",
+    scope="simulate",
+    type=click.FloatRange(0, 1e6),
+    default=0.0,
+    show_default=True,
+    metavar="GBPS",
+    help="GB/s at which a shard fetches KV blocks from another; 0: it does not.",
+)
+@option(
+    "--speed-factors",
+    scope="simulate",
+    metavar="X,X,...",
+    help="How many times slower than the profile each shard is.  [default: all 1]",
+)
+@option(
+    "--max-requests",
+    scope="simulate",
+    type=click.IntRange(1),
+    help="Replay so many.  [default: as many as the trace has]",
+)
+@option(
+    "--block-size",
+    scope="simulate",
+    type=click.IntRange(1, 65536),
+    help="Tokens of a KV block (azure; the others have their own).  [default: 512]",
+)
+@option("--slo-ttft", scope="simulate", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True)
+@option("--slo-tpot", scope="simulate", type=click.FloatRange(0, min_open=True), default=0.1, show_default=True)
+@option(
+    "--capacity",
+    "with_capacity",
+    scope="simulate",
+    is_flag=True,
+    help="Find the highest rate, or number of users, with 90% inside the SLO.",
+)
+@option(
+    "--plot",
+    "plot_file",
+    scope="simulate",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw TTFT distributions and timelines into a .svg or .png file.",
+)
+@option("--jobs", scope="simulate", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
+@option("--json", "as_json", scope="simulate", is_flag=True, help="Print a JSON array, an object for each policy.")
+def simulate_command(
+    trace_file: Path,
+    trace_format: TraceFormat | None,
+    shards: int,
+    profile_name: str,
+    rate: float | None,
+    users: int | None,
+    policy_names: str,
+    seed: int,
+    seeds: int,
+    capacity_blocks: int | None,
+    staleness_seconds: float,
+    routers: int,
+    engine_order: EngineOrder,
+    peer_fetch_gbps: float,
+    speed_factors: str | None,
+    max_requests: int | None,
+    block_size: int | None,
+    slo_ttft: float,
+    slo_tpot: float,
+    with_capacity: bool,
+    plot_file: Path | None,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Replay a trace through the router's own core and modelled shards, in virtual time."""
+    trace_format = trace_format or guess_format(trace_file)
+    if plot_file is not None:
+        check_plot_file(plot_file)
+    run = RunSpec(
+        trace=TraceSource(path=str(trace_file), format=trace_format, block_size=block_size),
+        load=_choose_load(trace_format, rate, users),
+        policy="",
+        profile=load_profile(profile_name),
+        num_shards=shards,
+        max_requests=max_requests,
+        num_routers=routers,
+        capacity_blocks=capacity_blocks,
+        staleness_seconds=staleness_seconds,
+        engine_order=engine_order,
+        peer_fetch_bytes_per_second=peer_fetch_gbps * 1e9,
+        speed_factors=_parse_speed_factors(speed_factors, shards),
+        slo=Slo(slo_ttft, slo_tpot),
+        with_curves=plot_file is not None,
+    )
+    policies = _parse_policies(policy_names)
+    chosen_seeds = range(seed, seed + seeds)
+    num_processes = jobs or os.cpu_count() or 1
+    measure = _measure_capacities if with_capacity else _measure_runs
+    rows, first_runs = measure(run, policies, chosen_seeds, num_processes)
+    if as_json:
+        click.echo(json.dumps(rows))
+    else:
+        load = f"rate ×{run.load:g}" if trace_format != "weka" else f"{run.load:.0f} users"
+        title = f"{trace_file.name}, {shards} × {run.profile.name}" + ("" if with_capacity else f", {load}")
+        Console(width=None if os.isatty(1) else 200, highlight=False).print(make_table(rows, title))
+    if plot_file is not None:
+        curves = {policy: report.curves for policy, report in first_runs.items() if report.curves is not None}
+        draw(plot_file, curves, f"{trace_file.name}, {shards} × {run.profile.name}, seed {seed}")
+
+
+def _measure_runs(
+    run: RunSpec, policies: Sequence[str], seeds: Sequence[int], num_processes: int
+) -> tuple[list[dict[str, Any]], dict[str, RunReport]]:
+    specs = [msgspec.structs.replace(run, policy=policy, seed=seed) for policy in policies for seed in seeds]
+    names = [spec.policy if len(seeds) == 1 else f"{spec.policy}, seed {spec.seed}" for spec in specs]
+    reports = perform_all(perform_run, specs, names, num_processes)
+    by_policy = {policy: reports[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(policies)}
+    rows = [combine(policy, [report.statistics for report in found]) for policy, found in by_policy.items()]
+    return rows, {policy: found[0] for policy, found in by_policy.items()}
+
+
+def _measure_capacities(
+    run: RunSpec, policies: Sequence[str], seeds: Sequence[int], num_processes: int
+) -> tuple[list[dict[str, Any]], dict[str, RunReport]]:
+    specs = [CapacitySpec(run=msgspec.structs.replace(run, policy=policy), seeds=tuple(seeds)) for policy in policies]
+    reports = perform_all(perform_capacity, specs, policies, num_processes)
+    rows: list[dict[str, Any]] = []
+    for policy, report in zip(policies, reports, strict=True):
+        row = combine(policy, [one.statistics for one in report.runs])
+        unit = "users" if run.trace.format == "weka" else "rate"
+        rows.append({**row, "capacity": report.capacity, "load_unit": unit})
+    return rows, {policy: report.runs[0] for policy, report in zip(policies, reports, strict=True)}
+
+
+def _choose_load(trace_format: TraceFormat, rate: float | None, users: int | None) -> float:
+    if trace_format == "weka":
+        if rate is not None:
+            raise CommandError("--rate is for mooncake and azure traces; the load of a weka trace is --users")
+        return float(users or DEFAULT_USERS)
+    if users is not None:
+        raise CommandError(f"--users is for weka traces; the load of a {trace_format} trace is --rate")
+    return rate or 1.0
+
+
+def _parse_policies(names: str) -> list[str]:
+    """Each once, the bound last."""
+    chosen: list[str] = []
+    for name in (part.strip() for part in names.split(",")):
+        if name == "all":
+            chosen += POLICIES
+        elif name in POLICIES:
+            chosen.append(name)
+        elif name != BOUND:
+            raise CommandError(f"--policy {name}: no such policy; there are {', '.join(POLICIES)}, {BOUND} and all")
+    return [*dict.fromkeys(chosen), BOUND]
+
+
+def _parse_speed_factors(text: str | None, num_shards: int) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise CommandError(f"--speed-factors {text}: not numbers with commas between") from error
+    if len(factors) != num_shards or not all(0 < factor < 1e6 for factor in factors):
+        raise CommandError(f"--speed-factors {text}: expected {num_shards} positive numbers, one for each shard")
+    return factors

@@ -1,0 +1,160 @@
+"""One simulation, or one search for a capacity, as a value that can go to another process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from tools.simulate.bound import simulate_bound
+from tools.simulate.capacity import find_capacity
+from tools.simulate.fleet_model import Profile
+from tools.simulate.statistics import Slo, Statistics, measured_outcomes, summarise, without_warm_up
+from tools.simulate.traces import Trace, TraceFormat, read_trace
+from tools.simulate.workload import ShardSample, SimulationResult
+from tools.simulate.world import FleetOptions, simulate
+
+BOUND: Final = "bound"
+"""Stands where a policy's name does."""
+MAX_TIMELINE_POINTS: Final = 500
+
+EngineOrder = Literal["fcfs", "shortest_prefill"]
+TellProgress = Callable[[str, float], None]
+"""(what is being done, share of it that is done)"""
+
+
+class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    format: TraceFormat
+    block_size: int | None = None
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one simulation depends on."""
+
+    trace: TraceSource
+    load: float
+    """Rate multiple, or users of a closed loop."""
+    policy: str
+    """A name in router.core.placement.POLICIES, or BOUND."""
+    profile: Profile
+    num_shards: int
+    seed: int = 0
+    max_requests: int | None = None
+    num_routers: int = 1
+    capacity_blocks: int | None = None
+    staleness_seconds: float = 0.0
+    engine_order: EngineOrder = "fcfs"
+    peer_fetch_bytes_per_second: float = 0.0
+    speed_factors: tuple[float, ...] = ()
+    slo: Slo = Slo()
+    with_curves: bool = False
+
+
+class CapacitySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest load with enough goodput, averaged over the seeds. `run.load` is where the search begins."""
+
+    run: RunSpec
+    seeds: tuple[int, ...]
+
+
+class Curves(msgspec.Struct, frozen=True):
+    """What a plot needs."""
+
+    ttfts: list[float]
+    """Ascending, behind the warm-up."""
+    samples: list[ShardSample]
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    statistics: Statistics
+    curves: Curves | None = None
+
+
+class CapacityReport(msgspec.Struct, frozen=True):
+    capacity: float
+    runs: list[RunReport]
+    """At that load, one for each seed."""
+
+
+def perform_run(spec: RunSpec, tell_progress: TellProgress) -> RunReport:
+    """Raises CommandError for a bad trace."""
+    trace = _read_once(spec.trace, tell_progress)
+    workload = trace.workload(spec.load, spec.seed, spec.max_requests)
+    num_calls = max(workload.num_measured_calls, 1)
+
+    def on_progress(num_ended: int) -> None:
+        tell_progress("", min(1.0, num_ended / num_calls))
+
+    if spec.policy == BOUND:
+        result = simulate_bound(workload, spec.profile, spec.num_shards, on_progress)
+    else:
+        result = simulate(workload, _fleet_options(spec), on_progress)
+    summary = summarise(
+        result, num_shards=spec.num_shards, num_measured_calls=workload.num_measured_calls, slo=spec.slo
+    )
+    curves = _curves(result, workload.num_measured_calls) if spec.with_curves else None
+    return RunReport(summary, curves)
+
+
+def perform_capacity(spec: CapacitySpec, tell_progress: TellProgress) -> CapacityReport:
+    """Raises CommandError for a bad trace, or when there is no such load."""
+    runs_at: dict[float, list[RunReport]] = {}
+    is_closed_loop = _read_once(spec.run.trace, tell_progress).is_closed_loop
+
+    def goodput_at(load: float) -> float:
+        runs_at[load] = [
+            perform_run(
+                msgspec.structs.replace(spec.run, load=load, seed=seed),
+                lambda text, share: tell_progress(text or f"at {load:.4g}", share),
+            )
+            for seed in spec.seeds
+        ]
+        return statistics.fmean(run.statistics.goodput for run in runs_at[load])
+
+    capacity = find_capacity(goodput_at, spec.run.load, whole_numbers=is_closed_loop)
+    return CapacityReport(capacity, runs_at[capacity])
+
+
+def _read_once(source: TraceSource, tell_progress: TellProgress) -> Trace:
+    """The last trace stays in memory: a process performs many runs of one."""
+    if source not in _last_trace:
+        tell_progress("reading", 0.0)
+        trace = read_trace(
+            Path(source.path),
+            source.format,
+            block_size=source.block_size,
+            on_fraction=lambda share: tell_progress("reading", share),
+        )
+        _last_trace.clear()
+        _last_trace[source] = trace
+    return _last_trace[source]
+
+
+_last_trace: dict[TraceSource, Trace] = {}
+
+
+def _fleet_options(spec: RunSpec) -> FleetOptions:
+    return FleetOptions(
+        profile=spec.profile,
+        num_shards=spec.num_shards,
+        policy=spec.policy,
+        seed=spec.seed,
+        num_routers=spec.num_routers,
+        capacity_blocks=spec.capacity_blocks,
+        staleness_seconds=spec.staleness_seconds,
+        engine_order=spec.engine_order,
+        peer_fetch_bytes_per_second=spec.peer_fetch_bytes_per_second,
+        speed_factors=spec.speed_factors,
+    )
+
+
+def _curves(result: SimulationResult, num_measured_calls: int) -> Curves:
+    outcomes = without_warm_up(measured_outcomes(result.outcomes, num_measured_calls))
+    ttfts = sorted(outcome.ttft_seconds for outcome in outcomes if not outcome.failed)
+    moments = sorted({sample.at for sample in result.samples})
+    kept = set(moments[:: max(1, -(-len(moments) // MAX_TIMELINE_POINTS))])
+    return Curves(ttfts, [sample for sample in result.samples if sample.at in kept])
