@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvloom import service, telemetry
 from kvloom.config import KvloomConfig, load_config
+from kvloom.model_checksum import ChecksumError, check_model
 from kvloom.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
@@ -63,6 +64,10 @@ def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
     """Runs in a thread; the engine's own loading comes with its `start`."""
     if not config.model.path:
         raise service.StartError("model.path is not set: the shard needs the model's tokenizer")
+    try:
+        check_model(Path(config.model.path), config.model.sha256)
+    except ChecksumError as error:
+        raise service.StartError(str(error)) from error
     try:
         tokenizer = ModelTokenizer.load(Path(config.model.path))
         return create_engine(config, tokenizer), tokenizer

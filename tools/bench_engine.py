@@ -21,6 +21,7 @@ from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sketch import Sketch
 from tools.failures import CommandError
+from tools.model_registry import ModelRegistry
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
 
@@ -166,8 +167,9 @@ def bench_engine(
     as_json: bool,
 ) -> None:
     """Measure the embedded engine: prefill, decoding at batch 1, 8 and 32, memory, load time."""
-    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
-    _, model_dir = resolve_model(model, cache_dir, lambda message: click.echo(message, err=True))
+    folder = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
+    registry = ModelRegistry(folder / "models.json")
+    model_dir = resolve_model(model, folder / "models", lambda message: click.echo(message, err=True), registry).path
     try:
         report = run_bench(
             model_dir,

@@ -13,6 +13,7 @@ from kvloom.config import KvloomConfig, ModelConfig, dump_config
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from tools.fabric import Fabric
 from tools.failures import CommandError
+from tools.model_registry import ModelRegistry
 from tools.models import resolve_model
 from tools.processes import pick_free_ports, port_is_free
 from tools.reporters import LogReporter, Reporter
@@ -112,10 +113,14 @@ class Launch:
             raise CommandError(f"model.path is not set for model {wanted.name} (built in: {BUILTIN_MODEL_NAME})")
         source = self.model or wanted.path or BUILTIN_MODEL_NAME
         reporter.step(f"model {source}")
-        name, path = resolve_model(source, self.model_cache_dir, reporter.step)
+        sha256 = wanted.sha256 if source == wanted.path else ""
+        registry = ModelRegistry(self.folder.data_dir / "models.json")
+        found = resolve_model(source, self.model_cache_dir, reporter.step, registry, sha256)
         # A name in the file is the name that its own path is served under.
-        keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path)
-        self.config.model = ModelConfig(name=wanted.name if keeps_name else name, path=str(path))
+        keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path, sha256=wanted.sha256)
+        self.config.model = ModelConfig(
+            name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
+        )
 
 
 def _check_redis(url: str) -> None:

@@ -1,7 +1,8 @@
-"""Make a model ready to load, in a process of its own: `python -m tools.prepare_model CACHE_DIR [GGUF_FILE]`.
+"""Make a model ready to load, in a process of its own: `python -m tools.prepare_model CACHE_DIR [GGUF_FILE SHA256]`.
 
-Prints what it does, a line each, and last the model's directory as `path: DIRECTORY`. A process of its own, because
-converting brings in torch, whose memory the supervisor would keep for as long as the fabric runs.
+SHA256 is "" or what the file's must be. Prints what it does, a line each, and last the model's directory as
+`path: DIRECTORY`. A process of its own, because converting brings in torch, whose memory the supervisor would keep for
+as long as the fabric runs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
+from kvloom.model_checksum import ChecksumError, check_model
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
 from shard_server.engines.torch_engine.converted_model import ensure_converted_model
@@ -21,8 +23,12 @@ def main(args: list[str]) -> int:
         if len(args) == 1:
             model_dir = ensure_builtin_model(cache_dir, _report)
         else:
-            model_dir = _ensure_converted(Path(args[1]), cache_dir)
-    except (EngineError, OSError) as error:
+            gguf_path, sha256 = Path(args[1]), args[2]
+            if sha256:
+                _report(f"checking {gguf_path.name}")
+                check_model(gguf_path, sha256)
+            model_dir = _ensure_converted(gguf_path, cache_dir)
+    except (EngineError, ChecksumError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     _report(f"path: {model_dir}")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import structlog
+
 from kvloom.config import KvloomConfig
 from kvloom.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import DEFAULT_MAX_MODEL_LEN, SimEngine
+
+log = structlog.get_logger()
 
 
 def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
@@ -18,7 +22,10 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
     if config.shard.engine == "torch":
         from shard_server.engines.torch_engine.engine import TorchEngine
 
-        return TorchEngine(model_dir, config.model.name, config.shard)
+        def on_load_progress(message: str) -> None:
+            log.info("loading", model=config.model.name, stage=message)
+
+        return TorchEngine(model_dir, config.model.name, config.shard, on_load_progress=on_load_progress)
     return SimEngine(
         config.model.name,
         config.shard,

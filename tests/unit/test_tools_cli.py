@@ -94,7 +94,7 @@ def test_a_model_directory_is_served_under_its_own_name(tmp_path: Path):
     model.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
-    assert resolve_model(str(model), tmp_path / "cache", lambda _: None) == ("my-llama", model)
+    assert resolve_model(str(model), tmp_path / "cache", lambda _: None)[:2] == ("my-llama", model)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF\x03\x00\x00\x00 and then nothing"])

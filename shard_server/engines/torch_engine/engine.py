@@ -52,11 +52,14 @@ class TorchEngine:
         config: ShardConfig,
         *,
         load_runner: Callable[..., ModelRunner] = ModelRunner,
+        on_load_progress: Callable[[str], None] = lambda _message: None,
     ) -> None:
+        """`on_load_progress` hears a sentence at every stage of loading, in the compute thread."""
         self._model_dir = model_dir
         self._model_name = model_name
         self._config = config
         self._load_runner = load_runner
+        self._on_load_progress = on_load_progress
         self._info: EngineInfo | None = None
         self._live: set[str] = set()
         """Submitted, and its end not yet read from `steps`."""
@@ -194,7 +197,7 @@ class TorchEngine:
             max_model_len=config.max_model_len,
             num_threads=config.torch.num_threads or max(1, (os.cpu_count() or 1) // config.num_shards),
             wants_batch_invariance=config.torch.deterministic,
-            on_progress=lambda message: _log.info("loading", model=self._model_name, stage=message),
+            on_progress=self._on_load_progress,
         )
         self._info = EngineInfo(
             engine="torch",
