@@ -137,6 +137,8 @@ class TensorRtLoraConfig(Section):
     max_rank: PositiveInt = 64
     max_loras: PositiveInt = 4
     max_cpu_loras: PositiveInt = 32
+    adapters: dict[str, str] = {}
+    """Directories by adapter name."""
 
 
 class TensorRtCacheTransceiverConfig(Section):

@@ -22,4 +22,5 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
         max_held_tokens=MAX_HELD_TOKENS,
+        decision_sample_share=router.decision_log.sample_share,
     )

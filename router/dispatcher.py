@@ -19,6 +19,7 @@ from router.core.actions import (
     CancelOnShard,
     CheckPrompt,
     FleetChanged,
+    PlacementDecided,
     RequestEnded,
     ScreenAnswers,
     SendStep,
@@ -75,6 +76,10 @@ class SafetyPeer(Protocol):
 
 class Observer(Protocol):
     """Hears what is worth counting."""
+
+    def placement_decided(self, decision: PlacementDecided) -> None:
+        """Of a sample of the requests. Comes before the end, if that comes at all."""
+        ...
 
     def request_ended(self, ended: RequestEnded) -> None: ...
 
@@ -198,6 +203,8 @@ class Dispatcher:
                 shard = self._shards.get(action.shard_id)
                 if shard is not None:
                     shard.submit(action)
+            case PlacementDecided():
+                self._observer.placement_decided(action)
             case CancelOnShard():
                 shard = self._shards.get(action.shard_id)
                 if shard is not None:

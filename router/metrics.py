@@ -48,6 +48,11 @@ class RouterMetrics:
         self._attempts = Counter(
             "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry=registry
         )
+        self._decisions_dropped = Counter(
+            "kvloom_decisions_dropped",
+            "Placements that should have been in the decision log's file.",
+            registry=registry,
+        )
         self._duration = self._histogram("gen_ai_server_request_duration_seconds", "Arrival to end.", LATENCY_BUCKETS)
         self._ttft = self._histogram(
             "gen_ai_server_time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
@@ -80,6 +85,9 @@ class RouterMetrics:
 
     def request_refused(self, error: KvloomError) -> None:
         self._refused.labels(error.reason_name.lower()).inc()
+
+    def decisions_dropped(self, count: int) -> None:
+        self._decisions_dropped.inc(count)
 
     def watch(self, gauges: Callable[[], dict[str, float]]) -> None:
         """Read these (by name) and the fleet at every scrape."""

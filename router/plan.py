@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvloom.v1.router_service_pb2 import PlanResponse, ShardScore
+from kvloom.v1.router_service_pb2 import PlacementRegret, PlanResponse, ShardScore
 from router.core.events import Request
 from router.core.placement.plan import Plan, ShardPlan
 
@@ -21,7 +21,25 @@ def plan_to_proto(plan: Plan) -> PlanResponse:
         shards=[_shard_to_proto(shard) for shard in plan.shards],
         picked_shard_id=plan.picked_shard_id,
         error=None if plan.error is None else plan.error.to_proto(),
+        regret=_regret(plan),
     )
+
+
+def _regret(plan: Plan) -> PlacementRegret | None:
+    """See PlacementRegret in router_service.proto; None when nothing was picked."""
+    possible = [shard for shard in plan.shards if not shard.filtered_reason]
+    picked = next((shard for shard in possible if shard.shard_id == plan.picked_shard_id), None)
+    if picked is None:
+        return None
+    return PlacementRegret(
+        cost_seconds=_above(picked.cost_seconds, min(shard.cost_seconds for shard in possible)),
+        ttft_seconds=_above(picked.predicted_ttft_seconds, min(shard.predicted_ttft_seconds for shard in possible)),
+    )
+
+
+def _above(value: float, lowest: float) -> float:
+    """Where all are infinite none is above another."""
+    return 0.0 if value == lowest else value - lowest
 
 
 def _shard_to_proto(shard: ShardPlan) -> ShardScore:

@@ -16,9 +16,11 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
 from router.client_link import ClientLink
 from router.core.events import Request, RequestCancelled
+from router.decision_log import DecisionLog
 from router.dispatcher import Dispatcher
+from router.explain import explanation_to_proto, not_remembered
 from router.generate import GenerateCall
-from router.intake import Intake
+from router.intake import MAX_NAME_CHARS, Intake
 from router.plan import Planner, plan_to_proto
 
 log = structlog.get_logger()
@@ -27,10 +29,11 @@ PLAN_CLIENT_ID = "plan"
 
 
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, planner: Planner) -> None:
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, planner: Planner, decisions: DecisionLog) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
         self._planner = planner
+        self._decisions = decisions
         self._links: set[ClientLink] = set()
         self._calls: set[asyncio.Task[Any]] = set()
 
@@ -73,6 +76,19 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await abort(context, named)
         except Exception:
             await _abort_internal(context, "Plan")
+
+    async def Explain(
+        self, request: router_service_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_service_pb2.ExplainResponse:
+        if not request.request_id:
+            await abort(context, invalid_argument("request_id is required.", "request_id"))
+        remembered = self._decisions.find(request.request_id)
+        if remembered is None:
+            await abort(context, not_remembered(request.request_id[:MAX_NAME_CHARS]))
+        try:
+            return explanation_to_proto(remembered)
+        except Exception:
+            await _abort_internal(context, "Explain")
 
     async def Cancel(
         self, request: router_service_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, Protocol
 
 import grpc
@@ -17,8 +18,12 @@ from kvloom.registry import ShardRegistry
 from kvloom.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router import dispatcher
-from router.core.actions import RequestEnded
+from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import DrainStarted
+from router.core.shard_state import ShardState
+from router.decision_file import DecisionWriter, RotatingFile
+from router.decision_journal import DecisionJournal
+from router.decision_log import DecisionLog
 from router.fleet_watcher import FleetWatcher
 from router.health import HealthReporter
 from router.intake import Intake
@@ -47,6 +52,9 @@ class Core(dispatcher.Core, Planner, Protocol):
     @property
     def num_queued_requests(self) -> int: ...
 
+    @property
+    def shards(self) -> list[ShardState]: ...
+
 
 class RouterServer:
     """Owns the dispatcher, the links and the gRPC server of one router. `start`, `serve`, and it is over."""
@@ -68,7 +76,10 @@ class RouterServer:
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
         self._watcher = FleetWatcher(self._registry, router_id, self._dispatcher)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
-        self._servicer = RouterServicer(self._dispatcher, intake, core)
+        self._decision_writer = self._new_decision_writer()
+        journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
+        self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
+        self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions)
         self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
         health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
@@ -76,7 +87,10 @@ class RouterServer:
         self._metrics.watch(self._gauges)
 
     async def start(self, host: str, port: int) -> str:
-        """Listen; returns the address. Raises StartError when the port is taken."""
+        """Listen; returns the address. Raises StartError when the port is taken or the decision log's file is not to be
+        written."""
+        if self._decision_writer is not None:
+            self._decision_writer.open()
         address = service.bind(self._server, host, port)
         await self._server.start()
         log.info("router listens", address=address)
@@ -92,10 +106,14 @@ class RouterServer:
                 ]
                 if self._safety_link is not None:
                     owned.append(tasks.create_task(self._safety_link.run(), name="safety link"))
+                if self._decision_writer is not None:
+                    tasks.create_task(self._decision_writer.run(), name="decision writer")
                 await stop.wait()
                 await self._drain()
                 await self._close_streams()
                 await _end(owned)
+                if self._decision_writer is not None:
+                    self._decision_writer.close()  # its task ends once what waits is written
         finally:
             await self._close_streams()
             self._dispatcher.close()
@@ -116,15 +134,36 @@ class RouterServer:
         self._servicer.end_streams()
         await self._server.stop(CLOSE_GRACE_SECONDS)
 
+    def _new_decision_writer(self) -> DecisionWriter | None:
+        """None when the decision log has no file."""
+        settings = self._config.router.decision_log
+        if not settings.path:
+            return None
+        return DecisionWriter(RotatingFile(Path(settings.path), settings.max_bytes), self._metrics.decisions_dropped)
+
+    def _new_decision_journal(self, writer: DecisionWriter, router_id: str) -> DecisionJournal:
+        return DecisionJournal(
+            writer,
+            self._metrics.decisions_dropped,
+            lambda: self._core.shards,
+            policy=self._config.router.placement.policy,
+            router_id=router_id,
+        )
+
     # -- Observer -----------------------------------------------------------------------------------------------------
 
+    def placement_decided(self, decision: PlacementDecided) -> None:
+        self._decisions.placement_decided(decision)
+
     def request_ended(self, ended: RequestEnded) -> None:
+        self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
 
     def request_refused(self, error: KvloomError) -> None:
         self._metrics.request_refused(error)
 
     def fleet_changed(self) -> None:
+        self._decisions.fleet_changed()
         self._health.look_again()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -143,6 +182,7 @@ class RouterServer:
             "requests_queued": self._core.num_queued_requests,
             "clients_connected": self._dispatcher.num_clients,
             "safety_connected": float(self._dispatcher.has_safety),
+            "decisions_remembered": self._decisions.num_remembered,
             "draining": float(self._draining),
         }
 

@@ -50,6 +50,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     config.data_dir = _absolute(config.data_dir, base)
     config.model.path = _absolute(config.model.path, base)
     config.safety.policy_file = _absolute(config.safety.policy_file, base)
+    config.router.decision_log.path = _absolute(config.router.decision_log.path, base)
     return config
 
 

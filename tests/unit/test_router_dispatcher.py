@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvloom.errors import KvloomError
-from router.core.actions import Action, FleetChanged, RequestEnded, SendStep
+from router.core.actions import Action, FleetChanged, PlacementDecided, RequestEnded, SendStep
 from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
 from router.core.frames import Step
 from router.dispatcher import Dispatcher
@@ -39,6 +39,8 @@ class ScriptedCore:
 
 
 class Silent:
+    def placement_decided(self, decision: PlacementDecided) -> None: ...
+
     def request_ended(self, ended: RequestEnded) -> None: ...
 
     def request_refused(self, error: KvloomError) -> None: ...
