@@ -23,6 +23,8 @@ class Capability(enum.StrEnum):
     BATCH_INVARIANT = "batch_invariant"
     """Tokens and logprobs do not depend on what else is in the batch, on chunking, reuse or preemption."""
     PREFIX_CACHING = "prefix_caching"
+    GUIDED = "guided"
+    """`EngineRequest.guide`."""
 
 
 class FinishReason(enum.Enum):
@@ -68,6 +70,26 @@ class Sampling:
     logits: before temperature and penalties."""
 
 
+class GuideKind(enum.StrEnum):
+    """What the text of a guide is."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON Schema, as JSON. `{"type": "object"}` is any object."""
+    REGEX = "regex"
+    CHOICE = "choice"
+    """A JSON array of the texts that are allowed."""
+    GRAMMAR = "grammar"
+    """A context-free grammar in Lark's syntax."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guide:
+    """What the text of an answer must look like. Stop tokens are drawn only where the text is complete."""
+
+    kind: GuideKind
+    text: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence."""
@@ -84,6 +106,8 @@ class EngineRequest:
     """Tokens that earlier attempts emitted: treated as output (penalties, positions, max_tokens), not emitted again."""
     root_hash: int = 0
     """Parent hash of the first block (kvloom.block_hash.root_hash): separates models and tenants in the cache."""
+    guide: Guide | None = None
+    """Only where the engine is capable of GUIDED. It goes on behind `output_token_ids`."""
     origin: int = 0
     """Who submitted it: the load is told by origin, too."""
 
@@ -109,6 +133,8 @@ class SequenceEnd:
     reason: FinishReason
     error: str = ""
     """For the operator; set when reason is ERROR."""
+    refusal: str = ""
+    """For the client: why its guide cannot be followed. Set when reason is ERROR and no engine could do better."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
