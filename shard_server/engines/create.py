@@ -26,6 +26,17 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
             log.info("loading", model=config.model.name, stage=message)
 
         return TorchEngine(model_dir, config.model.name, config.shard, on_load_progress=on_load_progress)
+    if config.shard.engine == "tensorrt_llm":
+        from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
+
+        return TensorRtLlmEngine(
+            model_dir,
+            config.model.name,
+            config.shard,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            max_model_len=_max_position_embeddings(model_dir),
+        )
     return SimEngine(
         config.model.name,
         config.shard,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from kvloom.config import ShardConfig, SimConfig, TorchConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.engine_suite import EngineSuite
+from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm
 
 
 class TestSimEngine(EngineSuite):
@@ -36,3 +39,20 @@ class TestSimEngineShortestPrefillFirst(TestSimEngine):
 class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
+
+
+class TestTensorRtLlmEngine(EngineSuite):
+    """On a fake library: this is about the adapter."""
+
+    @pytest.fixture(autouse=True)
+    def library(self) -> Iterator[None]:
+        with installed_tensorrt_llm():
+            yield
+
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
+
+        config = ShardConfig(engine="tensorrt_llm", **{"max_batch": 16, **shard_fields})
+        return TensorRtLlmEngine(
+            Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
+        )

@@ -1,0 +1,118 @@
+"""TensorRT-LLM as this adapter sees it: its objects' types, and the installed version's symbols and arguments.
+
+The protocols list what the adapter uses and no more, so that the type checker refuses any other attribute;
+tests/unit/test_tensorrt_llm_names.py holds them to known_names.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from shard_server.engines.base import EngineError
+
+MODULE: Final = "tensorrt_llm"
+
+
+class Logprob(Protocol):
+    logprob: float
+    rank: int | None
+
+
+class CompletionOutput(Protocol):
+    token_ids: list[int]
+    """All of them, from the first on."""
+    logprobs: Sequence[Mapping[int, Logprob]] | None
+    """Per token: the likeliest tokens', and the chosen one's."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+    disaggregated_params: Any
+
+
+class RequestOutput(Protocol):
+    """One and the same object is yielded by every iteration."""
+
+    outputs: Sequence[CompletionOutput]
+    finished: bool
+    cached_tokens: int
+
+    def abort(self) -> None: ...
+    def __aiter__(self) -> RequestOutput: ...
+    async def __anext__(self) -> RequestOutput: ...
+
+
+class Llm(Protocol):
+    def generate_async(self, inputs: Any, **arguments: Any) -> RequestOutput: ...
+    def get_kv_cache_events(self, timeout: float) -> Any: ...
+    def get_stats(self, timeout: float) -> Any: ...
+    def shutdown(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRtLlm:
+    """The installed library. `symbol` and `build` raise EngineError for what this version lacks."""
+
+    version: str
+    request_error: type[Exception]
+    """What a request's own failure is raised as; anything else means that the engine dies."""
+
+    def symbol(self, path: str) -> Any:
+        """`path` such as "llmapi.KvCacheConfig"."""
+        found = self.find(path)
+        if found is None:
+            raise EngineError(f"TensorRT-LLM {self.version} has no {MODULE}.{path}")
+        return found
+
+    def find(self, path: str) -> Any | None:
+        """As `symbol`, None for what this version lacks."""
+        *modules, name = path.split(".")
+        try:
+            return getattr(importlib.import_module(".".join((MODULE, *modules))), name, None)
+        except ImportError:
+            return None
+
+    def arguments_of(self, path: str) -> frozenset[str] | None:
+        """The names that a class takes; None: it does not tell."""
+        return argument_names(self.symbol(path))
+
+    def build(self, path: str, option: str, **arguments: Any) -> Any:
+        """An instance of the class at `path`; `option` names the configuration that wants it."""
+        known = self.arguments_of(path)
+        for name in arguments:
+            if known is not None and name not in known:
+                raise EngineError(f"{option}: TensorRT-LLM {self.version}'s {path} has no {name}")
+        try:
+            return self.symbol(path)(**arguments)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"{option}: TensorRT-LLM {self.version} refuses it: {error}") from error
+
+
+def load_tensorrt_llm() -> TensorRtLlm:
+    """Import the library, which takes long: not on the event loop. Raises EngineError."""
+    try:
+        module = importlib.import_module(MODULE)
+        request_error = importlib.import_module(f"{MODULE}.executor.utils").RequestError
+    except Exception as error:  # it loads CUDA libraries, which fail in their own ways
+        raise EngineError(f"TensorRT-LLM cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, "LLM"):
+        raise EngineError("the installed tensorrt_llm has no LLM: it is the index's stub, not the library")
+    return TensorRtLlm(version=str(module.__version__), request_error=request_error)
+
+
+def argument_names(function: Any) -> frozenset[str] | None:
+    """What a class (pydantic's, a dataclass, any other) or a function takes; None when it takes anything."""
+    fields = getattr(function, "model_fields", None)
+    if isinstance(fields, Mapping):
+        return frozenset(fields)
+    if dataclasses.is_dataclass(function):
+        return frozenset(field.name for field in dataclasses.fields(function) if field.init)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)

@@ -1,0 +1,125 @@
+"""Threads for TensorRT-LLM's blocking calls. They are daemons: a call that never returns must not keep the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import structlog
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+DRAIN_TIMEOUT_SECONDS: Final = 0.1
+"""How long one fetch may wait inside the library."""
+EMPTY_PAUSE_SECONDS: Final = 0.01
+"""Between two fetches, when the library does not wait by itself."""
+MAX_FAILURES: Final = 5
+"""So many fetches may fail in a row."""
+JOIN_SECONDS: Final = 2.0
+
+
+async def call_in_daemon(name: str, function: Callable[[], T]) -> T:
+    """As asyncio.to_thread, in a daemon thread of its own."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # pyright: ignore[reportArgumentType]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future
+
+
+class DrainThread:
+    """The ONE consumer of one of TensorRT-LLM's queues (a second would take a share of what comes).
+
+    `fetch(timeout_seconds)` is called over and over, `digest` runs on what it returns, both in the thread; `deliver`
+    gets the result on the event loop, and nothing more is fetched until it has returned, so nothing piles up here.
+    `give_up(error)` is called there once, when fetching keeps failing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fetch: Callable[[float], Any],
+        digest: Callable[[Any], list[T]],
+        deliver: Callable[[list[T]], None],
+        give_up: Callable[[Exception], None],
+    ) -> None:
+        self._fetch = fetch
+        self._digest = digest
+        self._deliver = deliver
+        self._give_up = give_up
+        self._loop: asyncio.AbstractEventLoop
+        self._stop = threading.Event()
+        self._delivered = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """On the event loop that `deliver` shall run on."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Returns when the thread has ended, or hangs inside the library."""
+        self._stop.set()
+        self._delivered.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
+
+    def _run(self) -> None:
+        num_failures = 0
+        while not self._stop.is_set():
+            items: list[Any] = []
+            try:
+                items = self._digest(self._fetch(DRAIN_TIMEOUT_SECONDS))
+                num_failures = 0
+            except (asyncio.QueueEmpty, queue.Empty, TimeoutError):
+                pass  # how some versions say that there is nothing
+            except Exception as error:
+                num_failures += 1
+                log.warning("a fetch from TensorRT-LLM failed", thread=self._thread.name, error=repr(error))
+                if num_failures >= MAX_FAILURES:
+                    self._on_loop(self._give_up, error)
+                    return
+            if not items:
+                self._stop.wait(EMPTY_PAUSE_SECONDS)
+                continue
+            self._delivered.clear()
+            if not self._on_loop(self._hand_over, items):
+                return
+            self._delivered.wait()
+
+    def _hand_over(self, items: list[Any]) -> None:
+        try:
+            if not self._stop.is_set():
+                self._deliver(items)
+        finally:
+            self._delivered.set()
+
+    def _on_loop(self, callback: Callable[..., None], *arguments: Any) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True

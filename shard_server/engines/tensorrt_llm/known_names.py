@@ -1,0 +1,245 @@
+"""The names of TensorRT-LLM that this adapter may use, object by object: 1.2.1's, and those of newer versions that are
+used only where they are found. tests/unit/test_tensorrt_llm_names.py holds the adapter to it: a name that is made up
+fails there and not on an operator's machine.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SYMBOLS: Final = frozenset(
+    {
+        "tensorrt_llm.LLM",
+        "tensorrt_llm.SamplingParams",
+        "tensorrt_llm.__version__",
+        "tensorrt_llm.executor.LoRARequest",
+        "tensorrt_llm.executor.utils.RequestError",
+        "tensorrt_llm.llmapi.CacheTransceiverConfig",
+        "tensorrt_llm.llmapi.CudaGraphConfig",
+        "tensorrt_llm.llmapi.DisaggregatedParams",
+        "tensorrt_llm.llmapi.DraftTargetDecodingConfig",
+        "tensorrt_llm.llmapi.Eagle3DecodingConfig",  # newer than 1.2.1, which has EagleDecodingConfig
+        "tensorrt_llm.llmapi.EagleDecodingConfig",
+        "tensorrt_llm.llmapi.GuidedDecodingParams",
+        "tensorrt_llm.llmapi.KvCacheConfig",
+        "tensorrt_llm.llmapi.MTPDecodingConfig",
+        "tensorrt_llm.llmapi.NGramDecodingConfig",
+        "tensorrt_llm.llmapi.llm_args.TorchLlmArgs",
+        "tensorrt_llm.lora_helper.LoraConfig",
+    }
+)
+"""Where things are imported from."""
+
+OBJECTS: Final[dict[str, frozenset[str]]] = {
+    "LLM": frozenset({"generate_async", "get_kv_cache_events", "get_stats", "shutdown", "args"}),
+    "RequestOutput": frozenset(
+        {
+            "abort",
+            "aborted",
+            "aresult",
+            "cached_tokens",
+            "error",  # newer
+            "finished",
+            "metrics_dict",
+            "outputs",
+            "prompt_token_ids",
+            "request_id",
+        }
+    ),
+    "CompletionOutput": frozenset(
+        {
+            "cumulative_logprob",
+            "disaggregated_params",
+            "finish_reason",
+            "index",
+            "logprobs",
+            "request_perf_metrics",
+            "stop_reason",
+            "text",
+            "token_ids",
+        }
+    ),
+    "Logprob": frozenset({"logprob", "rank"}),
+}
+"""Attributes and methods."""
+
+ARGUMENTS: Final[dict[str, frozenset[str]]] = {
+    "LLM": frozenset(
+        {
+            "model",
+            "tokenizer",
+            "skip_tokenizer_init",
+            "trust_remote_code",
+            "tensor_parallel_size",
+            "dtype",
+            "revision",
+            "pipeline_parallel_size",
+            "context_parallel_size",
+            "enable_attention_dp",
+            "backend",
+            "max_batch_size",
+            "max_num_tokens",
+            "max_seq_len",
+            "enable_chunked_prefill",
+            "scheduler_config",
+            "disable_overlap_scheduler",
+            "stream_interval",
+            "guided_decoding_backend",
+            "speculative_config",
+            "enable_lora",
+            "lora_config",
+            "peft_cache_config",
+            "kv_cache_config",
+            "cache_transceiver_config",
+            "cuda_graph_config",
+            "enable_iter_perf_stats",
+            "return_perf_metrics",
+            "num_postprocess_workers",
+            "orchestrator_type",
+            "sampler_type",
+        }
+    ),
+    "LLM.generate_async": frozenset(
+        {
+            "inputs",
+            "sampling_params",
+            "lora_request",
+            "prompt_adapter_request",
+            "streaming",
+            "kv_cache_retention_config",
+            "disaggregated_params",
+            "trace_headers",
+            "scheduling_params",
+            "cache_salt",
+            "conversation_params",  # newer
+            "priority",  # newer
+        }
+    ),
+    "LLM.get_stats": frozenset({"timeout"}),
+    "LLM.get_kv_cache_events": frozenset({"timeout"}),
+    "SamplingParams": frozenset(
+        {
+            "end_id",
+            "pad_id",
+            "max_tokens",
+            "bad",
+            "stop",
+            "stop_token_ids",
+            "include_stop_str_in_output",
+            "embedding_bias",
+            "n",
+            "best_of",
+            "use_beam_search",
+            "top_k",
+            "top_p",
+            "top_p_min",
+            "seed",
+            "temperature",
+            "min_tokens",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "prompt_ignore_length",  # newer, or C++ sampler only
+            "length_penalty",
+            "no_repeat_ngram_size",
+            "min_p",
+            "logprobs",
+            "prompt_logprobs",
+            "guided_decoding",
+            "ignore_eos",
+            "detokenize",
+            "add_special_tokens",
+            "skip_special_tokens",
+            "exclude_input_from_output",
+            "return_perf_metrics",
+        }
+    ),
+    "GuidedDecodingParams": frozenset({"json", "regex", "grammar", "json_object", "structural_tag"}),
+    "KvCacheConfig": frozenset(
+        {
+            "enable_block_reuse",
+            "max_tokens",
+            "max_attention_window",
+            "free_gpu_memory_fraction",
+            "host_cache_size",
+            "event_buffer_max_size",
+            "enable_partial_reuse",
+            "copy_on_partial_reuse",
+            "dtype",
+            "tokens_per_block",
+            "kv_events_config",  # newer
+        }
+    ),
+    "CudaGraphConfig": frozenset({"batch_sizes", "max_batch_size", "enable_padding"}),
+    "CacheTransceiverConfig": frozenset({"backend", "max_tokens_in_buffer", "kv_transfer_timeout_ms"}),
+    "NGramDecodingConfig": frozenset({"max_draft_len", "max_matching_ngram_size", "is_public_pool"}),
+    "EagleDecodingConfig": frozenset(
+        {"max_draft_len", "speculative_model_dir", "speculative_model", "eagle3_one_model"}
+    ),
+    "MTPDecodingConfig": frozenset({"num_nextn_predict_layers", "max_draft_len"}),
+    "DraftTargetDecodingConfig": frozenset({"max_draft_len", "speculative_model_dir", "speculative_model"}),
+    "LoraConfig": frozenset({"lora_dir", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules"}),
+    "LoRARequest": frozenset({"lora_name", "lora_int_id", "lora_path"}),
+    "DisaggregatedParams": frozenset(
+        {"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"}
+    ),
+}
+"""Arguments of constructors and methods; those of configs are also their attributes."""
+
+EVENT_KEYS: Final = frozenset(
+    {
+        "event_id",
+        "window_size",
+        "attention_dp_rank",
+        "data",
+        "type",
+        "num_blocks_per_cache_level",
+        "parent_hash",
+        "blocks",
+        "block_hash",
+        "block_hashes",
+        "tokens",
+        "token_id",
+        "token_extra_id",
+        "cache_level",
+        "priority",
+        "mm_keys",
+        "cache_salt",  # newer
+        "lora_id",  # newer
+        "lora_name",  # newer
+    }
+)
+
+EVENT_TYPES: Final = frozenset({"created", "stored", "removed", "updated", "all_cleared"})
+"""all_cleared: newer."""
+
+STATS_KEYS: Final = frozenset(
+    {
+        "iter",
+        "iterLatencyMS",
+        "numActiveRequests",
+        "numQueuedRequests",
+        "maxNumActiveRequests",
+        "gpuMemUsage",
+        "kvCacheStats",
+        "maxNumBlocks",
+        "freeNumBlocks",
+        "usedNumBlocks",
+        "tokensPerBlock",
+        "allocTotalBlocks",
+        "reusedBlocks",
+        "missedBlocks",
+        "cacheHitRate",
+        "inflightBatchingStats",
+        "numScheduledRequests",
+        "numContextRequests",
+        "numGenRequests",
+        "numPausedRequests",
+        "numCtxTokens",
+        "avgNumDecodedTokensPerIter",
+        "specDecodingStats",
+        "numDraftTokens",
+        "numAcceptedTokens",
+        "acceptanceLength",
+    }
+)

@@ -1,0 +1,92 @@
+"""From configuration to a running LLM whose size is known. Everything here runs once, at the start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom.config import ShardConfig
+from shard_server.engines.base import Capability, EngineError
+from shard_server.engines.tensorrt_llm.api import Llm, TensorRtLlm, load_tensorrt_llm
+from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
+from shard_server.engines.tensorrt_llm.kv_records import as_records
+from shard_server.engines.tensorrt_llm.llm_options import llm_options
+from shard_server.engines.tensorrt_llm.stats import IterationStats
+
+FIRST_STATS_SECONDS: Final = 5.0
+
+
+async def launch(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple[TensorRtLlm, Llm]:
+    """Import the library and construct the LLM, which takes minutes, in a thread. Raises EngineError."""
+    seconds = shard.tensorrt_llm.start_timeout_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            return await call_in_daemon("tensorrt-llm-start", lambda: _construct(model_dir, shard, max_model_len))
+    except TimeoutError as error:
+        raise EngineError(f"TensorRT-LLM did not start within {seconds:g} s") from error
+
+
+def _construct(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple[TensorRtLlm, Llm]:
+    library = load_tensorrt_llm()
+    options = llm_options(library, model_dir, shard, max_model_len)
+    try:
+        return library, library.symbol("LLM")(**options)
+    except Exception as error:  # pydantic's, CUDA's, MPI's: all mean that this engine cannot start
+        raise EngineError(f"TensorRT-LLM {library.version} cannot start: {type(error).__name__}: {error}") from error
+
+
+async def first_stats(llm: Llm) -> IterationStats:
+    """The statistics of the first request, which tell how many blocks there are."""
+    stats = IterationStats()
+
+    def fetch() -> list[Any]:
+        return list(as_records(llm.get_stats(timeout=FIRST_STATS_SECONDS)))
+
+    try:
+        stats.absorb(await call_in_daemon("tensorrt-llm-first-stats", fetch))
+    except Exception as error:
+        raise EngineError(f"TensorRT-LLM gives no statistics: {error!r}") from error
+    return stats
+
+
+def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:
+    """Raises EngineError where neither the engine nor the configuration tells."""
+    num_blocks = stats.num_blocks or shard.num_blocks
+    if not num_blocks:
+        raise EngineError("TensorRT-LLM does not say how many KV blocks it has: set shard.num_blocks")
+    return num_blocks
+
+
+def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
+    """No `batch_invariant` and no `seeded_resume`: kernels are chosen by batch size. A resumed answer goes on from
+    exactly the tokens that were delivered, not always with those that it would have had."""
+    config = shard.tensorrt_llm
+    found = {Capability.LOGPROBS, Capability.TOP_K}
+    if config.kv_cache.block_reuse:
+        found.add(Capability.PREFIX_CACHING)
+    if config.penalties or config.sampler_type == "TRTLLMSampler":
+        found.add(Capability.PENALTIES)
+    return frozenset(found)
+
+
+def check_isolation(arguments: frozenset[str] | None, shard: ShardConfig, version: str) -> bool:
+    """Whether requests can be given a cache salt; `arguments` are those of generate_async. Raises EngineError where
+    tenants would share their KV."""
+    has_salt = arguments is None or "cache_salt" in arguments
+    if not has_salt and shard.tensorrt_llm.kv_cache.block_reuse:
+        raise EngineError(
+            f"TensorRT-LLM {version} takes no cache_salt, so that tenants would share cached prefixes: set "
+            "shard.tensorrt_llm.kv_cache.block_reuse = false, or use 1.2.1 or newer"
+        )
+    return has_salt
+
+
+async def shut_down(llm: Llm, timeout_seconds: float, on_timeout: Callable[[], None]) -> None:
+    """The library's own shutdown, which blocks and may hang. Errors are of no interest any more."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            await call_in_daemon("tensorrt-llm-shutdown", llm.shutdown)
+    except TimeoutError:
+        on_timeout()

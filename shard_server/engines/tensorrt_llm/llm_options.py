@@ -1,0 +1,178 @@
+"""kvloom.toml → arguments of `tensorrt_llm.LLM`.
+
+The constructor refuses arguments that it does not know, and versions differ: an option that was left at its default is
+passed where the version has it; one that was set, and that the version lacks, is an error which names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from kvloom.config import ShardConfig, TensorRtLlmConfig, TensorRtSpeculationConfig
+from shard_server.engines.base import EngineError
+from shard_server.engines.tensorrt_llm.api import TensorRtLlm
+
+_SECTION = "shard.tensorrt_llm"
+_DEFAULTS = TensorRtLlmConfig()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Option:
+    """One argument, and the configuration that it comes from."""
+
+    argument: str
+    value: Any
+    key: str
+    is_set: bool
+    """Whether the operator asked for it: then a version without it will not do."""
+
+
+def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_model_len: int) -> dict[str, Any]:
+    """Arguments of `LLM`. Raises EngineError that names the option which the installed version lacks or refuses."""
+    config = shard.tensorrt_llm
+    known = _arguments_of_llm(library)
+    arguments: dict[str, Any] = {"model": str(model_dir)}
+    for option in _options(library, shard, max_model_len):
+        if known is None or option.argument in known:
+            arguments[option.argument] = option.value
+        elif option.is_set:
+            raise EngineError(f"{option.key}: TensorRT-LLM {library.version}'s LLM has no {option.argument}")
+    for argument, value in config.extra_llm_options.items():
+        if argument in arguments:
+            raise EngineError(f"{_SECTION}.extra_llm_options: {argument} is set by kvloom already")
+        if known is not None and argument not in known:
+            raise EngineError(f"{_SECTION}.extra_llm_options: TensorRT-LLM {library.version}'s LLM has no {argument}")
+        arguments[argument] = value
+    return arguments
+
+
+def _arguments_of_llm(library: TensorRtLlm) -> frozenset[str] | None:
+    """None: unknown; the constructor itself will tell."""
+    if library.find("llmapi.llm_args.TorchLlmArgs") is None:
+        return library.arguments_of("LLM")
+    return library.arguments_of("llmapi.llm_args.TorchLlmArgs")
+
+
+def _options(library: TensorRtLlm, shard: ShardConfig, max_model_len: int) -> list[_Option]:
+    config = shard.tensorrt_llm
+
+    def plain(argument: str, field: str) -> _Option:
+        value = getattr(config, field)
+        return _Option(argument, value, f"{_SECTION}.{field}", value != getattr(_DEFAULTS, field))
+
+    options = [
+        _Option("skip_tokenizer_init", True, _SECTION, True),
+        _Option("backend", "pytorch", _SECTION, False),
+        # Without it there are no load figures but our own counts.
+        _Option("enable_iter_perf_stats", True, _SECTION, False),
+        _Option("max_batch_size", shard.max_batch, "shard.max_batch", True),
+        _Option("max_seq_len", max_model_len, "shard.max_model_len", True),
+        _Option("kv_cache_config", _kv_cache(library, shard), f"{_SECTION}.kv_cache", True),
+        plain("tensor_parallel_size", "tensor_parallel_size"),
+        plain("pipeline_parallel_size", "pipeline_parallel_size"),
+        plain("enable_attention_dp", "attention_dp"),
+        plain("dtype", "dtype"),
+        plain("trust_remote_code", "trust_remote_code"),
+        plain("max_num_tokens", "max_num_tokens"),
+        plain("enable_chunked_prefill", "chunked_prefill"),
+        plain("stream_interval", "stream_interval"),
+        plain("sampler_type", "sampler_type"),
+    ]
+    if not config.overlap_scheduler or config.speculation.method in ("ngram", "draft_target"):
+        # These two draft on the host, between steps: there is nothing to overlap with.
+        options.append(
+            _Option("disable_overlap_scheduler", True, f"{_SECTION}.overlap_scheduler", not config.overlap_scheduler)
+        )
+    if config.cuda_graphs:
+        graphs = library.build(
+            "llmapi.CudaGraphConfig", f"{_SECTION}.cuda_graphs", max_batch_size=shard.max_batch, enable_padding=True
+        )
+        options.append(_Option("cuda_graph_config", graphs, f"{_SECTION}.cuda_graphs", False))
+    else:
+        options.append(_Option("cuda_graph_config", None, f"{_SECTION}.cuda_graphs", True))
+    if config.guided_decoding_backend != "off":
+        options.append(plain("guided_decoding_backend", "guided_decoding_backend"))
+    if config.speculation.method != "off":
+        speculation = _speculation(library, config.speculation)
+        options.append(_Option("speculative_config", speculation, f"{_SECTION}.speculation", True))
+    if config.lora.enabled:
+        options.append(_Option("enable_lora", True, f"{_SECTION}.lora.enabled", True))
+        options.append(_Option("lora_config", _lora(library, config), f"{_SECTION}.lora", True))
+    if config.cache_transceiver.backend != "off":
+        transceiver = _cache_transceiver(library, config)
+        options.append(_Option("cache_transceiver_config", transceiver, f"{_SECTION}.cache_transceiver", True))
+    return options
+
+
+def _kv_cache(library: TensorRtLlm, shard: ShardConfig) -> Any:
+    config = shard.tensorrt_llm.kv_cache
+    optional: dict[str, Any] = {}
+    if shard.num_blocks:
+        optional["max_tokens"] = shard.num_blocks * shard.block_size
+    if config.host_cache_bytes:
+        optional["host_cache_size"] = config.host_cache_bytes
+    return library.build(
+        "llmapi.KvCacheConfig",
+        f"{_SECTION}.kv_cache",
+        enable_block_reuse=config.block_reuse,
+        enable_partial_reuse=config.partial_reuse,
+        free_gpu_memory_fraction=config.free_gpu_memory_fraction,
+        # 0 would mean: no events at all.
+        event_buffer_max_size=config.event_buffer_max_size,
+        dtype=config.dtype,
+        tokens_per_block=shard.block_size,
+        **optional,
+    )
+
+
+def _speculation(library: TensorRtLlm, config: TensorRtSpeculationConfig) -> Any:
+    option = f"{_SECTION}.speculation"
+    match config.method:
+        case "ngram":
+            return library.build(
+                "llmapi.NGramDecodingConfig",
+                option,
+                max_draft_len=config.max_draft_len,
+                max_matching_ngram_size=config.max_matching_ngram_size,
+                # The default is one pool for all: what one tenant wrote would be proposed to another.
+                is_public_pool=False,
+            )
+        case "mtp":
+            return library.build("llmapi.MTPDecodingConfig", option, num_nextn_predict_layers=config.max_draft_len)
+        case "eagle3":
+            # Newer versions have a class of its own; in older ones Eagle 3 is what EagleDecodingConfig does.
+            is_new = library.find("llmapi.Eagle3DecodingConfig") is not None
+            path = "llmapi.Eagle3DecodingConfig" if is_new else "llmapi.EagleDecodingConfig"
+        case _:
+            path = "llmapi.DraftTargetDecodingConfig"
+    if not config.draft_model:
+        raise EngineError(f"{option}.draft_model: {config.method} needs one")
+    known = library.arguments_of(path)
+    name = "speculative_model" if known is not None and "speculative_model" in known else "speculative_model_dir"
+    return library.build(path, option, max_draft_len=config.max_draft_len, **{name: config.draft_model})
+
+
+def _lora(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
+    return library.build(
+        "lora_helper.LoraConfig",
+        f"{_SECTION}.lora",
+        max_lora_rank=config.lora.max_rank,
+        max_loras=config.lora.max_loras,
+        max_cpu_loras=config.lora.max_cpu_loras,
+    )
+
+
+def _cache_transceiver(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
+    transceiver = config.cache_transceiver
+    optional: dict[str, Any] = {}
+    if transceiver.max_tokens_in_buffer:
+        optional["max_tokens_in_buffer"] = transceiver.max_tokens_in_buffer
+    return library.build(
+        "llmapi.CacheTransceiverConfig",
+        f"{_SECTION}.cache_transceiver",
+        backend=transceiver.backend,
+        kv_transfer_timeout_ms=transceiver.timeout_ms,
+        **optional,
+    )

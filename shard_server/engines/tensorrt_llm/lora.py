@@ -1,0 +1,34 @@
+"""Adapters by name. TensorRT-LLM knows them by number, loads one when it is first used, and never unloads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.tensorrt_llm.api import TensorRtLlm
+
+
+class AdapterTable:
+    """`paths`: directory by adapter name. Raises EngineError for a directory that does not exist: TensorRT-LLM would
+    find out with the first request. Numbers follow the names' order, the same in every shard of one configuration."""
+
+    def __init__(self, library: TensorRtLlm, paths: Mapping[str, str]) -> None:
+        self._requests: dict[str, Any] = {}
+        if not paths:
+            return
+        make = library.symbol("executor.LoRARequest")
+        for number, (name, path) in enumerate(sorted(paths.items()), start=1):
+            if not Path(path).is_dir():
+                raise EngineError(f"shard.tensorrt_llm.lora.adapters.{name}: there is no directory {path}")
+            self._requests[name] = make(lora_name=name, lora_int_id=number, lora_path=path)
+
+    def request_of(self, name: str) -> Any | None:
+        """The LoRARequest; None for "" (the model itself). Raises EngineError for an unknown adapter."""
+        if not name:
+            return None
+        request = self._requests.get(name)
+        if request is None:
+            raise EngineError(f"adapter {name!r} is not configured here")
+        return request

@@ -1,0 +1,93 @@
+"""What the engine has to tell and nobody has read yet: one StepOutput that grows, within bounds.
+
+TensorRT-LLM cannot be paused. So a sequence whose unread tokens reach MAX_UNREAD_TOKENS is not read from any further
+(they wait inside the library, where max_tokens bounds them) until the consumer has taken what there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from shard_server.engines.base import KvEvent, SequenceEnd, SequenceStart, StepOutput
+from shard_server.engines.tensorrt_llm.request_stream import News
+
+MAX_UNREAD_TOKENS: Final = 32
+"""Of one sequence."""
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._pending: StepOutput | None = None
+        self._position: dict[str, int] = {}
+        """Of a request's entry in the pending output."""
+        self._readable = asyncio.Event()
+        self._taken = asyncio.Event()
+        self.unread_since: float | None = None
+        """Loop time; None while nothing waits."""
+
+    def add_start(self, start: SequenceStart) -> None:
+        self._open().starts.append(start)
+
+    def add_news(self, request_id: str, news: News) -> None:
+        """Its tokens and logprobs; not its end."""
+        output = self._open()
+        position = self._position.get(request_id)
+        if position is None:
+            self._position[request_id] = len(output.request_ids)
+            output.request_ids.append(request_id)
+            output.token_ids.append(news.token_ids)
+            if news.logprobs:
+                output.logprobs[request_id] = news.logprobs
+        else:
+            output.token_ids[position] += news.token_ids
+            if news.logprobs:
+                output.logprobs[request_id] = [*output.logprobs.get(request_id, ()), *news.logprobs]
+
+    def add_end(self, end: SequenceEnd) -> None:
+        self._open().ends.append(end)
+
+    def add_kv_events(self, events: Sequence[KvEvent]) -> None:
+        if events:
+            self._open().kv_events += events
+
+    def is_full(self, request_id: str) -> bool:
+        """Whether the sequence must wait for `until_taken` before it is read from."""
+        position = self._position.get(request_id)
+        if position is None or self._pending is None:
+            return False
+        return len(self._pending.token_ids[position]) >= MAX_UNREAD_TOKENS
+
+    async def until_taken(self) -> None:
+        await self._taken.wait()
+
+    def release_waiters(self) -> None:
+        """Those who wait in `until_taken` look again: one of them has been cancelled."""
+        self._taken.set()
+        if self._pending is not None:
+            self._taken.clear()
+
+    async def until_readable(self) -> None:
+        await self._readable.wait()
+
+    def wake_reader(self) -> None:
+        """Let `until_readable` return although there is nothing: the engine ends."""
+        self._readable.set()
+
+    def take(self) -> StepOutput | None:
+        output = self._pending
+        self._pending = None
+        self._position.clear()
+        self._readable.clear()
+        self.unread_since = None
+        self._taken.set()
+        return output
+
+    def _open(self) -> StepOutput:
+        if self._pending is None:
+            self._pending = StepOutput()
+            self._taken.clear()
+            self._readable.set()
+            self.unread_since = asyncio.get_running_loop().time()
+        return self._pending

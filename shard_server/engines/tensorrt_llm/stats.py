@@ -1,0 +1,137 @@
+"""The engine's load: our own count of what is in flight, and what TensorRT-LLM's iteration statistics add to it.
+
+Statistics stop when the engine is idle, come late, and may be missing altogether; the counts of sequences are therefore
+our own, and statistics give blocks and speeds only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from shard_server.engines.base import EngineLoad, LoadShare
+from shard_server.engines.tensorrt_llm.request_stream import RequestStream
+
+SMOOTHING: Final = 0.1
+
+
+class IterationStats:
+    """What the statistics said last. `absorb` everything that comes: the library's queue grows while it is unread."""
+
+    def __init__(self) -> None:
+        self.num_records = 0
+        """Iterations told of: progress, even while no token comes."""
+        self.num_blocks: int | None = None
+        self.num_free_blocks: int | None = None
+        """None: nothing was told since the engine was idle."""
+        self.tokens_per_block: int | None = None
+        self.num_preemptions = 0
+        self.prefill_tokens_per_second = 0.0
+        self.decode_step_seconds = 0.0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self._num_paused = 0
+
+    def absorb(self, records: Iterable[Mapping[str, Any]]) -> None:
+        for record in records:
+            self.num_records += 1
+            self._absorb_blocks(record.get("kvCacheStats") or {})
+            self._absorb_batch(record)
+            speculation = record.get("specDecodingStats") or {}
+            self.num_draft_tokens += speculation.get("numDraftTokens") or 0
+            self.num_accepted_tokens += speculation.get("numAcceptedTokens") or 0
+
+    def _absorb_blocks(self, blocks: Mapping[str, Any]) -> None:
+        self.num_blocks = blocks.get("maxNumBlocks") or self.num_blocks
+        self.tokens_per_block = blocks.get("tokensPerBlock") or self.tokens_per_block
+        if blocks.get("freeNumBlocks") is not None:
+            self.num_free_blocks = blocks["freeNumBlocks"]
+
+    def _absorb_batch(self, record: Mapping[str, Any]) -> None:
+        batch = record.get("inflightBatchingStats") or {}
+        num_paused = batch.get("numPausedRequests") or 0
+        self.num_preemptions += max(0, num_paused - self._num_paused)
+        self._num_paused = num_paused
+        seconds = (record.get("iterLatencyMS") or 0.0) / 1000
+        if seconds <= 0:
+            return
+        num_context_tokens = batch.get("numCtxTokens") or 0
+        if num_context_tokens:
+            rate = num_context_tokens / seconds
+            self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, rate)
+        elif batch.get("numGenRequests"):
+            self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds)
+
+
+class InFlight:
+    """The sequences between submit and end, in the order of their submission. TensorRT-LLM takes them in that order,
+    `max_batch` at a time."""
+
+    def __init__(self, max_batch: int, num_blocks: int, block_size: int) -> None:
+        self.num_submitted = 0
+        self._max_batch = max_batch
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._admitted: dict[str, RequestStream] = {}
+        self._admitted_at: dict[str, float] = {}
+        self._waiting: dict[str, RequestStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._admitted) + len(self._waiting)
+
+    def add(self, stream: RequestStream, now: float) -> None:
+        self.num_submitted += 1
+        self._waiting[stream.request.request_id] = stream
+        self._admit(now)
+
+    def remove(self, request_id: str, now: float) -> None:
+        self._waiting.pop(request_id, None)
+        self._admitted.pop(request_id, None)
+        self._admitted_at.pop(request_id, None)
+        self._admit(now)
+
+    def admitted_at(self, request_id: str, now: float) -> float:
+        """When its turn came; `now` for one that was let in before."""
+        return self._admitted_at.get(request_id, now)
+
+    def load(self, stats: IterationStats) -> EngineLoad:
+        shares: dict[int, LoadShare] = {}
+        for stream in self._waiting.values():
+            share = shares.setdefault(stream.request.origin, LoadShare())
+            share.num_waiting += 1
+            share.num_queued_prefill_tokens += stream.num_context_tokens
+        num_used_blocks = 0
+        for stream in self._admitted.values():
+            share = shares.setdefault(stream.request.origin, LoadShare())
+            share.num_running += 1
+            if stream.num_tokens:
+                share.num_decode_context_tokens += stream.num_context_tokens
+            else:
+                share.num_queued_prefill_tokens += stream.num_context_tokens
+            num_used_blocks += -(-stream.num_context_tokens // self._block_size)
+        return EngineLoad.of(
+            shares,
+            num_submitted=self.num_submitted,
+            num_available_blocks=self._num_available_blocks(stats, num_used_blocks),
+            num_preemptions=stats.num_preemptions,
+            prefill_tokens_per_second=stats.prefill_tokens_per_second,
+            decode_step_seconds=stats.decode_step_seconds,
+        )
+
+    def _num_available_blocks(self, stats: IterationStats, num_used_blocks: int) -> int:
+        if not len(self):
+            stats.num_free_blocks = None  # what comes later is of the past
+            return self._num_blocks
+        own = max(0, self._num_blocks - num_used_blocks)
+        told = stats.num_free_blocks
+        return own if told is None else min(told, self._num_blocks)
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and len(self._admitted) < self._max_batch:
+            request_id = next(iter(self._waiting))
+            self._admitted[request_id] = self._waiting.pop(request_id)
+            self._admitted_at[request_id] = now
+
+
+def _smooth(average: float, value: float) -> float:
+    return value if not average else average + SMOOTHING * (value - average)

@@ -1,0 +1,170 @@
+"""TensorRT-LLM's parameter classes: unknown arguments are refused, as pydantic's `extra="forbid"` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shard_server.engines.tensorrt_llm.known_names import ARGUMENTS
+
+
+class StrictModel:
+    """Like a pydantic model: fields with defaults, `model_fields`, ValueError for anything else."""
+
+    model_fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        unknown = values.keys() - self.model_fields.keys()
+        if unknown:
+            raise ValueError(f"{type(self).__name__}: extra inputs are not permitted: {sorted(unknown)}")
+        for name, default in self.model_fields.items():
+            setattr(self, name, values.get(name, default))
+
+
+class KvCacheConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "enable_block_reuse": True,
+        "max_tokens": None,
+        "max_attention_window": None,
+        "free_gpu_memory_fraction": 0.9,
+        "host_cache_size": None,
+        "event_buffer_max_size": 0,
+        "enable_partial_reuse": True,
+        "copy_on_partial_reuse": True,
+        "dtype": "auto",
+        "tokens_per_block": 32,
+    }
+
+
+class CudaGraphConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {"batch_sizes": None, "max_batch_size": 0, "enable_padding": False}
+
+
+class CacheTransceiverConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "backend": None,
+        "max_tokens_in_buffer": None,
+        "kv_transfer_timeout_ms": None,
+    }
+
+
+class NGramDecodingConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "max_draft_len": None,
+        "max_matching_ngram_size": 2,
+        "is_public_pool": True,
+    }
+
+
+class EagleDecodingConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "max_draft_len": None,
+        "speculative_model_dir": None,
+        "eagle3_one_model": True,
+    }
+
+
+class Eagle3DecodingConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {
+        "max_draft_len": None,
+        "speculative_model": None,
+        "eagle3_one_model": True,
+    }
+
+
+class MTPDecodingConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {"num_nextn_predict_layers": 1, "max_draft_len": None}
+
+
+class DraftTargetDecodingConfig(StrictModel):
+    model_fields: ClassVar[dict[str, Any]] = {"max_draft_len": None, "speculative_model_dir": None}
+
+
+@dataclasses.dataclass
+class LoraConfig:
+    lora_dir: list[str] = dataclasses.field(default_factory=list)
+    max_lora_rank: int = 64
+    lora_target_modules: list[str] = dataclasses.field(default_factory=list)
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
+
+
+class LoRARequest:
+    def __init__(self, lora_name: str, lora_int_id: int, lora_path: str) -> None:
+        if not Path(lora_path).exists():
+            raise ValueError(f"lora_path ({lora_path}) does not exist.")
+        self.lora_name = lora_name
+        self.lora_int_id = lora_int_id
+        self.lora_path = lora_path
+
+
+@dataclasses.dataclass(kw_only=True)
+class GuidedDecodingParams:
+    json: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class DisaggregatedParams:
+    request_type: str | None = None
+    first_gen_tokens: list[int] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class SamplingParams:
+    end_id: int | None = None
+    pad_id: int | None = None
+    max_tokens: int = 32
+    bad: Any = None
+    stop: Any = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    embedding_bias: Any = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_min: float | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_p: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided_decoding: GuidedDecodingParams | None = None
+    ignore_eos: bool = False
+    detokenize: bool = True
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    exclude_input_from_output: bool = True
+    return_perf_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_tokens, int):
+            raise TypeError("max_tokens must be an int")
+        if self.n > 1 and self.is_greedy:
+            raise ValueError("Greedy decoding in the LLM API does not allow multiple returns")
+
+    @property
+    def is_greedy(self) -> bool:
+        return (self.temperature, self.top_p, self.top_k) == (None, None, None)
+
+
+def llm_args_class(without: Iterable[str]) -> type[StrictModel]:
+    """TorchLlmArgs of a version that lacks some arguments."""
+    names = ARGUMENTS["LLM"] - set(without)
+    return type("TorchLlmArgs", (StrictModel,), {"model_fields": dict.fromkeys(sorted(names))})

@@ -1,0 +1,259 @@
+"""The fake's executor: a thread that steps. Admission keeps room for a request's whole length (as the library's default
+scheduling policy does), first come first served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from tests.fakes.fake_tensorrt_llm.blocks import BlockCache
+from tests.fakes.fake_tensorrt_llm.configs import DisaggregatedParams, SamplingParams
+from tests.fakes.fake_tensorrt_llm.outputs import Logprob, RequestOutput, Response
+
+FIRST_TOKEN, NUM_TOKENS = 500, 4500
+"""Generated tokens are ordinary ones of any vocabulary."""
+
+
+@dataclasses.dataclass
+class Request:
+    output: RequestOutput
+    params: SamplingParams
+    salt: Any
+    disaggregated: Any = None
+    generated: list[list[int]] = dataclasses.field(default_factory=list)
+    """Per choice."""
+    finished: set[int] = dataclasses.field(default_factory=set)
+    referenced: list[int] = dataclasses.field(default_factory=list)
+    num_blocks: int = 0
+    num_cached_tokens: int = 0
+    loop: asyncio.AbstractEventLoop | None = None
+
+
+class Executor:
+    def __init__(self, cache: BlockCache, max_batch: int, step_seconds: float, tokens_per_step: int) -> None:
+        self.cache = cache
+        self.step_seconds = step_seconds
+        self.ignores_aborts = False
+        self.hangs = False
+        self.fail_next: tuple[int, Exception] | None = None
+        """The next submitted request raises this after so many tokens."""
+        self._tokens_per_step = tokens_per_step
+        self._max_batch = max_batch
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._aborted: set[int] = set()
+        self._stats: deque[dict[str, Any]] = deque()
+        self._num_steps = 0
+        self._stopped = False
+        self._condition = threading.Condition()
+        self._fails: dict[int, tuple[int, Exception]] = {}
+        self._death: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="fake-tensorrt-llm", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+        request.loop = loop
+        request.generated = [[] for _ in range(request.params.n)]
+        with self._condition:
+            if self.fail_next is not None:
+                self._fails[request.output.request_id] = self.fail_next
+                self.fail_next = None
+            self._waiting.append(request)
+            self._condition.notify()
+
+    def abort(self, request_id: int) -> None:
+        with self._condition:
+            if not self.ignores_aborts:
+                self._aborted.add(request_id)
+            self._condition.notify()
+
+    def die(self, error: Exception) -> None:
+        with self._condition:
+            self._death = error
+            self._condition.notify()
+
+    def stop(self) -> None:
+        with self._condition:
+            self._stopped = True
+            self._condition.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    def drain_stats(self) -> list[dict[str, Any]]:
+        with self._condition:
+            stats = list(self._stats)
+            self._stats.clear()
+        return stats
+
+    def drain_events(self) -> list[dict[str, Any]]:
+        with self._condition:
+            return self.cache.events.drain()
+
+    def lose_events(self) -> None:
+        """What waits in the buffer is gone."""
+        with self._condition:
+            self.cache.events.drain()
+
+    def restart_cache(self) -> None:
+        with self._condition:
+            self.cache.restart()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._stopped and (self.hangs or not (self._waiting or self._running)):
+                    self._condition.wait(0.05)
+                if self._stopped:
+                    return
+                responses = self._step()
+            for loop, batch in responses.items():
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(_deliver, batch)
+            time.sleep(self.step_seconds)
+
+    def _step(self) -> dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, Response]]]:
+        batch: list[tuple[Request, Response]] = []
+        if self._death is not None:
+            dead = [*self._running, *self._waiting]
+            batch += [(request, Response(error=self._death)) for request in dead]
+            self._running.clear()
+            self._waiting.clear()
+        self._apply_aborts(batch)
+        num_context_tokens = self._admit()
+        num_generating = len(self._running)
+        for request in list(self._running):
+            self._advance(request, batch)
+        self._num_steps += 1
+        self._stats.append(self._record(num_context_tokens, num_generating))
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestOutput, Response]]] = {}
+        for request, response in batch:
+            assert request.loop is not None
+            by_loop.setdefault(request.loop, []).append((request.output, response))
+        return by_loop
+
+    def _apply_aborts(self, batch: list[tuple[Request, Response]]) -> None:
+        for request in [*self._running, *self._waiting]:
+            if request.output.request_id not in self._aborted:
+                continue
+            unfinished = set(range(request.params.n)) - request.finished
+            batch += [(request, Response(index, finish_reason="cancelled")) for index in sorted(unfinished)]
+            if request in self._running:
+                self._end(request)
+            else:
+                self._waiting.remove(request)
+        self._aborted.clear()
+
+    def _admit(self) -> int:
+        num_context_tokens = 0
+        while self._waiting and len(self._running) < self._max_batch:
+            request = self._waiting[0]
+            prompt = request.output.prompt_token_ids
+            per_choice = -(-(len(prompt) + request.params.max_tokens) // self.cache.block_size)
+            reused = self.cache.admit(prompt, request.salt, per_choice * request.params.n)
+            if reused is None:
+                break
+            self._waiting.popleft()
+            self._running.append(request)
+            request.referenced = reused
+            request.num_blocks = per_choice * request.params.n
+            request.num_cached_tokens = len(reused) * self.cache.block_size
+            num_context_tokens += len(prompt) - request.num_cached_tokens
+            self.cache.store(prompt, request.salt, request.referenced, last=False)
+        return num_context_tokens
+
+    def _advance(self, request: Request, batch: list[tuple[Request, Response]]) -> None:
+        failure = self._fails.get(request.output.request_id)
+        if failure is not None and len(request.generated[0]) >= failure[0]:
+            batch.append((request, Response(error=failure[1])))
+            self._end(request)
+            return
+        for index, generated in enumerate(request.generated):
+            if index in request.finished:
+                continue
+            response = Response(index, cached_tokens=request.num_cached_tokens)
+            for _ in range(self._tokens_per_step):
+                self._generate(request, index, generated, response)
+                if response.finish_reason is not None:
+                    request.finished.add(index)
+                    break
+            batch.append((request, response))
+        if len(request.finished) == request.params.n:
+            self._end(request)
+
+    def _generate(self, request: Request, index: int, generated: list[int], response: Response) -> None:
+        params = request.params
+        context = (*request.output.prompt_token_ids, *generated)
+        token_id = next_token(context, None if params.is_greedy else (params.seed, index))
+        generated.append(token_id)
+        response.token_ids.append(token_id)
+        if params.logprobs:
+            response.logprobs.append(_logprobs(token_id, params.logprobs, chosen_first=params.is_greedy))
+        if token_id == params.end_id and not params.ignore_eos:
+            response.finish_reason = "stop"
+        elif token_id in (params.stop_token_ids or ()):
+            response.finish_reason, response.stop_reason = "stop", token_id
+        elif len(generated) >= params.max_tokens:
+            response.finish_reason = "length"
+            if request.disaggregated is not None and request.disaggregated.request_type == "context_only":
+                response.disaggregated_params = DisaggregatedParams(
+                    request_type="context_only",
+                    first_gen_tokens=list(generated),
+                    ctx_request_id=request.output.request_id,
+                    opaque_state=b"where the KV lies",
+                )
+
+    def _end(self, request: Request) -> None:
+        self._running.remove(request)
+        tokens = [*request.output.prompt_token_ids, *request.generated[0]]
+        self.cache.store(tokens[:-1], request.salt, request.referenced, last=True)
+        self.cache.release(request.referenced, request.num_blocks)
+
+    def _record(self, num_context_tokens: int, num_generating: int) -> dict[str, Any]:
+        cache = self.cache
+        return {
+            "iter": self._num_steps,
+            "iterLatencyMS": self.step_seconds * 1000,
+            "numActiveRequests": len(self._running),
+            "numQueuedRequests": len(self._waiting),
+            "kvCacheStats": {
+                "maxNumBlocks": cache.num_blocks,
+                "freeNumBlocks": cache.num_free,
+                "usedNumBlocks": cache.num_used,
+                "tokensPerBlock": cache.block_size,
+            },
+            "inflightBatchingStats": {
+                "numScheduledRequests": len(self._running),
+                "numContextRequests": 1 if num_context_tokens else 0,
+                "numGenRequests": num_generating,
+                "numPausedRequests": 0,
+                "numCtxTokens": num_context_tokens,
+            },
+            "specDecodingStats": None,
+        }
+
+
+def next_token(context: tuple[int, ...], seed: Any) -> int:
+    """The fake's language model."""
+    return FIRST_TOKEN + random.Random(hash((context, seed))).randrange(NUM_TOKENS)
+
+
+def _logprobs(token_id: int, count: int, *, chosen_first: bool) -> dict[int, Logprob]:
+    """The likeliest `count`, and the chosen token also where it is not among them."""
+    likeliest = [token_id] if chosen_first else []
+    likeliest += [token_id + 1 + i for i in range(count - len(likeliest))]
+    entries = {other: Logprob(-0.5 - rank, rank + 1) for rank, other in enumerate(likeliest)}
+    entries.setdefault(token_id, Logprob(-9.0, count + 7))
+    return entries
+
+
+def _deliver(batch: list[tuple[RequestOutput, Response]]) -> None:
+    for output, response in batch:
+        output.responses.put_nowait(response)

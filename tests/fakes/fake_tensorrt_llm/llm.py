@@ -1,0 +1,176 @@
+"""The fake LLM: an executor in a thread, which steps over its requests, and the API around it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
+from tests.fakes.fake_tensorrt_llm.configs import SamplingParams, StrictModel
+from tests.fakes.fake_tensorrt_llm.executor import Executor, Request
+from tests.fakes.fake_tensorrt_llm.outputs import Aborter, RequestOutput
+
+DEFAULT_NUM_BLOCKS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How a version, or a machine, differs."""
+
+    is_new: bool = False
+    """Newer than 1.2.1: Eagle3DecodingConfig exists, events tell the salt."""
+    is_stub: bool = False
+    """The index's package without the library."""
+    without_llm_arguments: Sequence[str] = ()
+    takes_cache_salt: bool = True
+    raises_queue_empty: bool = False
+    """Getters raise instead of returning nothing, and do not wait."""
+    has_stats: bool = True
+    step_seconds: float = 0.001
+    tokens_per_step: int = 1
+    """Speculation."""
+    window_sizes: Sequence[int] = (4096,)
+    rank: int | None = None
+
+
+class FakeLlm:
+    """`tensorrt_llm.LLM`. Below its API: what a test makes happen to it."""
+
+    def __init__(self, variant: Variant, args: Any) -> None:
+        kv_cache = args.kv_cache_config
+        self.args = args
+        self.variant = variant
+        block_size = kv_cache.tokens_per_block
+        num_blocks = kv_cache.max_tokens // block_size if kv_cache.max_tokens else DEFAULT_NUM_BLOCKS
+        self.events = EventBuffer(kv_cache.event_buffer_max_size, variant.window_sizes, variant.rank)
+        self.cache = BlockCache(
+            num_blocks,
+            block_size,
+            self.events,
+            reuse=bool(kv_cache.enable_block_reuse),
+            tells_salts=variant.is_new,
+        )
+        self.executor = Executor(self.cache, args.max_batch_size, variant.step_seconds, variant.tokens_per_step)
+        self.outputs: list[RequestOutput] = []
+        self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.num_shutdowns = 0
+        self.num_pollers: set[int] = set()
+        self._ids = itertools.count(1)
+        self._aborter = Aborter(self.executor.abort)
+
+    # -- the library's API --------------------------------------------------------------------------------------------
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: Any = None,
+        trace_headers: Any = None,
+        _postproc_params: Any = None,
+        scheduling_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        if self.num_shutdowns:
+            raise RuntimeError("LLM is shutting down")
+        params = sampling_params or SamplingParams()
+        token_ids = list(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs)
+        token_ids[-1]  # an empty prompt: IndexError
+        if params.end_id is None:
+            raise ValueError("end_id must be set without a tokenizer")
+        if not self.args.enable_chunked_prefill and len(token_ids) > (self.args.max_num_tokens or 8192):
+            raise ValueError(f"the prompt length ({len(token_ids)}) exceeds max_num_tokens")
+        if self.args.max_seq_len and len(token_ids) + params.max_tokens > self.args.max_seq_len:
+            raise ValueError("the prompt and max_tokens exceed max_seq_len")
+        if disaggregated_params is not None and disaggregated_params.request_type == "context_only":
+            params.max_tokens = 1
+        output = RequestOutput(next(self._ids), token_ids, params, self._aborter)
+        self.outputs.append(output)
+        self.submitted.append(
+            (token_ids, params, {"lora_request": lora_request, "cache_salt": cache_salt, "streaming": streaming})
+        )
+        salt = (cache_salt, None if lora_request is None else lora_request.lora_int_id)
+        request = Request(output, params, cache_salt if lora_request is None else salt, disaggregated_params)
+        self.executor.submit(request, asyncio.get_running_loop())
+        return output
+
+    def get_stats(self, timeout: float = 2.0) -> list[dict[str, Any]]:
+        if not self.variant.has_stats:
+            raise RuntimeError("stats are not enabled")
+        return self._drain(self.executor.drain_stats, timeout)
+
+    def get_kv_cache_events(self, timeout: float = 2.0) -> list[dict[str, Any]]:
+        self.num_pollers.add(threading.get_ident())
+        return self._drain(self.executor.drain_events, timeout)
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+        self.stop()
+
+    # -- what a test makes happen -------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self.executor.stop()
+
+    def die(self, error: Exception) -> None:
+        """Every stream raises it: the executor's loop has crashed."""
+        self.executor.die(error)
+
+    def drop_executor(self) -> None:
+        """What requests hold of it is gone: abort() raises."""
+        del self._aborter
+
+    def _drain(self, take: Any, timeout: float) -> list[dict[str, Any]]:
+        """Destructive; waits up to `timeout` for the first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = take()
+            if found:
+                return found
+            if self.variant.raises_queue_empty:
+                raise asyncio.QueueEmpty
+            if time.monotonic() >= deadline:
+                return []
+            time.sleep(0.001)
+
+
+class _WithoutSalt(FakeLlm):
+    def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False) -> RequestOutput:  # type: ignore[override]
+        return super().generate_async(inputs, sampling_params, streaming=streaming)
+
+
+def make_llm_class(made: list[FakeLlm], variant: Variant, args_class: type[StrictModel]) -> type[FakeLlm]:
+    base = FakeLlm if variant.takes_cache_salt else _WithoutSalt
+
+    class LLM(base):
+        def __init__(
+            self,
+            model: str,
+            tokenizer: Any = None,
+            skip_tokenizer_init: bool = False,
+            trust_remote_code: bool = False,
+            tensor_parallel_size: int = 1,
+            dtype: str = "auto",
+            revision: str | None = None,
+            **kwargs: Any,
+        ) -> None:
+            args = args_class(
+                model=model,
+                skip_tokenizer_init=skip_tokenizer_init,
+                trust_remote_code=trust_remote_code,
+                tensor_parallel_size=tensor_parallel_size,
+                dtype=dtype,
+                **kwargs,
+            )
+            super().__init__(variant, args)
+            made.append(self)
+
+    return LLM
