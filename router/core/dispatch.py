@@ -31,6 +31,7 @@ class Dispatcher:
         self._ledger = ledger
         self._placer = placer
         self._outbox = outbox
+        self._num_dispatches = 0
         self._decision_sample_limit = int(decision_sample_share * 2**64)
 
     def _send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
@@ -44,7 +45,10 @@ class Dispatcher:
             live.first_dispatched_at = now
         if self._decision_sample_limit:
             self._tell_decision(live, shard, now)
-        attempt = Attempt(request.request_id, live.num_attempts, shard.shard_id, len(live.pending))
+        self._num_dispatches += 1
+        attempt = Attempt(
+            request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending)
+        )
         self._reserve(live, shard, candidate, attempt, now)
         specs = [self._assign_slot(choice, shard, attempt) for choice in live.pending]
         live.pending = []

@@ -98,17 +98,22 @@ class Hold:
 class Attempt:
     """One dispatch to one shard. Its reservation lasts until the shard has ended all its sequences (or is gone)."""
 
-    __slots__ = ("attempt_id", "num_open_slots", "request_id", "shard_id")
+    __slots__ = ("attempt_id", "dispatch_number", "num_open_slots", "request_id", "shard_id")
 
-    def __init__(self, request_id: str, attempt_id: int, shard_id: str, num_open_slots: int) -> None:
+    def __init__(
+        self, request_id: str, attempt_id: int, dispatch_number: int, shard_id: str, num_open_slots: int
+    ) -> None:
         self.request_id = request_id
         self.attempt_id = attempt_id
+        self.dispatch_number = dispatch_number
+        """Of all dispatches of this router. A name may be used anew while the cancelled attempt of its last bearer has
+        not been ended by its shard: attempts of both have the number 1."""
         self.shard_id = shard_id
         self.num_open_slots = num_open_slots
 
     @property
     def key(self) -> ReservationKey:
-        return (self.request_id, self.attempt_id)
+        return (self.request_id, self.dispatch_number)
 
 
 class Choice:
