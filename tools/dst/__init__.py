@@ -1,0 +1,1 @@
+"""Deterministic simulation testing: the real router core among simulated shards, clients, links and clocks."""

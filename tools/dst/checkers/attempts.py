@@ -1,0 +1,112 @@
+"""What goes to shards, and what comes back from attempts that nobody waits for any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from router.core.actions import Action, PlacementDecided, SubmitAttempt
+from router.core.events import ChoiceSpec, Event, StepArrived
+from tools.dst import script
+from tools.dst.checkers.base import Checker
+
+if TYPE_CHECKING:
+    from tools.dst.router_node import RouterNode
+    from tools.dst.seen import SeenChoice, SeenRequest
+    from tools.dst.shard import SimShard
+    from tools.dst.shard_stream import ShardStream
+
+
+class Fence(Checker):
+    """Frames of cancelled, failed-over and unknown attempts change nothing: clients get only what the current attempt
+    of a choice emitted. At most, the end of a cancelled one makes room for what waits."""
+
+    invariant = "fence"
+
+    def __init__(self) -> None:
+        self._is_late = False
+
+    def before_event(self, node: RouterNode, event: Event) -> None:
+        self._is_late = False
+        if isinstance(event, StepArrived):
+            shard = node.witness.shards.get(event.shard_id)
+            step = event.step
+            slots = {*step.slots, *(start.slot for start in step.starts), *(finish.slot for finish in step.finishes)}
+            self._is_late = shard is None or not any(shard.current(slot) for slot in slots)
+
+    def on_sent(self, node: RouterNode, choice: SeenChoice, token_ids: Sequence[int], delta: str) -> None:
+        begin = choice.num_sent_tokens
+        if choice.emitted[begin : begin + len(token_ids)] != list(token_ids):
+            self.fail(f"{choice.request.request.request_id} got {list(token_ids)}, which its attempts did not emit")
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        if self._is_late:
+            others = [action for action in actions if not isinstance(action, SubmitAttempt | PlacementDecided)]
+            if others:
+                self.fail(f"a late frame led to {others}")
+
+
+class SlotsRest(Checker):
+    """A slot is not used again before its shard has ended what runs there."""
+
+    invariant = "slots_rest"
+
+    def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
+        shard = node.witness.shards.get(attempt.shard_id)
+        taken = [spec.slot for spec in attempt.choices if shard is not None and spec.slot in shard.open]
+        if taken or len({spec.slot for spec in attempt.choices}) < len(attempt.choices):
+            self.fail(f"slots {taken} of {attempt.shard_id} were used while they were in use")
+
+    def on_submit(self, shard: SimShard, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
+        if (stream, spec.slot) in shard.engine.sequences:
+            self.fail(f"slot {spec.slot} arrived at {shard.shard_id} while it was in use there")
+
+
+class AttemptsContinue(Checker):
+    """Attempts are numbered and limited, each choice runs in one place, and a later attempt goes on exactly behind the
+    tokens and the text that are there."""
+
+    invariant = "attempts_continue"
+
+    def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
+        if seen is None:
+            self.fail(f"{attempt.request.request_id} was dispatched although it is not live")
+        if attempt.attempt_id != seen.num_attempts + 1:
+            self.fail(f"attempt {attempt.attempt_id} of {attempt.request.request_id} follows {seen.num_attempts}")
+        for spec in attempt.choices:
+            choice = seen.choice(spec.index)
+            if choice.place is not None:
+                self.fail(f"{attempt.request.request_id} runs twice")
+            if choice.num_attempts >= node.config.max_attempts:
+                self.fail(f"{attempt.request.request_id} has more than {node.config.max_attempts} attempts")
+            if [*choice.spec.output_token_ids, *choice.emitted] != list(spec.output_token_ids):
+                self.fail(f"{attempt.request.request_id} does not go on behind what was emitted")
+
+    def on_submit(self, shard: SimShard, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
+        assert isinstance(attempt.request.sampling, script.Sampling)
+        tokens = script.answer(attempt.request.sampling.script_key, spec.index)
+        given = tuple(spec.output_token_ids)
+        if given != tokens[: len(given)]:
+            self.fail(f"{attempt.request.request_id} goes on behind {list(given)}, not {list(tokens)}")
+        texts = (script.text_shown(given, len(given)), script.text_of(given))
+        if spec.num_delivered_chars not in map(len, texts):
+            self.fail(f"{attempt.request.request_id} goes on behind {spec.num_delivered_chars} characters of {texts}")
+
+
+class PlacementsFit(Checker):
+    """A request goes to a shard of its model that takes work, has room, and whose window holds it."""
+
+    invariant = "placements_fit"
+
+    def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
+        shard = node.witness.shards.get(attempt.shard_id)
+        if shard is None or seen is None:
+            self.fail(f"{attempt.request.request_id} was dispatched to {attempt.shard_id}, which is not there")
+        if not shard.can_take(seen) or not shard.has_room:
+            self.fail(f"{attempt.request.request_id} was dispatched to {attempt.shard_id}, which cannot take it now")
+        window = shard.description.max_model_len
+        if len(attempt.request.prompt_token_ids) + attempt.max_tokens > window:
+            self.fail(f"{attempt.request.request_id} may grow beyond the {window} tokens of {attempt.shard_id}")
+        longest = max(len(spec.output_token_ids) for spec in attempt.choices)
+        if longest >= attempt.max_tokens:
+            self.fail(f"{attempt.request.request_id} was dispatched with nothing left to say")

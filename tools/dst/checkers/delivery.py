@@ -1,0 +1,122 @@
+"""What clients read: every token, all of the text, in good shape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.actions import Action, SendStep
+from router.core.events import Event
+from router.core.frames import Finish, Step
+from tools.dst import script
+from tools.dst.checkers.base import Checker
+
+if TYPE_CHECKING:
+    from tools.dst.client import Answer, ClientStream
+    from tools.dst.router_node import RouterNode
+    from tools.dst.seen import SeenChoice
+
+
+class TokensExact(Checker):
+    """No token is delivered twice, skipped or changed: what arrives is the next piece of the answer."""
+
+    invariant = "tokens_exact"
+
+    def on_client_news(self, answer: Answer, token_ids: Sequence[int], delta: str) -> None:
+        expected = script.answer(answer.script_key, answer.spec.index)
+        end = answer.num_tokens + len(token_ids)
+        if tuple(token_ids) != expected[answer.num_tokens : end]:
+            self.fail(
+                f"{answer.request.request_id}[{answer.spec.index}] got {list(token_ids)} behind {answer.num_tokens} "
+                f"tokens of {list(expected)}"
+            )
+
+
+class TextIntact(Checker):
+    """No text is lost, doubled or changed, and a complete answer has all of it."""
+
+    invariant = "text_intact"
+
+    def on_client_news(self, answer: Answer, token_ids: Sequence[int], delta: str) -> None:
+        text = script.answer_text(answer.script_key, answer.spec.index)
+        if not text.startswith(delta, answer.num_chars):
+            self.fail(
+                f"{answer.request.request_id}[{answer.spec.index}] got {delta!r} behind {answer.num_chars} characters "
+                f"of {text!r}"
+            )
+
+    def on_client_finish(self, answer: Answer, finish: Finish) -> None:
+        if finish.reason not in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH):
+            return
+        tokens = script.answer(answer.script_key, answer.spec.index)[: answer.num_tokens]
+        text = script.text_of(tokens)
+        # An answer that is at its limit when its shard is lost, or when it is resumed, ends there in the router, which
+        # has no text of its own: what a detokenizer still held back is missing. With STOP it never is.
+        is_at_limit = finish.reason == FinishReason.FINISH_REASON_LENGTH
+        least = len(script.text_shown(tokens, len(tokens))) if is_at_limit else len(text)
+        if not least <= answer.num_chars <= len(text):
+            self.fail(f"{answer.request.request_id} ended behind {answer.num_chars} of {len(text)} characters")
+
+
+class FramesInShape(Checker):
+    """One frame per client and event, arrays that fit together, a start before the first token, logprobs for every
+    token that wants them."""
+
+    invariant = "frames_in_shape"
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        told = Counter(action.client_id for action in actions if isinstance(action, SendStep))
+        if told and max(told.values()) > 1:
+            self.fail(f"{node.name} sent {max(told.values())} frames to one client for one event")
+
+    def on_step(self, node: RouterNode, news: SendStep) -> None:
+        self._check(news.step)
+
+    def on_client_step(self, stream: ClientStream, step: Step) -> None:
+        self._check(step)
+
+    def on_client_news(self, answer: Answer, token_ids: Sequence[int], delta: str) -> None:
+        if token_ids and answer.num_starts != 1:
+            self.fail(f"{answer.request.request_id} has tokens and {answer.num_starts} starts")
+
+    def on_client_finish(self, answer: Answer, finish: Finish) -> None:
+        is_error = finish.reason in (
+            FinishReason.FINISH_REASON_ERROR,
+            FinishReason.FINISH_REASON_CONTENT_FILTER,
+        )
+        if (finish.error is not None) != is_error:
+            self.fail(f"{answer.request.request_id} ended with reason {finish.reason} and error {finish.error}")
+        sampling = answer.request.sampling
+        if isinstance(sampling, script.Sampling) and sampling.wants_logprobs:
+            num_new_tokens = answer.num_tokens - len(answer.spec.output_token_ids)
+            if answer.num_logprobs != num_new_tokens:
+                self.fail(f"{answer.request.request_id} has {answer.num_logprobs} logprobs, {num_new_tokens} tokens")
+
+    def _check(self, step: Step) -> None:
+        counts = step.num_tokens or [1] * len(step.slots)
+        if not step:
+            self.fail("an empty frame was sent")
+        if len(set(step.slots)) != len(step.slots):
+            self.fail(f"more than one entry for a slot: {step.slots}")
+        if not len(counts) == len(step.slots) == len(step.deltas) or sum(counts) != len(step.token_ids):
+            self.fail(f"arrays do not fit together: {step}")
+
+
+class AnswersComplete(Checker):
+    """`stop` means that the sequence said all it had to say, `length` that it reached a limit it was given."""
+
+    invariant = "answers_complete"
+
+    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
+        request = choice.request.request
+        assert isinstance(request.sampling, script.Sampling)
+        whole = script.answer(request.sampling.script_key, choice.spec.index)
+        num_tokens = len(choice.spec.output_token_ids) + choice.num_sent_tokens
+        if finish.reason == FinishReason.FINISH_REASON_STOP and num_tokens != len(whole):
+            self.fail(f"{request.request_id} stopped behind {num_tokens} of {len(whole)} tokens")
+        if finish.reason == FinishReason.FINISH_REASON_LENGTH:
+            limits = {request.max_tokens, *choice.limits}
+            if num_tokens not in limits:
+                self.fail(f"{request.request_id} ended at length {num_tokens}; its limits were {limits}")

@@ -1,0 +1,148 @@
+"""How requests end: once, billed as delivered, and for a reason that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.actions import Action, RequestEnded
+from router.core.events import Event, RequestCancelled, SlotsCancelled
+from router.core.frames import Finish
+from tools.dst import script
+from tools.dst.checkers.base import Checker
+from tools.dst.seen import SeenChoice, SeenRequest, State, eligible
+
+if TYPE_CHECKING:
+    from tools.dst.client import Answer
+    from tools.dst.router_node import RouterNode
+    from tools.dst.world import World
+
+
+class EndsOnce(Checker):
+    """Every request ends exactly once, and so does every choice for a client that stays."""
+
+    invariant = "ends_once"
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        arriving = node.witness.arriving
+        if arriving is None:
+            return
+        is_live = node.witness.live.get(arriving.request.request_id) is arriving
+        if is_live + arriving.num_ends != 1:
+            self.fail(f"{arriving.request.request_id} was neither admitted nor refused once")
+        if not is_live and any(choice.state is not State.DONE for choice in arriving.choices):
+            self.fail(f"{arriving.request.request_id} was refused, its client was not told")
+
+    def on_ended(self, node: RouterNode, seen: SeenRequest | None, end: RequestEnded) -> None:
+        if seen is None or seen.num_ends:
+            self.fail(f"{end.request_id} ended although it was not there")
+        if any(choice.state is not State.DONE for choice in seen.choices):
+            self.fail(f"{end.request_id} is said to have ended while one of its choices goes on")
+
+    def at_rest(self, world: World) -> None:
+        for node in world.nodes:
+            if node.witness.live:
+                self.fail(f"{node.name} never ended {list(node.witness.live)}")
+            for stream in node.clients.values():
+                if stream.is_open_at_client and stream.open:
+                    self.fail(f"{stream.client_id} waits for {len(stream.open)} answers for ever")
+
+
+class BilledIsDelivered(Checker):
+    """Billed tokens are those that were sent to the client, and those that it read."""
+
+    invariant = "billed_is_delivered"
+
+    def on_ended(self, node: RouterNode, seen: SeenRequest | None, end: RequestEnded) -> None:
+        num_sent = 0 if seen is None else sum(choice.num_sent_tokens for choice in seen.choices)
+        if end.num_output_tokens != num_sent:
+            self.fail(f"{end.request_id}: {num_sent} tokens were sent, {end.num_output_tokens} are billed")
+
+    def on_client_finish(self, answer: Answer, finish: Finish) -> None:
+        if finish.reason != FinishReason.FINISH_REASON_ERROR and finish.num_output_tokens != answer.num_tokens:
+            self.fail(
+                f"{answer.request.request_id}: the client has {answer.num_tokens} tokens, its finish says "
+                f"{finish.num_output_tokens}"
+            )
+
+
+class EndsJustified(Checker):
+    """Nothing is refused, cancelled, filtered or given up without a cause that can be seen from outside."""
+
+    invariant = "ends_justified"
+
+    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
+        if finish.reason == FinishReason.FINISH_REASON_CANCELLED:
+            if not isinstance(node.witness.event, SlotsCancelled | RequestCancelled):
+                self.fail(f"{choice.request.request.request_id} was cancelled by nobody")
+        elif finish.reason == FinishReason.FINISH_REASON_CONTENT_FILTER:
+            self._check_filtered(choice)
+        elif finish.reason == FinishReason.FINISH_REASON_ERROR:
+            reason = 0 if finish.error is None else finish.error.reason
+            is_cause = _CAUSES.get(reason)
+            if is_cause is None or not is_cause(node, choice):
+                self.fail(
+                    f"{choice.request.request.request_id} ended with {ErrorReason.Name(reason)}, without a cause "  # pyright: ignore[reportArgumentType]
+                    f"that could be seen"
+                )
+
+    def _check_filtered(self, choice: SeenChoice) -> None:
+        request = choice.request.request
+        assert isinstance(request.sampling, script.Sampling)
+        is_bad_answer = script.HALTED_TOKEN in script.answer(request.sampling.script_key, choice.spec.index)
+        if request.prompt_text != script.BLOCKED_WORD and not is_bad_answer:
+            self.fail(f"{request.request_id} was filtered, but there is nothing wrong with it")
+
+
+def _failed_everywhere(node: RouterNode, choice: SeenChoice) -> bool:
+    """It has had all its attempts, or there is no shard for another one."""
+    if not choice.num_attempts:
+        return False
+    return choice.num_attempts >= node.config.max_attempts or not eligible(node.witness.shards, choice.request)
+
+
+def _queue_was_full(node: RouterNode, choice: SeenChoice) -> bool:
+    if choice.num_attempts:
+        return _failed_everywhere(node, choice)
+    waiting = [seen for seen in node.witness.waiting() if seen is not choice.request]
+    return node.witness.arriving is not None and len(waiting) >= node.config.max_queued_requests
+
+
+def _does_not_fit(node: RouterNode, choice: SeenChoice) -> bool:
+    shards = [shard for shard in node.witness.shards.values() if not shard.is_draining]
+    model = choice.request.request.model
+    windows = [s.description.max_model_len for s in shards if s.description.model == model]
+    return bool(windows) and max(windows) < choice.request.min_window
+
+
+def _is_unscreenable(node: RouterNode, choice: SeenChoice) -> bool:
+    """The safety service is away, or so slow that too much is held."""
+    return node.config.safety_required and (node.witness.policy is None or any(choice.request.policy or ()))
+
+
+def _no_shard(node: RouterNode, choice: SeenChoice) -> bool:
+    return choice.request.request.model in node.witness.models and not eligible(node.witness.shards, choice.request)
+
+
+_CAUSES: Final[dict[int, Callable[[RouterNode, SeenChoice], bool]]] = {
+    ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: node.now >= choice.request.deadline,
+    ErrorReason.ERROR_REASON_QUEUE_TIMEOUT: lambda node, choice: (
+        node.now >= choice.request.queue_deadline and not choice.request.was_dispatched
+    ),
+    ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,
+    ErrorReason.ERROR_REASON_NO_SHARD_READY: _no_shard,
+    ErrorReason.ERROR_REASON_MODEL_NOT_FOUND: lambda node, choice: (
+        choice.request.request.model not in node.witness.models
+    ),
+    ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: _does_not_fit,
+    ErrorReason.ERROR_REASON_INVALID_ARGUMENT: lambda _node, choice: (
+        not choice.request.request.prompt_token_ids or choice.request.request.max_tokens == 0
+    ),
+    ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID: lambda _node, choice: choice.request.is_duplicate,
+    ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE: _is_unscreenable,
+    ErrorReason.ERROR_REASON_DRAINING: lambda node, choice: node.is_draining or _failed_everywhere(node, choice),
+    ErrorReason.ERROR_REASON_SHARD_LOST: _failed_everywhere,
+    ErrorReason.ERROR_REASON_ENGINE_FAILED: _failed_everywhere,
+}

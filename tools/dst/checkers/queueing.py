@@ -1,0 +1,80 @@
+"""What waits in a router: not in vain, in turns, and not too much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from router.core.actions import Action, SubmitAttempt
+from router.core.events import Event
+from tools.dst.checkers.base import Checker
+from tools.dst.seen import eligible
+
+if TYPE_CHECKING:
+    from tools.dst.router_node import RouterNode
+    from tools.dst.seen import SeenRequest
+
+
+class NoIdleWait(Checker):
+    """No request waits while a shard that could run it has room, or although no shard ever could."""
+
+    invariant = "no_idle_wait"
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        shards = node.witness.shards
+        for seen in node.witness.waiting():
+            able = eligible(shards, seen)
+            if not able:
+                self.fail(f"{seen.request.request_id} waits for a shard that does not exist")
+            for shard in able:
+                if shard.has_room:
+                    self.fail(f"{seen.request.request_id} waits, {shard.description.shard_id} has room")
+
+
+class NoStarvation(Checker):
+    """Tenants take turns: while a tenant waits and could be served, nobody else is served twice in a row before it; it
+    is passed over at most once by every other tenant."""
+
+    invariant = "no_starvation"
+
+    def __init__(self) -> None:
+        self._num_passed: dict[tuple[RouterNode, str, str], int] = {}
+
+    def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
+        if seen is None:
+            return
+        model = seen.request.model
+        if seen is node.witness.arriving:
+            return  # it never waited: what it takes, nobody who waits can use, or NoIdleWait would have said so
+        shards = node.witness.shards
+        passed: set[str] = set()
+        for other in node.witness.waiting():
+            tenant = other.request.tenant
+            if other.request.model != model or tenant == seen.request.tenant or tenant in passed:
+                continue
+            if any(shard.has_room for shard in eligible(shards, other)):
+                passed.add(tenant)
+        self._num_passed.pop((node, model, seen.request.tenant), None)
+        for tenant in passed:
+            key = (node, model, tenant)
+            count = self._num_passed[key] = self._num_passed.get(key, 0) + 1
+            if count >= len(node.tenants):
+                self.fail(f"{tenant} waits on {node.name} while others were served {count} times")
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        if self._num_passed:
+            waiting = {(node, seen.request.model, seen.request.tenant) for seen in node.witness.waiting()}
+            self._num_passed = {
+                key: count for key, count in self._num_passed.items() if key[0] is not node or key in waiting
+            }
+
+
+class QueueBound(Checker):
+    """No more requests wait for their first dispatch than the configuration allows."""
+
+    invariant = "queue_bound"
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        num_waiting = sum(not seen.was_dispatched for seen in node.witness.waiting())
+        if num_waiting > node.config.max_queued_requests:
+            self.fail(f"{num_waiting} requests wait on {node.name}, {node.config.max_queued_requests} may")

@@ -1,0 +1,225 @@
+"""What goes wrong, each kind a method of its own, at times that follow from the seed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.events import DrainStarted, StepArrived
+from router.core.frames import Finish, Start, Step
+from tools.dst.client import ClientStream
+from tools.dst.scenario import FAULTS_PER_SECOND
+
+if TYPE_CHECKING:
+    from tools.dst.router_node import RouterNode
+    from tools.dst.shard import SimShard
+    from tools.dst.world import World
+
+UNKNOWN_SLOT = 10**6
+
+
+class Faults:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = world.rng
+
+    def start(self) -> None:
+        for kind in FAULTS_PER_SECOND:
+            if kind in self._world.scenario.rates:
+                self._schedule(kind)
+
+    def _schedule(self, kind: str) -> None:
+        rate = self._world.scenario.rates[kind]
+        self._world.timeline.after(self._rng.expovariate(rate), self._strike, kind)
+
+    def _strike(self, kind: str) -> None:
+        if self._world.is_calm:
+            return
+        self._world.count_fault(kind)
+        getattr(self, kind)()
+        self._schedule(kind)
+
+    def _shard(self) -> SimShard:
+        return self._rng.choice(self._world.shards)
+
+    def _node(self) -> RouterNode:
+        return self._rng.choice(self._world.nodes)
+
+    def _soon(self, most_seconds: float) -> float:
+        return self._rng.random() * most_seconds
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def shard_crash(self) -> None:
+        """It comes back after a while as a new incarnation; routers notice soon, or late."""
+        shard = self._shard()
+        if shard.is_up:
+            shard.crash(self._rng.choice((0.0, 0.005, 0.3)))
+            self._world.timeline.after(self._soon(0.4), self._world.bring_up, shard)
+
+    def shard_reincarnation(self) -> None:
+        """The new incarnation is there, and connected to, before a router has noticed that the old one went."""
+        shard = self._shard()
+        if shard.is_up:
+            shard.crash(0.5)
+            shard.start()
+            for node in self._world.nodes:
+                node.connect(shard, replace=True)
+
+    def shard_slow(self) -> None:
+        shard = self._shard()
+        shard.slowness = 10.0
+        self._world.timeline.after(self._soon(0.5), self._world.restore_speed, shard)
+
+    def shard_hung(self) -> None:
+        """Connected and silent; later it wakes up, or it is killed."""
+        shard = self._shard()
+        shard.hang()
+        self._world.timeline.after(self._soon(0.6), self._end_hang, shard, shard.incarnation)
+
+    def _end_hang(self, shard: SimShard, incarnation: int) -> None:
+        if shard.incarnation != incarnation or not shard.is_hung:
+            return
+        if self._rng.random() < 0.5 or self._world.is_calm:
+            shard.wake_up()
+        else:
+            shard.crash(self._soon(0.1))
+            self._world.timeline.after(self._soon(0.2), self._world.bring_up, shard)
+
+    def shard_draining(self) -> None:
+        shard = self._shard()
+        if shard.is_up:
+            shard.set_draining(not shard.is_draining)
+
+    def cache_cleared(self) -> None:
+        shard = self._shard()
+        if shard.is_up and not shard.is_hung:
+            shard.clear_cache()
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    def stream_break(self) -> None:
+        streams = list(self._node().streams.values())
+        if streams:
+            self._rng.choice(streams).break_off(self._soon(0.1), self._soon(0.1))
+
+    def link_partition(self) -> None:
+        """Both directions stall; then the link heals, or both ends give up, each in its own time."""
+        streams = list(self._node().streams.values())
+        if not streams:
+            return
+        stream = self._rng.choice(streams)
+        stream.to_shard.stall()
+        stream.to_router.stall()
+        seconds = self._soon(0.5)
+        if self._rng.random() < 0.5:
+            self._world.timeline.after(seconds, stream.to_shard.heal)
+            self._world.timeline.after(seconds + self._soon(0.05), stream.to_router.heal)
+        else:
+            self._world.timeline.after(seconds, stream.break_off, self._soon(0.2), self._soon(0.2))
+
+    def late_frame(self) -> None:
+        """News of slots that are not in use, or of a shard that is not there: nothing may come of it."""
+        node = self._node()
+        if node.is_paused:
+            return
+        shard_id = self._rng.choice((self._shard().shard_id, "shard-gone"))
+        seen = node.witness.shards.get(shard_id)
+        slots = [slot for slot in range(1, 12) if seen is None or slot not in seen.open] or [UNKNOWN_SLOT]
+        slot = self._rng.choice(slots)
+        finish = Finish(slot, FinishReason.FINISH_REASON_STOP)
+        step = Step([slot], [], [7], ["7 "], starts=[Start(slot, 0)], finishes=[finish])
+        node.handle(StepArrived(shard_id, step))
+        node.check_integrity()
+
+    def malformed_frame(self) -> None:
+        """The router must break with a shard that sends it."""
+        node = self._node()
+        if node.streams and not node.is_paused:
+            stream = self._rng.choice(list(node.streams.values()))
+            node.handle_malformed(StepArrived(stream.shard.shard_id, Step([1, 2], [], [7], ["7 "])))
+            stream.break_off(0.0, self._soon(0.05))
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def _busy_stream(self) -> ClientStream | None:
+        stream = self._world.traffic.any_stream()
+        return stream if stream.open else None
+
+    def client_cancels_choice(self) -> None:
+        stream = self._busy_stream()
+        if stream is not None:
+            stream.cancel_slots([self._rng.choice(list(stream.open)), UNKNOWN_SLOT])
+
+    def client_cancels_request(self) -> None:
+        stream = self._busy_stream()
+        if stream is not None:
+            answer = self._rng.choice(list(stream.open.values()))
+            stream.cancel_request(answer.request.request_id)
+
+    def client_leaves(self) -> None:
+        stream = self._world.traffic.any_stream()
+        stream.leave()
+        self._world.traffic.add_stream(stream.node.number)
+
+    def client_stops_reading(self) -> None:
+        """It reads slowly, or not at all."""
+        stream = self._world.traffic.any_stream()
+        stream.write_seconds = self._rng.choice((0.2, None))
+        self._world.timeline.after(self._soon(1.0), stream.read_on)
+
+    def duplicate_request_id(self) -> None:
+        """A name that is taken: refused, and the first of that name goes on undisturbed."""
+        stream = self._busy_stream()
+        if stream is not None:
+            answer = self._rng.choice(list(stream.open.values()))
+            self._world.traffic.ask_again(stream, answer.request, answer.request.request_id)
+
+    def reused_request_id(self) -> None:
+        """A client cancels and asks again at once, under the same name."""
+        stream = self._busy_stream()
+        if stream is not None:
+            answer = self._rng.choice(list(stream.open.values()))
+            stream.cancel_request(answer.request.request_id)
+            self._world.traffic.ask_again(stream, answer.request, answer.request.request_id)
+
+    def burst(self) -> None:
+        stream = self._world.traffic.any_stream()
+        for _ in range(self._rng.choice((5, 30))):
+            self._world.traffic.ask(stream)
+
+    # -- routers ------------------------------------------------------------------------------------------------------
+
+    def router_restart(self) -> None:
+        self._world.restart_router(self._rng.randrange(len(self._world.nodes)))
+
+    def router_draining(self) -> None:
+        """It takes nothing new, what runs goes on; after a while it is replaced."""
+        node = self._node()
+        if not node.is_draining and not node.is_paused:
+            node.is_draining = True
+            node.handle(DrainStarted())
+            self._world.timeline.after(self._soon(0.4), self._world.replace_drained, node)
+
+    def router_pause(self) -> None:
+        """The process stands still, or the whole machine: when it goes on, its clock has jumped."""
+        nodes = self._world.nodes if self._rng.random() < 0.3 else [self._node()]
+        seconds = self._rng.choice((0.02, 0.2, 1.5))
+        for node in nodes:
+            node.pause()
+            self._world.timeline.after(seconds, node.go_on)
+
+    # -- safety -------------------------------------------------------------------------------------------------------
+
+    def safety_down(self) -> None:
+        safety = self._world.safety
+        if safety.is_up:
+            safety.stop()
+            self._world.timeline.after(self._soon(0.3), self._world.bring_up_safety)
+
+    def safety_slow(self) -> None:
+        self._world.safety.slowness = self._rng.choice((5.0, 50.0))
+        self._world.timeline.after(self._soon(0.5), self._world.restore_safety_speed)
+
+    def safety_policy_change(self) -> None:
+        self._world.safety.change_policy()

@@ -1,0 +1,146 @@
+"""What one seed decides before anything happens: sizes, settings, and which faults there are how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Final
+
+from router.core.core import CoreConfig
+from router.core.placement import POLICIES
+
+MODELS: Final = ("model-a", "model-b")
+
+FAULTS_PER_SECOND: Final[dict[str, float]] = {
+    "shard_crash": 0.6,
+    "shard_reincarnation": 0.4,
+    "shard_slow": 0.5,
+    "shard_hung": 0.4,
+    "shard_draining": 0.5,
+    "cache_cleared": 0.4,
+    "stream_break": 0.5,
+    "link_partition": 0.6,
+    "late_frame": 1.5,
+    "malformed_frame": 0.3,
+    "client_cancels_choice": 4.0,
+    "client_cancels_request": 3.0,
+    "client_leaves": 1.0,
+    "client_stops_reading": 0.8,
+    "duplicate_request_id": 1.5,
+    "reused_request_id": 3.0,
+    "burst": 0.8,
+    "router_restart": 0.25,
+    "router_draining": 0.2,
+    "router_pause": 0.5,
+    "safety_down": 0.6,
+    "safety_slow": 0.5,
+    "safety_policy_change": 0.5,
+}
+"""Kinds that strike by themselves, and how often where a seed has them at all."""
+
+FAULTS_PER_CHANCE: Final[dict[str, float]] = {
+    "engine_failure": 0.004,
+    "kv_events_lost": 0.1,
+    "kv_events_duplicated": 0.1,
+    "kv_events_reordered": 0.1,
+    "load_report_lost": 0.3,
+    "load_report_stale": 0.2,
+    "late_finish": 0.2,
+    "impossible_request": 0.04,
+    "unknown_model": 0.02,
+    "resumed_request": 0.08,
+}
+"""Kinds that strike where they have an opportunity, and with what probability."""
+
+FAULT_KINDS: Final = (*FAULTS_PER_SECOND, *FAULTS_PER_CHANCE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardShape:
+    model: str
+    block_size: int
+    num_blocks: int
+    max_batch: int
+    max_model_len: int
+    max_sequences: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    config: CoreConfig
+    num_routers: int
+    shards: tuple[ShardShape, ...]
+    clients_per_router: int
+    tenants: tuple[str, ...]
+    tenant_weights: tuple[float, ...]
+    requests_per_second: float
+    latency_seconds: float
+    step_seconds: float
+    max_waiting_entries: int
+    """Of one client's outbox in the router."""
+    chaos_seconds: float
+    num_epochs: int
+    """How often chaos and rest follow each other."""
+    rates: Mapping[str, float]
+    """Kind of fault → times a second, or probability; kinds that this seed does not have are left out."""
+
+
+def draw_scenario(seed: int, rng: random.Random) -> Scenario:
+    """Every seed has about half of the faults: bugs that hide behind a frequent one are then seen without it."""
+    share = rng.choice((0.25, 0.5, 0.5, 0.75))
+    rates: dict[str, float] = {}
+    for kind, rate in (*FAULTS_PER_SECOND.items(), *FAULTS_PER_CHANCE.items()):
+        if rng.random() < share:
+            rates[kind] = min(0.9, rate * rng.choice((0.5, 1.0, 3.0))) if rate < 1 else rate * rng.choice((0.5, 1.0))
+    num_tenants = rng.choice((1, 2, 2, 3, 4))
+    num_epochs = rng.choice((1, 1, 2))
+    return Scenario(
+        seed=seed,
+        config=_draw_config(rng),
+        num_routers=rng.choice((1, 1, 1, 2, 3)),
+        shards=_draw_shards(rng),
+        clients_per_router=rng.choice((1, 2, 3)),
+        tenants=tuple(f"tenant-{i}" for i in range(num_tenants)),
+        tenant_weights=(rng.choice((1.0, 8.0)), *([1.0] * (num_tenants - 1))),
+        requests_per_second=rng.choice((15.0, 40.0, 80.0)),
+        latency_seconds=rng.choice((0.0005, 0.003, 0.02)),
+        step_seconds=rng.choice((0.01, 0.03)),
+        max_waiting_entries=rng.choice((40, 65_536)),
+        chaos_seconds=rng.choice((0.5, 1.0, 1.5)) / num_epochs,
+        num_epochs=num_epochs,
+        rates=rates,
+    )
+
+
+def _draw_config(rng: random.Random) -> CoreConfig:
+    return CoreConfig(
+        max_queued_requests=rng.choice((2, 8, 64)),
+        max_queue_seconds=rng.choice((0.05, 0.3, 5.0)),
+        request_timeout_seconds=rng.choice((0.3, 2.0, 10.0)),
+        max_attempts=rng.choice((1, 3, 5)),
+        policy=rng.choice(sorted(POLICIES)),
+        answer_mode=rng.choice(("gate", "gate", "async", "off")),
+        safety_required=rng.random() < 0.6,
+        max_held_tokens=rng.choice((6, 1000)),
+        decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
+    )
+
+
+def _draw_shards(rng: random.Random) -> tuple[ShardShape, ...]:
+    num_shards = rng.choice((1, 2, 2, 3, 4, 6))
+    max_batch = rng.choice((1, 2, 4))
+    has_two_models = num_shards > 1 and rng.random() < 0.2
+    is_mixed = rng.random() < 0.3
+    return tuple(
+        ShardShape(
+            model=MODELS[i % 2] if has_two_models else MODELS[0],
+            block_size=rng.choice((4, 8)) if is_mixed else 4,
+            num_blocks=rng.choice((24, 96)),
+            max_batch=rng.choice((1, 2, 4)) if is_mixed else max_batch,
+            max_model_len=rng.choice((64, 96)) if is_mixed else 96,
+            max_sequences=rng.choice((3, 1000)) * max_batch,
+        )
+        for i in range(num_shards)
+    )

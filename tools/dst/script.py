@@ -1,0 +1,55 @@
+"""What every simulated sequence will say: tokens and text as pure functions of a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import xxhash
+
+BLOCKED_WORD = "blocked"
+"""In a prompt: the safety service forbids it."""
+HALTED_TOKEN = 13
+"""In an answer: the safety service halts it."""
+MAX_ANSWER_TOKENS = 28
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampling:
+    """Stands where requests carry their sampling parameters, which the core never looks into."""
+
+    script_key: str
+    wants_logprobs: bool = False
+
+
+def number(*parts: object) -> int:
+    return xxhash.xxh3_64_intdigest("\0".join(map(str, parts)).encode())
+
+
+@functools.lru_cache(maxsize=4096)
+def answer(script_key: str, index: int) -> tuple[int, ...]:
+    """The whole answer, as it ends by itself. Its tokens are below 100."""
+    length = 1 + number(script_key, index, "length") % MAX_ANSWER_TOKENS
+    tokens: list[int] = []
+    for part in range(-(-length // 8)):
+        tokens += (byte * 100 >> 8 for byte in number(script_key, index, part).to_bytes(8, "little"))
+    return tuple(tokens[:length])
+
+
+@functools.lru_cache(maxsize=4096)
+def answer_text(script_key: str, index: int) -> str:
+    """The text of the whole answer; the text of its first tokens is a prefix."""
+    return text_of(answer(script_key, index))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
+def text_shown(tokens: Sequence[int], count: int, *, is_final: bool = False) -> str:
+    """Text that a detokenizer shows after `count` tokens: every fifth token's word waits for the next token, as an
+    incomplete character would."""
+    if count and not is_final and tokens[count - 1] % 5 == 0:
+        count -= 1
+    return text_of(tokens[:count])

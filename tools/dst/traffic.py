@@ -1,0 +1,138 @@
+"""Who asks for what and when."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING
+
+from router.core.events import ChoiceSpec, Request
+from tools.dst import script
+from tools.dst.client import Answer, ClientStream
+from tools.dst.scenario import MODELS
+
+if TYPE_CHECKING:
+    from tools.dst.world import World
+
+LONGEST_WINDOW = 96
+
+
+class Traffic:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng: random.Random = world.rng
+        self._num_streams = 0
+        self.num_requests = 0
+        self.prompts: dict[tuple[str, str, tuple[int, ...]], None] = {}
+        """(model, tenant, prompt) of everything that was ever asked."""
+
+    def start(self) -> None:
+        self._world.timeline.after(self._rng.expovariate(self._world.scenario.requests_per_second), self._next_request)
+
+    def add_stream(self, router: int) -> ClientStream:
+        self._num_streams += 1
+        return ClientStream(self._world, self._world.nodes[router], f"client-{self._num_streams}")
+
+    def ask(self, stream: ClientStream | None = None) -> Request:
+        """One more request, over any stream."""
+        stream = stream or self.any_stream()
+        request = self._draw_request(stream)
+        self._submit(stream, request)
+        return request
+
+    def ask_again(self, stream: ClientStream, request: Request, request_id: str) -> None:
+        """The same once more, under a name that is or was in use."""
+        specs = [ChoiceSpec(stream.take_slot(), spec.index) for spec in request.choices]
+        self._submit(
+            stream, dataclasses.replace(request, request_id=request_id, client_id=stream.client_id, choices=specs)
+        )
+
+    def any_stream(self) -> ClientStream:
+        """One whose client is there. There is always one: who leaves is replaced."""
+        streams = [s for node in self._world.nodes for s in node.clients.values() if s.is_open_at_client]
+        return self._rng.choice(streams) if streams else self.add_stream(self._rng.randrange(len(self._world.nodes)))
+
+    def come_back(self, stream: ClientStream) -> None:
+        """A client whose stream broke connects again, and has its open answers continued."""
+        again = self.add_stream(stream.node.number)
+        by_request: dict[str, list[Answer]] = {}
+        for answer in stream.open.values():
+            by_request.setdefault(answer.request.request_id, []).append(answer)
+        for answers in by_request.values():
+            if self._rng.random() < 0.7:
+                self._continue(again, answers)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _next_request(self) -> None:
+        if self._world.is_calm:
+            return
+        self.ask()
+        self.start()
+
+    def _submit(self, stream: ClientStream, request: Request) -> None:
+        self.num_requests += 1
+        self.prompts[request.model, request.tenant, tuple(request.prompt_token_ids)] = None
+        stream.submit(request)
+
+    def _continue(self, stream: ClientStream, answers: list[Answer]) -> None:
+        request = answers[0].request
+        self._world.count_fault("client_resumes")
+        specs = [
+            self._given(stream, request, answer.spec.index, answer.num_tokens, answer.num_chars) for answer in answers
+        ]
+        self._submit(
+            stream,
+            dataclasses.replace(
+                request, request_id=self._new_name(), client_id=stream.client_id, choices=specs
+            ),
+        )
+
+    def _given(self, stream: ClientStream, request: Request, index: int, num_tokens: int, num_chars: int) -> ChoiceSpec:
+        assert isinstance(request.sampling, script.Sampling)
+        tokens = script.answer(request.sampling.script_key, index)[:num_tokens]
+        return ChoiceSpec(stream.take_slot(), index, tokens, num_chars)
+
+    def _new_name(self) -> str:
+        return f"request-{self.num_requests + 1}"
+
+    def _draw_request(self, stream: ClientStream) -> Request:
+        rng, world = self._rng, self._world
+        name = self._new_name()
+        tenant = rng.choices(world.scenario.tenants, world.scenario.tenant_weights)[0]
+        sampling = script.Sampling(name, wants_logprobs=rng.random() < 0.2)
+        prompt = [*[rng.randrange(3)] * rng.randrange(0, 36, 4), *(rng.randrange(50) for _ in range(rng.randrange(1, 20)))]
+        max_tokens = rng.choice((None, 1, 4, 12, 40))
+        if world.chance("impossible_request"):
+            prompt, max_tokens = rng.choice(
+                (([1] * LONGEST_WINDOW, None), ([], 4), ([1], LONGEST_WINDOW), ([1], 0), ([1] * 80, 15))
+            )
+        model = MODELS[0]
+        if rng.random() < 0.3 and any(shard.model == MODELS[1] for shard in world.scenario.shards):
+            model = MODELS[1]
+        if world.chance("unknown_model"):
+            model = "unknown"
+        request = Request(
+            request_id=name,
+            client_id=stream.client_id,
+            model=model,
+            prompt_token_ids=prompt,
+            prompt_text=script.BLOCKED_WORD if rng.random() < 0.08 else "harmless",
+            choices=(),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
+            tenant=tenant,
+        )
+        specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
+        return dataclasses.replace(request, choices=specs)
+
+    def _draw_choice(self, stream: ClientStream, request: Request, index: int) -> ChoiceSpec:
+        """Now and then one that has been begun elsewhere."""
+        if not self._world.chance("resumed_request"):
+            return ChoiceSpec(stream.take_slot(), index)
+        assert isinstance(request.sampling, script.Sampling)
+        tokens = script.answer(request.sampling.script_key, index)
+        count = self._rng.randint(1, min(len(tokens), request.max_tokens or len(tokens)) or 1)
+        text = script.text_shown(tokens, count, is_final=self._rng.random() < 0.5)
+        return self._given(stream, request, index, count, len(text))

@@ -1,0 +1,220 @@
+"""What a router was told and what it did, written down from outside: the checkers' own view of it.
+
+Made of nothing but events and actions; never of the core's state. A checker that relied on the core's own books would
+share their errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from router.core.actions import Action, CancelOnShard, RequestEnded, SendStep, SubmitAttempt
+from router.core.core import CoreConfig
+from router.core.events import (
+    ClientGone,
+    Event,
+    LoadReported,
+    RequestArrived,
+    SafetyDown,
+    SafetyUp,
+    ShardDown,
+    ShardUp,
+    StepArrived,
+)
+from router.core.frames import Finish, Step
+from router.core.lifecycle import RETRYABLE_REASONS
+from tools.dst.seen import SeenChoice, SeenRequest, SeenShard, State
+from tools.dst.violation import Violation
+
+if TYPE_CHECKING:
+    from tools.dst.checkers import Checks
+    from tools.dst.router_node import RouterNode
+
+
+class Witness:
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.shards: dict[str, SeenShard] = {}
+        self.live: dict[str, SeenRequest] = {}
+        self.models: set[str] = set()
+        """Ever served."""
+        self.policy: tuple[bool, bool] | None = None
+        """Whether the safety service screens prompts and answers; None: it is away."""
+        self.arriving: SeenRequest | None = None
+        """The request of the event at hand, admitted or refused."""
+        self.gone_client = ""
+        self.event: Event | None = None
+        """The one at hand."""
+        self._choices: dict[tuple[str, int], SeenChoice] = {}
+        """By client and its slot: choices that have not ended."""
+
+    def waiting(self) -> list[SeenRequest]:
+        """Requests with choices that run nowhere and have not ended."""
+        return [seen for seen in self.live.values() if seen.is_waiting]
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def take_event(self, event: Event, now: float) -> None:
+        """Before the core handles it."""
+        self.event = event
+        self.arriving = None
+        self.gone_client = ""
+        match event:
+            case StepArrived():
+                shard = self.shards.get(event.shard_id)
+                if shard is not None:
+                    self._take_step(shard, event.step)
+            case RequestArrived():
+                self._take_request(event, now)
+            case LoadReported():
+                shard = self.shards.get(event.shard_id)
+                if shard is not None:
+                    shard.is_draining = event.load.draining
+            case ShardUp():
+                self._lose_shard(event.shard.shard_id)
+                self.models.add(event.shard.model)
+                self.shards[event.shard.shard_id] = SeenShard(event.shard)
+            case ShardDown():
+                self._lose_shard(event.shard_id)
+            case ClientGone():
+                self.gone_client = event.client_id
+            case SafetyUp():
+                self.policy = (event.screens_prompts, event.screens_answers)
+            case SafetyDown():
+                self.policy = None
+            case _:
+                pass
+
+    def _take_request(self, event: RequestArrived, now: float) -> None:
+        seen = self.arriving = SeenRequest(event.request, now, self.config, self.policy)
+        seen.is_duplicate = event.request.request_id in self.live
+        for choice in seen.choices:
+            self._choices[event.request.client_id, choice.spec.slot] = choice
+        if not seen.is_duplicate:
+            self.live[event.request.request_id] = seen
+
+    def _take_step(self, shard: SeenShard, step: Step) -> None:
+        position = 0
+        for i, slot in enumerate(step.slots):
+            count = step.num_tokens[i] if step.num_tokens else 1
+            choice = shard.current(slot)
+            if choice is not None:
+                choice.emitted += step.token_ids[position : position + count]
+            position += count
+        for finish in step.finishes:
+            choice = shard.current(finish.slot)
+            shard.open.pop(finish.slot, None)
+            if choice is not None:
+                can_retry = finish.error is not None and finish.error.reason in RETRYABLE_REASONS
+                self._leave(choice, shard, can_retry=can_retry)
+
+    def _lose_shard(self, shard_id: str) -> None:
+        shard = self.shards.pop(shard_id, None)
+        if shard is not None:
+            for slot in list(shard.open):
+                choice = shard.current(slot)
+                if choice is not None:
+                    self._leave(choice, shard, can_retry=True)
+
+    def _leave(self, choice: SeenChoice, shard: SeenShard, *, can_retry: bool) -> None:
+        """It runs there no more: it waits for another shard, or its end is near."""
+        choice.place = None
+        choice.state = State.OVER
+        if can_retry and choice.num_attempts < self.config.max_attempts and not choice.is_at_limit:
+            choice.state = State.WAITING
+            choice.request.avoid_shard_id = shard.description.shard_id
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def take_actions(self, actions: Sequence[Action], checks: Checks, node: RouterNode) -> None:
+        """After the core has handled the event. The checkers hear of every part just before it is written down."""
+        ended = [action for action in actions if isinstance(action, RequestEnded)]
+        for end in ended:
+            self._note_ending(end)
+        for action in actions:
+            match action:
+                case SendStep():
+                    self._take_news(action, checks, node)
+                case SubmitAttempt():
+                    seen = self.live.get(action.request.request_id)
+                    checks.on_dispatch(node, seen, action)
+                    if seen is not None:
+                        self._take_attempt(seen, action)
+                case CancelOnShard():
+                    self._take_cancel(action)
+                case _:
+                    pass
+        if self.gone_client:
+            for key in [key for key in self._choices if key[0] == self.gone_client]:
+                self._choices.pop(key).state = State.DONE
+        for end in ended:
+            self._take_end(end, checks, node)
+
+    def _note_ending(self, end: RequestEnded) -> None:
+        """From now on it does not wait, whatever comes first in the list of actions."""
+        arriving = self.arriving
+        is_refused = arriving is not None and arriving.is_duplicate and arriving.request.request_id == end.request_id
+        seen = arriving if is_refused else self.live.get(end.request_id)
+        if seen is not None:
+            seen.is_ending = True
+
+    def _take_attempt(self, seen: SeenRequest, action: SubmitAttempt) -> None:
+        seen.num_attempts += 1
+        seen.limit = action.max_tokens if seen.limit is None else min(seen.limit, action.max_tokens)
+        shard = self.shards[action.shard_id]
+        for spec in action.choices:
+            choice = seen.choice(spec.index)
+            choice.state = State.RUNNING
+            choice.num_attempts += 1
+            choice.limits.add(action.max_tokens)
+            choice.place = (action.shard_id, spec.slot)
+            shard.open[spec.slot] = choice
+
+    def _take_cancel(self, action: CancelOnShard) -> None:
+        shard = self.shards.get(action.shard_id)
+        for slot in action.slots if shard is not None else ():
+            choice = shard.current(slot)
+            if choice is not None:
+                choice.place = None
+                choice.state = State.OVER
+
+    def _take_news(self, action: SendStep, checks: Checks, node: RouterNode) -> None:
+        step = action.step
+        checks.on_step(node, action)
+        for start in step.starts:
+            self._choice(action.client_id, start.slot).num_starts += 1
+        position = 0
+        for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
+            count = step.num_tokens[i] if step.num_tokens else 1
+            choice = self._choice(action.client_id, slot)
+            checks.on_sent(node, choice, step.token_ids[position : position + count], delta)
+            choice.num_sent_tokens += count
+            choice.sent_text += delta
+            position += count
+        for finish in step.finishes:
+            choice = self._choice(action.client_id, finish.slot)
+            del self._choices[action.client_id, finish.slot]
+            checks.on_finish(node, choice, finish)
+            self._finish(choice, finish)
+
+    def _choice(self, client_id: str, slot: int) -> SeenChoice:
+        choice = self._choices.get((client_id, slot))
+        if choice is None:
+            raise Violation("ends_once", f"{client_id} got news of slot {slot}, which it does not use")
+        return choice
+
+    def _finish(self, choice: SeenChoice, finish: Finish) -> None:
+        choice.state = State.DONE
+        choice.place = None
+        choice.finish_reason = finish.reason
+
+    def _take_end(self, end: RequestEnded, checks: Checks, node: RouterNode) -> None:
+        arriving = self.arriving
+        if arriving is not None and arriving.is_duplicate and arriving.request.request_id == end.request_id:
+            seen = arriving
+        else:
+            seen = self.live.pop(end.request_id, None)
+        checks.on_ended(node, seen, end)
+        if seen is not None:
+            seen.num_ends += 1
