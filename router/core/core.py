@@ -282,7 +282,7 @@ class RouterCore:
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         self._fleet.add(event.shard)
-        self._ledger.add_shard(shard_id, event.shard.num_blocks)
+        self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks)
         # Twice: a batch may name the blocks that a step stored before those that made way for them.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
         self._note_fleet_change()

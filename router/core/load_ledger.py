@@ -45,6 +45,7 @@ class LoadView:
     """A shard's load. `own_*` is this router's, `foreign_*` other routers'."""
 
     __slots__ = (
+        "fleet_speed",
         "foreign_context_tokens",
         "foreign_queued_tokens",
         "foreign_running",
@@ -63,10 +64,11 @@ class LoadView:
         "started_at",
     )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, fleet_speed: SpeedModel) -> None:
         self.num_blocks = num_blocks
         self.report = ShardLoad(num_available_blocks=num_blocks)
-        self.speed = SpeedModel()
+        self.fleet_speed = fleet_speed
+        self.speed = SpeedModel(fleet_speed)
         self.queued: dict[ReservationKey, Reservation] = {}
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
@@ -144,10 +146,15 @@ class LoadLedger:
     def __init__(self) -> None:
         self._views: dict[str, LoadView] = {}
         self._reservations: dict[ReservationKey, Reservation] = {}
+        self._fleet_speeds: dict[str, SpeedModel] = {}
+        """By model; those whose last shard has gone are kept, as it may come back."""
 
-    def add_shard(self, shard_id: str, num_blocks: int) -> None:
+    def add_shard(self, shard_id: str, model: str, num_blocks: int) -> None:
         assert shard_id not in self._views
-        self._views[shard_id] = LoadView(num_blocks)
+        fleet_speed = self._fleet_speeds.get(model)
+        if fleet_speed is None:
+            fleet_speed = self._fleet_speeds[model] = SpeedModel()
+        self._views[shard_id] = LoadView(num_blocks, fleet_speed)
 
     def remove_shard(self, shard_id: str) -> None:
         """Everything that was reserved there must have been released."""
@@ -179,19 +186,20 @@ class LoadLedger:
         view.own_waiting += reservation.num_sequences
         view.own_blocks += reservation.num_blocks
 
-    def note_starts(self, shard_id: str, keys: Sequence[ReservationKey], now: float) -> None:
-        """First tokens came in one step: nothing of these is queued any more, and the time since the step with first
-        tokens before is what their prefill took."""
+    def note_starts(self, shard_id: str, starts: Sequence[tuple[ReservationKey, float]], now: float) -> None:
+        """First tokens came in one step, with how long each waited in the engine's queue: nothing of these is queued
+        any more. The time since the step with first tokens before, or since the engine took up the first of these, is
+        what their prefill took; waiting for KV blocks is not part of it."""
         view = self._views[shard_id]
         work = PrefillWork()
-        placed_at = now
+        began_at = now
         num_context_tokens = view.num_context_tokens
-        for key in keys:
+        for key, queue_time_seconds in starts:
             reservation = view.queued.pop(key, None)
             if reservation is None:
                 continue
             work += reservation.work
-            placed_at = min(placed_at, reservation.placed_at)
+            began_at = min(began_at, reservation.placed_at + queue_time_seconds)
             view.own_waiting -= reservation.num_sequences
             view.own_running += reservation.num_sequences
             view.own_context_tokens += reservation.num_context_tokens
@@ -199,7 +207,9 @@ class LoadLedger:
             return
         view.queued_work -= work
         if not view.foreign_queued_tokens:
-            view.speed.observe(work, num_context_tokens, now - max(view.started_at, placed_at))
+            seconds = now - max(view.started_at, began_at)
+            view.speed.observe(work, num_context_tokens, seconds)
+            view.fleet_speed.observe(work, num_context_tokens, seconds)
         view.started_at = now
 
     def release(self, key: ReservationKey) -> None:

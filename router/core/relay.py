@@ -48,8 +48,12 @@ class Relay:
         if len(step.deltas) != num_entries or len(step.token_ids) != num_tokens:
             raise protocol_violation("A step frame's arrays do not fit together.")
         if step.starts:
-            keys = [attempt.key for start in step.starts if (attempt := shard.attempts.get(start.slot)) is not None]
-            self._ledger.note_starts(shard.shard_id, keys, now)
+            started = [
+                (attempt.key, start.queue_time_seconds)
+                for start in step.starts
+                if (attempt := shard.attempts.get(start.slot)) is not None
+            ]
+            self._ledger.note_starts(shard.shard_id, started, now)
             self._dispatcher.queue.stir(shard.shard_id)
         for start in step.starts:
             choice = shard.choices.get(start.slot)

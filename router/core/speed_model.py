@@ -3,9 +3,11 @@
     seconds = c0 + c1·x + c2·x·(position + x/2) + c3·context
 
 x = tokens computed behind `position` cached ones (the second product is attention), context = tokens that decode in the
-same steps. Recursive least squares with forgetting (Haykin, Adaptive Filter Theory, ch. 10), so a shard that slows down
-is found out, and shards of different speed are told apart without anybody configuring it. Every observation is weighted
-by the inverse of its duration: relative errors count alike for short and long prompts.
+same steps. Least squares over the recent past, with a weak prior and no negative coefficient: a shard that slows down
+is found out, and shards of different speed are told apart without anybody configuring it. The normal equations are kept
+with exponential forgetting and solved by projected coordinate descent that goes on from the last solution (for the
+problem: Lawson and Hanson, Solving Least Squares Problems, ch. 23); unlike the recursive form this cannot become
+unstable. Every observation is weighted by the inverse of its duration: relative errors count alike for all prompts.
 """
 
 from __future__ import annotations
@@ -16,18 +18,26 @@ from typing import Final
 DEFAULT_PREFILL_TOKENS_PER_SECOND: Final = 10_000.0
 FORGETTING: Final = 0.98
 """Weight of the past per observation: about the last 50 count."""
-MAX_VARIANCE: Final = 4.0
-"""Of a coefficient, relative to its prior: forgetting must not blow up what the shard's work does not tell about."""
+PRIOR_WEIGHT: Final = 0.05
+"""Of the prior, in observations: enough to keep in place what the shard's work does not tell about."""
+NUM_SWEEPS: Final = 3
+"""Of coordinate descent for one observation."""
 MIN_SECONDS: Final = 1e-3
-NOISE: Final = 0.02
-"""Variance of an observation's relative error: chunks shared with neighbours, links."""
 MAX_SURPRISE: Final = 5.0
-"""An observation counts as at most this many times its prediction: one stall must not change the model."""
+"""An observation counts as at most this many times its prediction, or at least this part of it: one stall must not
+change much."""
 
-# The prior's mean of each coefficient, as multiples of the seconds per token that the shard (or the default) says.
-_PRIOR_CONSTANT_TOKENS: Final = 100.0
-_PRIOR_PAIR_SHARE: Final = 1e-5
-_PRIOR_CONTEXT_SHARE: Final = 2e-4
+_SECONDS_PER_TOKEN: Final = 1.0 / DEFAULT_PREFILL_TOKENS_PER_SECOND
+_SCALE: Final = (
+    100 * _SECONDS_PER_TOKEN,
+    _SECONDS_PER_TOKEN,
+    1e-5 * _SECONDS_PER_TOKEN,
+    2e-4 * _SECONDS_PER_TOKEN,
+)
+"""What the coefficients are before anything is known."""
+_ONES: Final = (1.0, 1.0, 1.0, 1.0)
+_LOWEST: Final = (0.0, 0.01, 0.0, 0.0)
+"""Of a coefficient, relative to its prior: a token is never free."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,82 +69,76 @@ class PrefillWork:
 
 
 class SpeedModel:
-    """One shard's coefficients."""
+    """One shard's coefficients, or those of a whole fleet, which its shards have as their prior: so a new shard is
+    thought to be like its peers, and gets work by which it can be told apart."""
 
-    __slots__ = ("_covariance", "_scale", "_theta", "_told_seconds_per_token", "num_observations")
+    __slots__ = ("_moments", "_prior", "_products", "num_observations", "theta")
 
-    def __init__(self) -> None:
+    def __init__(self, prior: SpeedModel | None = None) -> None:
         self.num_observations = 0
-        self._told_seconds_per_token = 0.0
-        self._start_from(1.0 / DEFAULT_PREFILL_TOKENS_PER_SECOND)
+        self._prior = prior
+        self.theta = [1.0, 1.0, 1.0, 1.0]
+        """Coefficients as multiples of _SCALE, so that all are of the order of 1."""
+        self._products = [[0.0] * 4 for _ in range(4)]
+        self._moments = [0.0] * 4
 
     def tell(self, prefill_tokens_per_second: float) -> None:
-        """The shard's own figure, the prior until there are observations. 0 = not known."""
+        """A shard's own figure; counts until there are observations. 0 = not known."""
         if prefill_tokens_per_second > 0 and not self.num_observations:
-            seconds_per_token = 1.0 / prefill_tokens_per_second
-            if seconds_per_token != self._told_seconds_per_token:
-                self._told_seconds_per_token = seconds_per_token
-                self._start_from(seconds_per_token)
+            self.theta = [DEFAULT_PREFILL_TOKENS_PER_SECOND / prefill_tokens_per_second] * 4
 
     @property
     def seconds_per_token(self) -> float:
         """Of a short prompt on a shard that decodes nothing."""
-        return max(self._theta[1], 0.05) * self._scale[1]
+        return self._known()[1] * _SCALE[1]
 
     @property
     def coefficients(self) -> dict[str, float]:
         """In seconds: of a request, of a token, of a pair of attention, and, per request, of a token of context."""
-        c0, c1, c2, c3 = (max(t, 0.0) * s for t, s in zip(self._theta, self._scale, strict=True))
-        return {"request": c0, "token": max(c1, self.seconds_per_token), "attention_pair": c2, "context_token": c3}
+        c0, c1, c2, c3 = (t * s for t, s in zip(self._known(), _SCALE, strict=True))
+        return {"request": c0, "token": c1, "attention_pair": c2, "context_token": c3}
 
     def seconds(self, work: PrefillWork, num_context_tokens: int) -> float:
         """What `work` takes, while sequences with so many tokens of context decode."""
-        t, s = self._theta, self._scale
-        constant = max(t[0], 0.0) * s[0] + max(t[3], 0.0) * s[3] * num_context_tokens
+        t, s = self._known(), _SCALE
         return (
-            work.num_requests * constant
-            + max(t[1], 0.05) * s[1] * work.num_tokens
-            + max(t[2], 0.0) * s[2] * work.num_pairs
+            work.num_requests * (t[0] * s[0] + t[3] * s[3] * num_context_tokens)
+            + t[1] * s[1] * work.num_tokens
+            + t[2] * s[2] * work.num_pairs
         )
 
     def observe(self, work: PrefillWork, num_context_tokens: int, seconds: float) -> None:
         """`work` was all that the shard prefilled in `seconds`."""
         predicted = max(self.seconds(work, num_context_tokens), MIN_SECONDS)
-        seconds = min(max(seconds, MIN_SECONDS), MAX_SURPRISE * predicted)
+        seconds = min(max(seconds, predicted / MAX_SURPRISE), MAX_SURPRISE * predicted)
+        s = _SCALE
         weight = 1.0 / max(seconds, predicted)
-        s = self._scale
-        features = (
+        x = (
             weight * s[0] * work.num_requests,
             weight * s[1] * work.num_tokens,
             weight * s[2] * work.num_pairs,
             weight * s[3] * num_context_tokens * work.num_requests,
         )
-        self.num_observations += 1
-        self._update(features, weight * seconds)
-
-    def _start_from(self, seconds_per_token: float) -> None:
-        """Coefficients are kept as multiples of their prior means, so that all are of the order of 1."""
-        self._scale = (
-            _PRIOR_CONSTANT_TOKENS * seconds_per_token,
-            seconds_per_token,
-            _PRIOR_PAIR_SHARE * seconds_per_token,
-            _PRIOR_CONTEXT_SHARE * seconds_per_token,
-        )
-        self._theta = [1.0, 1.0, 1.0, 1.0]
-        self._covariance = [[1.0 if i == j else 0.0 for j in range(4)] for i in range(4)]
-
-    def _update(self, x: tuple[float, float, float, float], y: float) -> None:
-        p, theta = self._covariance, self._theta
-        px = [row[0] * x[0] + row[1] * x[1] + row[2] * x[2] + row[3] * x[3] for row in p]
-        denominator = NOISE + x[0] * px[0] + x[1] * px[1] + x[2] * px[2] + x[3] * px[3]
-        gain = [value / denominator for value in px]
-        error = y - (x[0] * theta[0] + x[1] * theta[1] + x[2] * theta[2] + x[3] * theta[3])
+        y = weight * seconds
         for i in range(4):
-            theta[i] += gain[i] * error
-            row = p[i]
+            row = self._products[i]
             for j in range(4):
-                row[j] -= gain[i] * px[j]
-        if max(p[0][0], p[1][1], p[2][2], p[3][3]) < MAX_VARIANCE * FORGETTING:
-            for row in p:
-                for j in range(4):
-                    row[j] /= FORGETTING
+                row[j] = FORGETTING * row[j] + x[i] * x[j]
+            self._moments[i] = FORGETTING * self._moments[i] + x[i] * y
+        self._descend()
+        self.num_observations += 1
+
+    def _known(self) -> list[float]:
+        if self.num_observations or self._prior is None:
+            return self.theta
+        return self._prior.theta if self._prior.num_observations else self.theta
+
+    def _descend(self) -> None:
+        theta = self.theta
+        prior = _ONES if self._prior is None else self._prior.theta
+        for _ in range(NUM_SWEEPS):
+            for i in range(4):
+                row = self._products[i]
+                others = row[0] * theta[0] + row[1] * theta[1] + row[2] * theta[2] + row[3] * theta[3]
+                gradient = self._moments[i] + PRIOR_WEIGHT * prior[i] - (others - row[i] * theta[i])
+                theta[i] = max(gradient / (row[i] + PRIOR_WEIGHT), _LOWEST[i])

@@ -19,7 +19,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.ledger = LoadLedger()
         for shard_id in SHARDS:
-            self.ledger.add_shard(shard_id, 1000)
+            self.ledger.add_shard(shard_id, "m", 1000)
         self.now = 0.0
         self.held: dict[ReservationKey, Reservation] = {}
         self.started: set[ReservationKey] = set()
@@ -62,7 +62,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         """Of several attempts in one step; one that had started already changes nothing."""
         mine = sorted(key for key, reservation in self.held.items() if reservation.shard_id == shard_id)
         keys = list(dict.fromkeys(mine[pick % len(mine)] for pick in picks)) if mine else []
-        self.ledger.note_starts(shard_id, keys, self.now)
+        self.ledger.note_starts(shard_id, [(key, 0.001) for key in keys], self.now)
         self.started.update(keys)
 
     @rule(
