@@ -16,8 +16,8 @@ from kvloom.generation import Delta
 from kvloom.tokenizer import ChatMessage
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
-from tools.state import RunFolder
+from tools.options import config_option, data_dir_option, option
+from tools.router_client import choose_router_address, first_model
 
 HELP_LINE = "Type a message; Ctrl-C stops an answer, /new forgets the conversation, Ctrl-D ends."
 INTERRUPTED_STATUS = 130
@@ -48,13 +48,11 @@ def chat(
 
     The answer goes to stdout; time to first token, speed, shard and cached tokens go to stderr.
     """
-    if router_address is None:
-        folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-        router_address = folder.require_running().router_address
+    address = choose_router_address(router_address, data_dir, config_file)
     with asyncio.Runner() as runner:
-        client = runner.run(_connect(router_address))
+        client = runner.run(_connect(address))
         try:
-            options = GenerateOptions(model=model or runner.run(_first_model(client)))
+            options = GenerateOptions(model=model or runner.run(first_model(client)))
             if max_tokens is not None:
                 options["max_tokens"] = max_tokens
             if temperature is not None:
@@ -174,10 +172,3 @@ def _converse(conversation: Conversation) -> None:
 
 async def _connect(address: str) -> Client:
     return await Client(address, client_id="chat").__aenter__()
-
-
-async def _first_model(client: Client) -> str:
-    models = await client.list_models()
-    if not models:
-        raise CommandError("no model is served now")
-    return models[0].name

@@ -17,6 +17,7 @@ from tools.lazy_group import LazyGroup
         "status": "tools.status:status",
         "logs": "tools.logs:logs",
         "chat": "tools.chat:chat",
+        "explain": "tools.explain:explain",
         "models": "tools.models_command:models",
         "simulate": "tools.simulate.command:simulate_command",
         "bench": "tools.cli:bench",

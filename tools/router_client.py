@@ -1,0 +1,26 @@
+"""How commands find the router that they talk to, and what it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvloom.client import Client
+from tools.failures import CommandError
+from tools.options import choose_data_dir, load_config_file
+from tools.state import RunFolder
+
+
+def choose_router_address(flag: str | None, data_dir: Path | None, config_file: Path | None) -> str:
+    """The flag, else that of the data directory's fabric. Raises CommandError when none runs there."""
+    if flag is not None:
+        return flag
+    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    return folder.require_running().router_address
+
+
+async def first_model(client: Client) -> str:
+    """Raises CommandError when none is served, KvloomError when the router does not answer."""
+    models = await client.list_models()
+    if not models:
+        raise CommandError("no model is served now")
+    return models[0].name
