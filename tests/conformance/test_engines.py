@@ -12,7 +12,7 @@ from kvloom.config import ShardConfig, SimConfig, TorchConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.engine_suite import EngineSuite
-from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
 
 
 class TestSimEngine(EngineSuite):
@@ -56,3 +56,12 @@ class TestTensorRtLlmEngine(EngineSuite):
         return TensorRtLlmEngine(
             Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
         )
+
+
+class TestTensorRtLlmEngineNewer(TestTensorRtLlmEngine):
+    """A version that tells salts, on a model with two attention windows, with attention data parallelism."""
+
+    @pytest.fixture(autouse=True)
+    def library(self) -> Iterator[None]:
+        with installed_tensorrt_llm(Variant(is_new=True, window_sizes=(4096, 512), rank=1, raises_queue_empty=True)):
+            yield

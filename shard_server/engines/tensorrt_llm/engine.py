@@ -1,7 +1,7 @@
 """TensorRtLlmEngine: the `Engine` protocol over an in-process `tensorrt_llm.LLM`.
 
-Every submitted request has a task that iterates its RequestOutput on the event loop that submitted it; what the tasks
-find in one turn of the loop becomes one StepOutput. KV events and statistics are fetched by one thread each.
+What the tasks of live_sequences.py find in one turn of the event loop becomes one StepOutput. KV events and statistics
+are fetched by one thread each.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from shard_server.engines.base import (
     EngineInfo,
     EngineRequest,
     FinishReason,
-    SequenceEnd,
-    SequenceStart,
     StepOutput,
 )
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm, argument_names
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
-from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, abort, probe
+from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, probe
 from shard_server.engines.tensorrt_llm.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_roots import RootLedger
@@ -39,10 +37,10 @@ from shard_server.engines.tensorrt_llm.launch import (
     launch,
     shut_down,
 )
+from shard_server.engines.tensorrt_llm.live_sequences import LiveSequences
 from shard_server.engines.tensorrt_llm.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.outbox import Outbox
 from shard_server.engines.tensorrt_llm.request_fields import adapter_of, cache_salt_of, check_request
-from shard_server.engines.tensorrt_llm.request_stream import News, RequestStream
 from shard_server.engines.tensorrt_llm.sampling_params import SamplingMapper
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 
@@ -79,7 +77,7 @@ class TensorRtLlmEngine:
         self._sampling: SamplingMapper
         self._adapters: AdapterTable
         self._in_flight: InFlight
-        self._roots: RootLedger
+        self._sequences: LiveSequences
         self._kv_events: KvEventTranslator
         self._health: ProgressWatch
         self._loop: asyncio.AbstractEventLoop
@@ -87,8 +85,6 @@ class TensorRtLlmEngine:
         self._llm: Llm | None = None
         self._stats = IterationStats()
         self._outbox = Outbox()
-        self._streams: dict[str, RequestStream] = {}
-        self._pumps: dict[str, asyncio.Task[None]] = {}
         self._drains: list[DrainThread] = []
         self._watch: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
@@ -121,7 +117,7 @@ class TensorRtLlmEngine:
             raise
         self._start_drains(self._llm)
         self._watch = self._loop.create_task(self._watch_over())
-        self._watch.add_done_callback(self._on_task_done)
+        self._watch.add_done_callback(self._on_watch_done)
 
     async def _prepare(self, llm: Llm) -> None:
         config = self._config
@@ -146,9 +142,19 @@ class TensorRtLlmEngine:
             capabilities=capabilities_of(self._shard),
         )
         self._in_flight = InFlight(self._shard.max_batch, num_blocks, block_size)
-        self._roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)
-        self._kv_events = KvEventTranslator(block_size, num_blocks, self._roots)
+        roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)
+        self._kv_events = KvEventTranslator(block_size, num_blocks, roots)
         self._health = ProgressWatch(config.probe_interval_seconds, config.stall_timeout_seconds, self._loop.time())
+        self._sequences = LiveSequences(
+            self._outbox,
+            self._in_flight,
+            roots,
+            block_size,
+            self._library.request_error,
+            config.cancel_timeout_seconds,
+            self._health.on_progress,
+            self._die,
+        )
 
     def _start_drains(self, llm: Llm) -> None:
         """Only now: the getters have nothing to wait on before the first request."""
@@ -169,13 +175,12 @@ class TensorRtLlmEngine:
             return
         self._closing = True
         self._outbox.wake_reader()
-        for stream in self._streams.values():
-            abort(stream.output)
-        tasks = [task for task in (*self._pumps.values(), self._watch, self._probe) if task is not None]
+        tasks = [task for task in (self._watch, self._probe) if task is not None]
         for task in tasks:
             task.cancel()
+        if self._info is not None:
+            tasks += self._sequences.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._streams.clear()
         await asyncio.gather(*(drain.stop() for drain in self._drains))
         await self._shut_down()
 
@@ -198,11 +203,11 @@ class TensorRtLlmEngine:
         llm = self._llm
         if self._closing or self._failure is not None or llm is None:
             raise EngineError("the engine does not run any more")
-        if request.request_id in self._streams:
+        if request.request_id in self._sequences:
             raise EngineError(f"request_id {request.request_id!r} is in use")
-        if len(self._streams) >= info.max_batch + self._shard.max_waiting:
+        if len(self._sequences) >= info.max_batch + self._shard.max_waiting:
             # TensorRT-LLM has no limit of its own.
-            raise EngineError(f"{len(self._streams)} sequences are queued already")
+            raise EngineError(f"{len(self._sequences)} sequences are queued already")
         check_request(request, info)
         params = self._sampling.params_of(request, info)
         adapter = self._adapters.request_of(adapter_of(request))
@@ -214,13 +219,14 @@ class TensorRtLlmEngine:
         except Exception as error:
             self._die(error)
             raise EngineError(f"the engine does not run any more: {error!r}") from error
-        self._follow(RequestStream(request, output, self._loop.time()), token_ids)
+        if not self._sequences:
+            self._health.on_work(self._loop.time())
+        self._sequences.follow(request, output)
 
     def cancel(self, request_id: str) -> None:
         """Abort a sequence; it ends as CANCELLED once TensorRT-LLM has let go of it, or after a bounded wait."""
-        stream = self._streams.get(request_id)
-        if stream is not None and stream.letting_go is None:
-            self._let_go(stream, SequenceEnd(request_id, FinishReason.CANCELLED))
+        if self._info is not None:
+            self._sequences.let_go(request_id, FinishReason.CANCELLED)
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         """Outputs in order; see `Engine.steps`."""
@@ -253,89 +259,6 @@ class TensorRtLlmEngine:
         )
         return self._generate(llm, [end_id], params, PROBE_SALT)
 
-    def _follow(self, stream: RequestStream, token_ids: list[int]) -> None:
-        request = stream.request
-        now = self._loop.time()
-        if not self._in_flight:
-            self._health.on_work(now)
-        self._streams[request.request_id] = stream
-        self._in_flight.add(stream, now)
-        self._roots.remember(token_ids, request.root_hash)
-        stream.has_root = len(token_ids) >= self.info.block_size
-        pump = self._loop.create_task(self._pump(stream))
-        self._pumps[request.request_id] = pump
-        pump.add_done_callback(self._on_task_done)
-
-    async def _pump(self, stream: RequestStream) -> None:
-        """Until the sequence has ended. What it raises means that the engine is dying; a stream that has raised is
-        never asked again."""
-        output, outbox = stream.output, self._outbox
-        request_id = stream.request.request_id
-        while True:
-            while outbox.is_full(request_id) and stream.letting_go is None:
-                await outbox.until_taken()
-            try:
-                await anext(output)
-            except StopAsyncIteration:
-                self._end(stream, SequenceEnd(request_id, FinishReason.ERROR, "its stream ended without a finish"))
-                return
-            except self._library.request_error as error:
-                self._end(stream, SequenceEnd(request_id, FinishReason.ERROR, str(error)))
-                return
-            self._health.on_progress(self._loop.time())
-            end = self._take(stream)
-            if end is not None:
-                self._end(stream, end)
-                return
-
-    def _take(self, stream: RequestStream) -> SequenceEnd | None:
-        """Put a stream's news into the outbox; its end, if it has come."""
-        request_id = stream.request.request_id
-        output = stream.output
-        if stream.letting_go is not None:
-            return stream.letting_go if output.finished else None
-        is_first = not stream.num_tokens
-        try:
-            news = stream.take(output)
-        except (LookupError, ValueError, TypeError, AttributeError) as error:
-            abort(output)
-            return SequenceEnd(request_id, FinishReason.ERROR, f"TensorRT-LLM's output makes no sense: {error!r}")
-        if news.token_ids:
-            self._deliver(stream, news, is_first=is_first)
-        if news.end is None:
-            return None
-        if not output.finished:  # a stop token in the middle of a step, behind which it would go on
-            abort(output)
-        return SequenceEnd(request_id, news.end, news.error)
-
-    def _deliver(self, stream: RequestStream, news: News, *, is_first: bool) -> None:
-        request_id = stream.request.request_id
-        if is_first:
-            queued = self._in_flight.admitted_at(request_id, stream.submitted_at) - stream.submitted_at
-            self._outbox.add_start(SequenceStart(request_id, stream.output.cached_tokens or 0, queued))
-        self._outbox.add_news(request_id, news)
-        if not stream.has_root and stream.num_context_tokens >= self.info.block_size:
-            stream.has_root = True
-            request = stream.request
-            generated = stream.output.outputs[0].token_ids
-            self._roots.remember([*request.prompt_token_ids, *request.output_token_ids, *generated], request.root_hash)
-
-    def _let_go(self, stream: RequestStream, end: SequenceEnd) -> None:
-        stream.letting_go = end
-        stream.cut_off_at = self._loop.time() + self._config.cancel_timeout_seconds
-        abort(stream.output)
-        self._outbox.release_waiters()
-
-    def _end(self, stream: RequestStream, end: SequenceEnd) -> None:
-        if stream.letting_go is not None:
-            end = stream.letting_go
-        request_id = stream.request.request_id
-        if self._streams.pop(request_id, None) is None:
-            return
-        self._pumps.pop(request_id, None)
-        self._in_flight.remove(request_id, self._loop.time())
-        self._outbox.add_end(end)
-
     # -- what the threads bring ---------------------------------------------------------------------------------------
 
     def _on_stats(self, records: list[Mapping[str, Any]]) -> None:
@@ -363,49 +286,35 @@ class TensorRtLlmEngine:
         while True:
             await asyncio.sleep(tick_seconds)
             now = self._loop.time()
-            self._abort_unread(now)
-            self._cut_off(now)
+            unread_since = self._outbox.unread_since
+            if unread_since is not None and now - unread_since >= config.unread_timeout_seconds:
+                # A reader that has stalled must not keep the GPU busy.
+                self._sequences.let_all_go(f"its news were not read for {config.unread_timeout_seconds:g} s")
+            self._sequences.cut_off(now)
             if self._probe is not None:
                 if not self._probe.done():
                     continue
                 self._probe.result()
                 self._probe = None
                 self._health.on_progress(now)
-            if self._outbox.unread_since is not None:
+            if unread_since is not None:
                 self._health.on_progress(now)  # it is the reader who makes no progress
-            verdict = self._health.judge(now, is_busy=bool(self._streams), num_records=self._stats.num_records)
+            verdict = self._health.judge(now, is_busy=bool(self._sequences), num_records=self._stats.num_records)
             if verdict is Verdict.STALLED:
                 raise EngineError(f"no progress for {config.stall_timeout_seconds:g} s with work to do")
             if verdict is Verdict.PROBE:
                 self._probe = self._loop.create_task(probe(self._submit_probe, config.probe_timeout_seconds))
 
-    def _abort_unread(self, now: float) -> None:
-        """A reader that has stalled must not keep the GPU busy."""
-        since = self._outbox.unread_since
-        if since is None or now - since < self._config.unread_timeout_seconds:
-            return
-        message = f"its news were not read for {self._config.unread_timeout_seconds:g} s"
-        for stream in list(self._streams.values()):
-            if stream.letting_go is None:
-                self._let_go(stream, SequenceEnd(stream.request.request_id, FinishReason.ERROR, message))
+    def _on_watch_done(self, watch: asyncio.Task[None]) -> None:
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None:
+            self._die(error)
 
-    def _cut_off(self, now: float) -> None:
-        for stream in list(self._streams.values()):
-            if stream.letting_go is not None and now >= stream.cut_off_at:
-                request_id = stream.request.request_id
-                log.warning("TensorRT-LLM does not end an aborted request; cut off", request_id=request_id)
-                self._pumps[request_id].cancel()
-                self._end(stream, stream.letting_go)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._die(task.exception())
-
-    def _die(self, error: BaseException | None) -> None:
+    def _die(self, error: BaseException) -> None:
+        """Nothing more will come; `steps` says so."""
         if self._failure is not None or self._closing:
             return
         log.error("engine_died", model=self._model_name, error=repr(error))
         self._failure = error if isinstance(error, EngineError) else EngineError(repr(error))
-        for task in self._pumps.values():
-            task.cancel()
+        self._sequences.stop()
         self._outbox.wake_reader()

@@ -58,6 +58,7 @@ class FakeLlm:
         self.executor = Executor(self.cache, args.max_batch_size, variant.step_seconds, variant.tokens_per_step)
         self.outputs: list[RequestOutput] = []
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.submit_called = asyncio.Event()
         self.num_shutdowns = 0
         self.num_pollers: set[int] = set()
         self._ids = itertools.count(1)
@@ -94,6 +95,7 @@ class FakeLlm:
             params.max_tokens = 1
         output = RequestOutput(next(self._ids), token_ids, params, self._aborter)
         self.outputs.append(output)
+        self.submit_called.set()
         self.submitted.append(
             (token_ids, params, {"lora_request": lora_request, "cache_salt": cache_salt, "streaming": streaming})
         )

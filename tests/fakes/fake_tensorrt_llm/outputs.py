@@ -70,8 +70,10 @@ class RequestOutput:
         self._raised = False
         self.misused = False
         self.responses: asyncio.Queue[Response] = asyncio.Queue()
+        self.abort_called = asyncio.Event()
 
     def abort(self) -> None:
+        self.abort_called.set()
         aborter = self._aborter()
         if aborter is None:
             raise AttributeError("'NoneType' object has no attribute 'abort_request'")

@@ -1,0 +1,134 @@
+"""kvloom.toml as arguments of LLM: what the version lacks, and what must never be left at the library's default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.config import (
+    ShardConfig,
+    TensorRtCacheTransceiverConfig,
+    TensorRtKvCacheConfig,
+    TensorRtLlmConfig,
+    TensorRtLoraConfig,
+    TensorRtSpeculationConfig,
+)
+from shard_server.engines.base import EngineError
+from shard_server.engines.tensorrt_llm.api import load_tensorrt_llm
+from shard_server.engines.tensorrt_llm.llm_options import llm_options
+from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+
+
+def options_of(config: TensorRtLlmConfig | None = None, variant: Variant | None = None, **shard: Any) -> dict[str, Any]:
+    with installed_tensorrt_llm(variant):
+        shard_config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=config or TensorRtLlmConfig(), **shard)
+        return llm_options(load_tensorrt_llm(), Path("/models/llama"), shard_config, 4096)
+
+
+def test_the_defaults_are_what_the_adapter_relies_on():
+    """Events, statistics, no tokenizer, the backend without the cancel crash."""
+    options = options_of(block_size=32)
+    assert options["model"] == "/models/llama"
+    assert options["skip_tokenizer_init"] is True
+    assert options["enable_iter_perf_stats"] is True
+    assert options["backend"] == "pytorch"
+    assert options["max_batch_size"] == 64
+    assert options["max_seq_len"] == 4096
+    cache = options["kv_cache_config"]
+    assert cache.event_buffer_max_size > 0, "0 would mean no events"
+    assert (cache.tokens_per_block, cache.max_tokens) == (32, None)
+    for absent in ("speculative_config", "guided_decoding_backend", "enable_lora", "cache_transceiver_config"):
+        assert absent not in options
+
+
+def test_blocks_become_tokens():
+    """The library counts its cache in tokens."""
+    assert options_of(num_blocks=10, block_size=32)["kv_cache_config"].max_tokens == 320
+
+
+def test_no_pool_of_ngrams_is_shared_between_tenants():
+    """The library's default is one for all."""
+    options = options_of(TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="ngram", max_draft_len=6)))
+    speculation = options["speculative_config"]
+    assert speculation.is_public_pool is False
+    assert speculation.max_draft_len == 6
+    assert options["disable_overlap_scheduler"] is True
+
+
+@pytest.mark.parametrize(
+    ("is_new", "class_name", "field"),
+    [(False, "EagleDecodingConfig", "speculative_model_dir"), (True, "Eagle3DecodingConfig", "speculative_model")],
+)
+def test_eagle_is_named_as_the_version_names_it(is_new: bool, class_name: str, field: str):
+    """Newer versions renamed the class and the field."""
+    config = TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="eagle3", draft_model="/models/eagle"))
+    speculation = options_of(config, Variant(is_new=is_new))["speculative_config"]
+    assert type(speculation).__name__ == class_name
+    assert getattr(speculation, field) == "/models/eagle"
+
+
+def test_other_speculation():
+    """MTP needs no draft model, a draft model needs its path."""
+    mtp = options_of(TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="mtp", max_draft_len=2)))
+    assert mtp["speculative_config"].num_nextn_predict_layers == 2
+    with pytest.raises(EngineError, match=r"speculation\.draft_model"):
+        options_of(TensorRtLlmConfig(speculation=TensorRtSpeculationConfig(method="draft_target")))
+
+
+def test_parallelism_adapters_guides_graphs_and_transceiver():
+    """Each under the library's name."""
+    options = options_of(
+        TensorRtLlmConfig(
+            tensor_parallel_size=4,
+            pipeline_parallel_size=2,
+            chunked_prefill=False,
+            cuda_graphs=False,
+            guided_decoding_backend="llguidance",
+            kv_cache=TensorRtKvCacheConfig(host_cache_bytes=2**30, dtype="fp8", free_gpu_memory_fraction=0.5),
+            lora=TensorRtLoraConfig(enabled=True, max_rank=8),
+            cache_transceiver=TensorRtCacheTransceiverConfig(backend="NIXL"),
+        )
+    )
+    assert (options["tensor_parallel_size"], options["pipeline_parallel_size"]) == (4, 2)
+    assert options["enable_chunked_prefill"] is False
+    assert options["cuda_graph_config"] is None
+    assert options["guided_decoding_backend"] == "llguidance"
+    cache = options["kv_cache_config"]
+    assert (cache.host_cache_size, cache.dtype, cache.free_gpu_memory_fraction) == (2**30, "fp8", 0.5)
+    assert options["enable_lora"] is True
+    assert options["lora_config"].max_lora_rank == 8
+    transceiver = options["cache_transceiver_config"]
+    assert (transceiver.backend, transceiver.kv_transfer_timeout_ms) == ("NIXL", 60_000)
+
+
+def test_an_option_that_was_set_and_that_the_version_lacks_is_an_error_that_names_it():
+    """Dropping it silently would serve something else than was configured."""
+    variant = Variant(without_llm_arguments=("stream_interval", "sampler_type"))
+    assert "stream_interval" not in options_of(variant=variant)
+    with pytest.raises(EngineError, match=r"shard\.tensorrt_llm\.stream_interval.*1\.2\.1"):
+        options_of(TensorRtLlmConfig(stream_interval=4), variant)
+
+
+def test_further_arguments_are_checked_too():
+    """The constructor's own message comes after minutes, and from another process."""
+    assert (
+        options_of(TensorRtLlmConfig(extra_llm_options={"num_postprocess_workers": 1}))["num_postprocess_workers"] == 1
+    )
+    with pytest.raises(EngineError, match=r"extra_llm_options.*no_such_thing"):
+        options_of(TensorRtLlmConfig(extra_llm_options={"no_such_thing": 1}))
+    with pytest.raises(EngineError, match="max_seq_len is set by kvloom"):
+        options_of(TensorRtLlmConfig(extra_llm_options={"max_seq_len": 1}))
+
+
+def test_the_index_stub_is_recognised():
+    """`pip install tensorrt-llm` gives it where there is no NVIDIA driver."""
+    with installed_tensorrt_llm(Variant(is_stub=True)), pytest.raises(EngineError, match="stub"):
+        load_tensorrt_llm()
+
+
+def test_a_missing_library_is_an_engine_error():
+    """The shard says so in one line and stays out of the fleet."""
+    with pytest.raises(EngineError, match="cannot be imported"):
+        load_tensorrt_llm()
