@@ -2,153 +2,297 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from router.core.event_order import SNAPSHOT_RETRY_SECONDS
 from router.core.events import KvChange
-from router.core.prefix_index import PLACED_TTL_SECONDS, PrefixIndex
+from router.core.prefix_index import PLACED_TTL_SECONDS, IndexPortions, PrefixIndex
 
 SHARDS = ["a", "b", "c"]
-MAX_BLOCKS = 12
-hashes = st.integers(0, 15)
-hash_lists = st.lists(hashes, max_size=6, unique=True)
+MAX_BLOCKS = 24
+hashes = st.integers(0, 31)
+chains = st.builds(lambda start, size: list(range(start, min(32, start + size))), hashes, st.integers(0, 20))
+hash_lists = st.one_of(chains, st.lists(hashes, max_size=12, unique=True))
+fates = st.sampled_from(["arrives"] * 4 + ["lost", "doubled", "delayed"])
+
+
+@dataclasses.dataclass
+class Batch:
+    shard_id: str
+    number: int
+    change: KvChange
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.change.stored) + len(self.change.removed)
+
+
+@dataclasses.dataclass
+class Snapshot:
+    shard_id: str
+    number: int
+    block_hashes: list[int]
+
+
+class NaiveShard:
+    """What one shard really holds, what a router can know of it, and what it was promised."""
+
+    def __init__(self, now: float) -> None:
+        self.states: list[set[int]] = [set()]
+        """Truth behind each batch, by its number."""
+        self.known_number: int | None = None
+        """Of the last batch behind which there is no gap."""
+        self.highest_number = 0
+        self.held: dict[int, Batch] = {}
+        self.placed: dict[int, float] = {}
+        self.asked_at: float | None = now
+
+    @property
+    def known(self) -> set[int]:
+        return set() if self.known_number is None else self.states[self.known_number]
+
+    @property
+    def believed(self) -> set[int]:
+        return self.known | self.placed.keys()
+
+    @property
+    def is_current(self) -> bool:
+        return self.known_number is not None and self.known_number >= self.highest_number
+
+    def arrived(self, batch: Batch) -> None:
+        self.highest_number = max(self.highest_number, batch.number)
+        if self.known_number is None or batch.number > self.known_number:
+            self.held.setdefault(batch.number, batch)
+        self._advance()
+
+    def skip_to(self, number: int) -> bool:
+        if self.known_number is not None and number < self.known_number:
+            return False
+        self.known_number = number
+        self._advance()
+        return True
+
+    def _advance(self) -> None:
+        self._confirm()
+        if self.known_number is None:
+            known_number = -1
+        else:
+            while self.known_number + 1 in self.held:
+                self.known_number += 1
+                self._confirm()
+            known_number = self.known_number
+        self.held = {number: batch for number, batch in self.held.items() if number > known_number}
+        while sum(batch.num_blocks for batch in self.held.values()) > MAX_BLOCKS:
+            del self.held[min(self.held)]
+
+    def _confirm(self) -> None:
+        """Only what is stored and not removed again in one batch shows in the states, hence one batch at a time."""
+        for block_hash in self.known:
+            self.placed.pop(block_hash, None)
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """Shards store and remove blocks; their batches are lost, doubled or reordered on the way, shards restart. As long
-    as a shard's numbers were contiguous the index knows exactly what it holds."""
+    """Shards store and remove blocks; their batches and snapshots are lost, doubled or reordered on the way, shards
+    restart. The index knows exactly the state behind the last batch that it can know."""
+
+    portions: ClassVar = IndexPortions(run_blocks=5, sweep_runs=1, sweep_share=0.0)
 
     @initialize()
     def start(self) -> None:
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(self.portions)
         self.now = 0.0
-        self.held: dict[str, set[int]] = {}
-        """What the shard really holds."""
-        self.known: dict[str, set[int]] = {}
-        """What a router can know: the state behind the last contiguous batch or snapshot."""
-        self.number: dict[str, int] = {}
-        self.next_number: dict[str, int | None] = {}
-        self.delayed: list[tuple[str, int, KvChange, set[int]]] = []
-        self.placed: dict[str, dict[int, float]] = {}
+        self.shards: dict[str, NaiveShard] = {}
+        self.delayed: list[Batch] = []
+        self.snapshots: list[Snapshot] = []
 
-    @precondition(lambda self: len(self.held) < len(SHARDS))
-    @rule(pick=st.integers(0, 2))
-    def shard_up(self, pick: int) -> None:
-        missing = [shard_id for shard_id in SHARDS if shard_id not in self.held]
-        shard_id = missing[pick % len(missing)]
+    @rule(shard_id=st.sampled_from(SHARDS))
+    def shard_up(self, shard_id: str) -> None:
+        """Or restarts: what was on the old stream goes with it."""
         self.index.add_shard(shard_id, MAX_BLOCKS, self.now)
-        self.held[shard_id], self.known[shard_id] = set(), set()
-        self.number[shard_id], self.next_number[shard_id] = 0, None
-        self.placed[shard_id] = {}
+        self._forget(shard_id)
+        self.shards[shard_id] = NaiveShard(self.now)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.shards)
     @rule(pick=st.integers(0, 2))
     def shard_down(self, pick: int) -> None:
-        """Batches of the old incarnation go with its stream."""
         shard_id = self._pick(pick)
         self.index.remove_shard(shard_id)
-        for table in (self.held, self.known, self.number, self.next_number, self.placed):
-            del table[shard_id]
-        self.delayed = [batch for batch in self.delayed if batch[0] != shard_id]
+        self._forget(shard_id)
 
-    @precondition(lambda self: self.held)
-    @rule(
-        pick=st.integers(0, 2),
-        stored=hash_lists,
-        removed=hash_lists,
-        cleared=st.booleans(),
-        fate=st.sampled_from(["arrives"] * 4 + ["lost", "doubled", "delayed"]),
-    )
-    def change(self, pick: int, stored: list[int], removed: list[int], cleared: bool, fate: str) -> None:
+    @precondition(lambda self: self.shards)
+    @rule(pick=st.integers(0, 2), stored=hash_lists, fate=fates)
+    def store(self, pick: int, stored: list[int], fate: str) -> None:
         shard_id = self._pick(pick)
-        held = self.held[shard_id]
-        if cleared:
-            held.clear()
-        held.difference_update(removed)
+        held = self.shards[shard_id].states[-1]
         stored = [block_hash for block_hash in stored if block_hash not in held][: MAX_BLOCKS - len(held)]
-        held.update(stored)
-        self.number[shard_id] += 1
-        batch = (shard_id, self.number[shard_id], KvChange(stored, removed, cleared), set(held))
-        if fate == "delayed":
-            self.delayed.append(batch)
-        elif fate != "lost":
-            for _ in range(2 if fate == "doubled" else 1):
-                self._arrive(batch)
+        self._send(shard_id, KvChange(stored=stored), fate)
+
+    @precondition(lambda self: self.shards)
+    @rule(pick=st.integers(0, 2), removed=hash_lists, fate=fates, backwards=st.booleans())
+    def remove(self, pick: int, removed: list[int], fate: str, backwards: bool) -> None:
+        self._send(self._pick(pick), KvChange(removed=removed[::-1] if backwards else removed), fate)
+
+    @precondition(lambda self: self.shards)
+    @rule(pick=st.integers(0, 2), stored=hash_lists, fate=fates)
+    def clear(self, pick: int, stored: list[int], fate: str) -> None:
+        self._send(self._pick(pick), KvChange(stored=stored, cleared=True), fate)
 
     @precondition(lambda self: self.delayed)
     @rule(pick=st.integers(0, 9))
     def delayed_batch(self, pick: int) -> None:
         self._arrive(self.delayed.pop(pick % len(self.delayed)))
 
-    @precondition(lambda self: self.held)
-    @rule(pick=st.integers(0, 2))
-    def snapshot(self, pick: int) -> None:
+    @precondition(lambda self: self.shards)
+    @rule(pick=st.integers(0, 2), order=st.randoms(use_true_random=False), is_late=st.booleans())
+    def snapshot(self, pick: int, order: object, is_late: bool) -> None:
         shard_id = self._pick(pick)
-        self.index.apply_snapshot(shard_id, self.number[shard_id], sorted(self.held[shard_id]))
-        self.known[shard_id] = set(self.held[shard_id])
-        self.next_number[shard_id] = self.number[shard_id] + 1
-        self._confirm(shard_id)
+        shard = self.shards[shard_id]
+        block_hashes = sorted(shard.states[-1])
+        order.shuffle(block_hashes)  # pyright: ignore[reportAttributeAccessIssue]
+        snapshot = Snapshot(shard_id, len(shard.states) - 1, block_hashes)
+        if is_late:
+            self.snapshots.append(snapshot)
+        else:
+            self._arrive_snapshot(snapshot)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.snapshots)
+    @rule(pick=st.integers(0, 9), fate=st.sampled_from(["arrives", "doubled", "lost"]))
+    def late_snapshot(self, pick: int, fate: str) -> None:
+        snapshot = self.snapshots.pop(pick % len(self.snapshots))
+        for _ in range({"arrives": 1, "doubled": 2, "lost": 0}[fate]):
+            self._arrive_snapshot(snapshot)
+
+    @precondition(lambda self: self.shards)
     @rule(pick=st.integers(0, 2), block_hashes=hash_lists)
     def place(self, pick: int, block_hashes: list[int]) -> None:
         shard_id = self._pick(pick)
         self.index.place(shard_id, block_hashes, self.now)
-        placed = self.placed[shard_id]
-        for block_hash in block_hashes:
-            if block_hash not in self.known[shard_id]:
-                placed.pop(block_hash, None)
-                placed[block_hash] = self.now + PLACED_TTL_SECONDS
-        while len(placed) > MAX_BLOCKS:
-            del placed[next(iter(placed))]
+        shard = self.shards[shard_id]
+        block_hashes = [block_hash for block_hash in block_hashes if block_hash not in shard.known]
+        again = [block_hash for block_hash in block_hashes if shard.placed.pop(block_hash, None) is not None]
+        for block_hash in [*again, *block_hashes]:
+            shard.placed.setdefault(block_hash, self.now + PLACED_TTL_SECONDS)
+        while len(shard.placed) > MAX_BLOCKS:
+            del shard.placed[next(iter(shard.placed))]
 
     @rule(seconds=st.sampled_from([1.0, 20.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        for placed in self.placed.values():
-            for block_hash in [h for h, expires_at in placed.items() if expires_at <= self.now]:
-                del placed[block_hash]
+        for shard in self.shards.values():
+            shard.placed = {block_hash: at for block_hash, at in shard.placed.items() if at > self.now}
 
-    @rule(prompt=st.lists(hashes, max_size=8))
+    @rule(prompt=st.one_of(chains, st.lists(hashes, max_size=8)))
     def look_up(self, prompt: list[int]) -> None:
-        """Overlap is the number of leading blocks that a shard is known to hold or was just given."""
+        """Overlap is the number of leading blocks that a shard is known to hold or was just given: holes end it."""
+        assert self.index.count_overlaps(prompt, self.now) == self._expected(prompt)
+
+    @precondition(lambda self: self.shards)
+    @rule()
+    def last_snapshot(self) -> None:
+        """Whatever was lost before: once every shard's latest snapshot has arrived, all is exact."""
+        self.delayed.clear()
+        self.snapshots.clear()
+        for shard_id, shard in self.shards.items():
+            self._arrive_snapshot(Snapshot(shard_id, len(shard.states) - 1, sorted(shard.states[-1])))
+            assert shard.is_current
+        while not self.index.is_settled:
+            self.index.settle()
+        for shard_id, shard in self.shards.items():
+            assert self.index.num_stored(shard_id) == len(shard.states[-1])
+            for block_hash in range(32):
+                is_there = shard_id in self.index.count_overlaps([block_hash], self.now)
+                assert is_there == (block_hash in shard.states[-1] or block_hash in shard.placed)
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.index.check_integrity()
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        for shard_id, shard in self.shards.items():
+            assert self.index.num_stored(shard_id) == len(shard.known)
+
+    def _expected(self, prompt: list[int]) -> dict[str, int]:
         expected: dict[str, int] = {}
-        for shard_id in self.held:
-            believed = self.known[shard_id] | self.placed[shard_id].keys()
+        for shard_id, shard in self.shards.items():
+            believed = shard.believed
             depth = 0
             while depth < len(prompt) and prompt[depth] in believed:
                 depth += 1
             if depth:
                 expected[shard_id] = depth
-        assert self.index.count_overlaps(prompt, self.now) == expected
+        return expected
 
-    @invariant()
-    def is_sound(self) -> None:
-        self.index.check_integrity()
-        for shard_id, known in self.known.items():
-            assert self.index.num_stored(shard_id) == len(known)
+    def _send(self, shard_id: str, change: KvChange, fate: str) -> None:
+        shard = self.shards[shard_id]
+        held = set() if change.cleared else set(shard.states[-1])
+        shard.states.append((held - set(change.removed)) | set(change.stored))
+        batch = Batch(shard_id, len(shard.states) - 1, change)
+        if fate == "delayed":
+            self.delayed.append(batch)
+        elif fate != "lost":
+            for _ in range(2 if fate == "doubled" else 1):
+                self._arrive(batch)
 
-    def _arrive(self, batch: tuple[str, int, KvChange, set[int]]) -> None:
-        shard_id, number, change, state = batch
-        awaited = self.next_number[shard_id]
-        is_gap = awaited is not None and number > awaited
-        assert self.index.apply_events(shard_id, number, [change], self.now) == is_gap
-        if is_gap:
-            self.next_number[shard_id] = None
-        elif number == awaited:
-            self.next_number[shard_id] = number + 1
-            self.known[shard_id] = set(state)
-            self._confirm(shard_id)
+    def _arrive(self, batch: Batch) -> None:
+        shard = self.shards[batch.shard_id]
+        shard.arrived(batch)
+        is_asking = not shard.is_current and (
+            shard.asked_at is None or self.now - shard.asked_at >= SNAPSHOT_RETRY_SECONDS
+        )
+        assert self.index.apply_events(batch.shard_id, batch.number, [batch.change], self.now) == is_asking
+        if shard.is_current:
+            shard.asked_at = None
+        elif is_asking:
+            shard.asked_at = self.now
 
-    def _confirm(self, shard_id: str) -> None:
-        for block_hash in self.known[shard_id]:
-            self.placed[shard_id].pop(block_hash, None)
+    def _arrive_snapshot(self, snapshot: Snapshot) -> None:
+        shard = self.shards[snapshot.shard_id]
+        is_news = shard.skip_to(snapshot.number)
+        wants_more = self.index.apply_snapshot(snapshot.shard_id, snapshot.number, snapshot.block_hashes)
+        assert wants_more == (is_news and not shard.is_current)
+
+    def _forget(self, shard_id: str) -> None:
+        self.shards.pop(shard_id, None)
+        self.delayed = [batch for batch in self.delayed if batch.shard_id != shard_id]
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.shard_id != shard_id]
 
     def _pick(self, pick: int) -> str:
-        ids = sorted(self.held)
+        ids = sorted(self.shards)
         return ids[pick % len(ids)]
+
+
+class PortionsMachine(PrefixIndexMachine):
+    """The same with snapshots that are read block by block while everything else goes on: never more is believed than
+    is known, and exactly that once all is settled."""
+
+    portions: ClassVar = IndexPortions(run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0)
+
+    @rule(prompt=st.one_of(chains, st.lists(hashes, max_size=8)))
+    def look_up(self, prompt: list[int]) -> None:
+        expected = self._expected(prompt)
+        overlaps = self.index.count_overlaps(prompt, self.now)
+        if self.index.is_settled:
+            assert overlaps == expected
+        for shard_id, depth in overlaps.items():
+            assert depth <= expected[shard_id]
+
+    @rule()
+    def settle(self) -> None:
+        while not self.index.is_settled:
+            self.index.settle()
+
+    def check_counts(self) -> None:
+        if self.index.is_settled:
+            super().check_counts()
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
 TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixIndexPortions = PortionsMachine.TestCase
+TestPrefixIndexPortions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
