@@ -194,16 +194,17 @@ class RouterCore:
             return
         live = LiveRequest(request, client, now)
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
-        if not self._placer.can_run(live) and not self._make_queue_place(request.tenant, now):
+        said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
+        needs_shard = len(said) < len(live.choices)
+        if needs_shard and not self._placer.can_run(live) and not self._make_queue_place(request.tenant, now):
             self._refuse(request, client, queue_full(), now)
             return
         live.deadline = now + (request.timeout_seconds or self._config.request_timeout_seconds)
         live.queue_deadline = min(live.deadline, now + self._config.max_queue_seconds)
         self._lifecycle.add(live, client)
         self._verdicts.begin(live)
-        for choice in live.choices:
-            if request.max_tokens is not None and choice.num_given_tokens >= request.max_tokens:
-                self._lifecycle.end(choice, FinishReason.FINISH_REASON_LENGTH, None, now)
+        for choice in said:
+            self._lifecycle.end(choice, FinishReason.FINISH_REASON_LENGTH, None, now)
         if not live.num_open_choices:
             return
         self._deadlines.add(live.deadline, live)
