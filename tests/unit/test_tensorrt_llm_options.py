@@ -95,6 +95,7 @@ def test_parallelism_adapters_guides_graphs_and_transceiver():
     assert options["enable_chunked_prefill"] is False
     assert options["cuda_graph_config"] is None
     assert options["guided_decoding_backend"] == "llguidance"
+    assert options["skip_tokenizer_init"] is False, "guides are compiled against the vocabulary"
     cache = options["kv_cache_config"]
     assert (cache.host_cache_size, cache.dtype, cache.free_gpu_memory_fraction) == (2**30, "fp8", 0.5)
     assert options["enable_lora"] is True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, Sampling
+from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, Guide, GuideKind, Sampling
 from shard_server.engines.tensorrt_llm.api import load_tensorrt_llm
-from shard_server.engines.tensorrt_llm.request_fields import cache_salt_of, check_request, guide_arguments
+from shard_server.engines.tensorrt_llm.request_fields import cache_salt_of, check_request
 from shard_server.engines.tensorrt_llm.sampling_params import SamplingMapper, sampling_arguments
 from tests.fakes.fake_tensorrt_llm import configs, installed_tensorrt_llm
 
@@ -104,41 +105,37 @@ def test_penalties_leave_the_prompt_out_where_the_version_can():
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
 
 
-@dataclasses.dataclass(frozen=True)
-class GuidedRequest(EngineRequest):
-    guide: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Guide:
-    json_schema: str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choices: tuple[str, ...] = ()
-
-
-def guided(**fields: Any) -> GuidedRequest:
-    return GuidedRequest("a", [5], Sampling(), 20, guide=Guide(**fields))
+def guided(kind: GuideKind, text: str, **fields: Any) -> EngineRequest:
+    return request(guide=Guide(kind, text), **fields)
 
 
 def test_a_guide_without_a_backend_is_refused():
     """TensorRT-LLM ignores it without a word, and the client gets unguided text."""
     with pytest.raises(EngineError, match="guided_decoding_backend"):
-        params_of(guided(regex="a+"))
+        params_of(guided(GuideKind.REGEX, "a+"))
 
 
 def test_guides_are_mapped():
     """A choice is a regular expression of literal texts."""
-    assert params_of(guided(json_schema="{}"), "xgrammar").guided_decoding.json == "{}"
-    assert params_of(guided(grammar="root ::= 'a'"), "xgrammar").guided_decoding.grammar == "root ::= 'a'"
-    assert params_of(guided(choices=("yes", "a.b|c")), "xgrammar").guided_decoding.regex == r"(yes|a\.b\|c)"
+    assert params_of(guided(GuideKind.JSON_SCHEMA, "{}"), "xgrammar").guided_decoding.json == "{}"
+    assert params_of(guided(GuideKind.REGEX, "a+"), "xgrammar").guided_decoding.regex == "a+"
+    choice = json.dumps(["yes", "a.b|c"])
+    assert params_of(guided(GuideKind.CHOICE, choice), "xgrammar").guided_decoding.regex == r"(yes|a\.b\|c)"
+    assert params_of(request(), "xgrammar").guided_decoding is None
 
 
-@pytest.mark.parametrize("fields", [{}, {"regex": "a", "grammar": "b"}])
-def test_exactly_one_guide(fields: dict[str, Any]):
-    """Two could contradict each other."""
-    with pytest.raises(EngineError, match="exactly one"):
-        guide_arguments(**fields)
+def test_a_grammar_goes_only_to_the_backend_that_reads_its_syntax():
+    """xgrammar would read Lark as EBNF."""
+    grammar = guided(GuideKind.GRAMMAR, 'start: "a"')
+    assert params_of(grammar, "llguidance").guided_decoding.grammar == 'start: "a"'
+    with pytest.raises(EngineError, match="Lark"):
+        params_of(grammar, "xgrammar")
+
+
+def test_a_guided_answer_is_not_resumed():
+    """The library's matcher would begin anew in the middle of the answer."""
+    with pytest.raises(EngineError, match="begun elsewhere"):
+        params_of(guided(GuideKind.REGEX, "a+", output_token_ids=[1]), "xgrammar")
 
 
 def test_the_salt_separates_what_the_root_hash_separates():

@@ -68,6 +68,8 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
         found.add(Capability.PREFIX_CACHING)
     if config.penalties or config.sampler_type == "TRTLLMSampler":
         found.add(Capability.PENALTIES)
+    if config.guided_decoding_backend != "off":
+        found.add(Capability.GUIDED)
     return frozenset(found)
 
 

@@ -63,7 +63,8 @@ def _options(library: TensorRtLlm, shard: ShardConfig, max_model_len: int) -> li
         return _Option(argument, value, f"{_SECTION}.{field}", value != getattr(_DEFAULTS, field))
 
     options = [
-        _Option("skip_tokenizer_init", True, _SECTION, True),
+        # The shard tokenizes; only the guides' compilers need a tokenizer in there.
+        _Option("skip_tokenizer_init", config.guided_decoding_backend == "off", _SECTION, True),
         _Option("backend", "pytorch", _SECTION, False),
         # Without it there are no load figures but our own counts.
         _Option("enable_iter_perf_stats", True, _SECTION, False),

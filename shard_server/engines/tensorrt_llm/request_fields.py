@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest
+from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, GuideKind
 
 _REGEX_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()/]")
 
@@ -17,32 +17,29 @@ def cache_salt_of(request: EngineRequest) -> str:
     return f"{request.root_hash:016x}"
 
 
-def guide_of(request: EngineRequest) -> dict[str, Any] | None:
-    """Arguments of GuidedDecodingParams; None: unguided, or a protocol that has no guides."""
-    guide = getattr(request, "guide", None)
+def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
+    """The request's guide as arguments of GuidedDecodingParams; empty without one. Raises EngineError for what the
+    backend would ignore or get wrong."""
+    guide = request.guide
     if guide is None:
-        return None
-    fields = {name: getattr(guide, name, None) for name in ("json_schema", "regex", "grammar", "choices")}
-    return guide_arguments(**fields)
-
-
-def guide_arguments(
-    json_schema: str | None = None,
-    regex: str | None = None,
-    grammar: str | None = None,
-    choices: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Exactly one of them, as TensorRT-LLM spells it: a choice is a regular expression there. Raises EngineError."""
-    given = {
-        name: value
-        for name, value in (("json", json_schema), ("regex", regex), ("grammar", grammar), ("choices", choices))
-        if value
-    }
-    if len(given) != 1:
-        raise EngineError(f"exactly one guide is needed, got {', '.join(given) or 'none'}")
-    if choices:
-        return {"regex": "(" + "|".join(_escape(choice) for choice in choices) + ")"}
-    return given
+        return {}
+    if backend == "off":
+        # TensorRT-LLM would generate unguided text and say nothing.
+        raise EngineError("guided decoding needs shard.tensorrt_llm.guided_decoding_backend")
+    if request.output_token_ids:
+        # Its matcher starts with the first generated token: what an earlier attempt emitted is prompt to it.
+        raise EngineError("TensorRT-LLM cannot go on with a guided answer that was begun elsewhere")
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            return {"json": guide.text}
+        case GuideKind.REGEX:
+            return {"regex": guide.text}
+        case GuideKind.CHOICE:
+            return {"regex": "(" + "|".join(_escape(choice) for choice in json.loads(guide.text)) + ")"}
+        case GuideKind.GRAMMAR:
+            if backend != "llguidance":
+                raise EngineError("grammars are in Lark's syntax, which only the backend llguidance takes")
+            return {"grammar": guide.text}
 
 
 def _escape(text: str) -> str:

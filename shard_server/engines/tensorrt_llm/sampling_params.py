@@ -12,7 +12,7 @@ from typing import Any
 
 from shard_server.engines.base import EngineError, EngineInfo, EngineRequest
 from shard_server.engines.tensorrt_llm.api import TensorRtLlm
-from shard_server.engines.tensorrt_llm.request_fields import guide_of
+from shard_server.engines.tensorrt_llm.request_fields import guide_arguments
 
 _SEED_MASK = 2**63 - 1
 """Some samplers hold seeds in signed 64 bits."""
@@ -38,13 +38,9 @@ class SamplingMapper:
         if self._has("prompt_ignore_length") and _has_penalties(request):
             # What an earlier attempt emitted was appended to the prompt, and counts as output all the same.
             arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
-        guide = guide_of(request)
-        if guide is not None:
-            if self.guided_decoding_backend == "off":
-                # TensorRT-LLM would ignore it without a word.
-                raise EngineError("guided decoding needs shard.tensorrt_llm.guided_decoding_backend")
-            make_guide = self.library.symbol("llmapi.GuidedDecodingParams")
-            arguments["guided_decoding"] = make_guide(**guide)
+        guide = guide_arguments(request, self.guided_decoding_backend)
+        if guide:
+            arguments["guided_decoding"] = self.library.build("llmapi.GuidedDecodingParams", "guide", **guide)
         try:
             return self.make(**arguments)
         except (ValueError, TypeError) as error:

@@ -100,7 +100,7 @@ class InFlight:
             share = shares.setdefault(stream.request.origin, LoadShare())
             share.num_waiting += 1
             share.num_queued_prefill_tokens += stream.num_context_tokens
-        num_used_blocks = 0
+        num_used_blocks = most_blocks = 0
         for stream in self._admitted.values():
             share = shares.setdefault(stream.request.origin, LoadShare())
             share.num_running += 1
@@ -108,23 +108,27 @@ class InFlight:
                 share.num_decode_context_tokens += stream.num_context_tokens
             else:
                 share.num_queued_prefill_tokens += stream.num_context_tokens
-            num_used_blocks += -(-stream.num_context_tokens // self._block_size)
+            num_blocks = -(-stream.num_context_tokens // self._block_size)
+            num_used_blocks += num_blocks
+            most_blocks = max(most_blocks, num_blocks)
         return EngineLoad.of(
             shares,
             num_submitted=self.num_submitted,
-            num_available_blocks=self._num_available_blocks(stats, num_used_blocks),
+            num_available_blocks=self._num_available_blocks(stats, num_used_blocks, most_blocks),
             num_preemptions=stats.num_preemptions,
             prefill_tokens_per_second=stats.prefill_tokens_per_second,
             decode_step_seconds=stats.decode_step_seconds,
         )
 
-    def _num_available_blocks(self, stats: IterationStats, num_used_blocks: int) -> int:
+    def _num_available_blocks(self, stats: IterationStats, num_used_blocks: int, most_blocks: int) -> int:
+        """What was told knows of shared blocks, but comes late, so it is no more than the longest sequence leaves."""
         if not len(self):
-            stats.num_free_blocks = None  # what comes later is of the past
+            stats.num_free_blocks = None  # what is told from now on is of the past
             return self._num_blocks
-        own = max(0, self._num_blocks - num_used_blocks)
         told = stats.num_free_blocks
-        return own if told is None else min(told, self._num_blocks)
+        if told is None:
+            return max(0, self._num_blocks - num_used_blocks)
+        return max(0, min(told, self._num_blocks - most_blocks))
 
     def _admit(self, now: float) -> None:
         while self._waiting and len(self._admitted) < self._max_batch:
