@@ -74,9 +74,12 @@ def test_flags_go_over_the_file(tmp_path: Path):
 def test_paths_in_a_file_are_relative_to_it(tmp_path: Path):
     """A configuration that lies beside its policy must work from any working directory."""
     path = tmp_path / "kvloom.toml"
-    path.write_text("[safety]\npolicy_file = 'policy.toml'\n[model]\npath = '/models/x'\n")
+    path.write_text(
+        "[safety]\npolicy_file = 'policy.toml'\n[model]\npath = '/models/x'\n[router.decision_log]\npath = 'log.jsonl'\n"
+    )
     config = load_config_file(path)
     assert config.safety.policy_file == str(tmp_path / "policy.toml")
+    assert config.router.decision_log.path == str(tmp_path / "log.jsonl")
     assert config.model.path == "/models/x"
 
 
