@@ -54,6 +54,7 @@ class EventOrder:
         if self._next_number is not None and snapshot_number + 1 < self._next_number:
             return False
         self._next_number = snapshot_number + 1
+        self._asked_at = None  # what was asked for is here: a gap from now on is a new one
         for number in [number for number in self._held if number <= snapshot_number]:
             self._forget(number)
         return True
