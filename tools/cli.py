@@ -20,7 +20,9 @@ from tools.lazy_group import LazyGroup
         "explain": "tools.explain:explain",
         "models": "tools.models_command:models",
         "simulate": "tools.simulate.command:simulate_command",
+        "dst": "tools.dst.command:dst",
         "bench": "tools.cli:bench",
+        "doctor": "tools.cli:doctor",
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -32,9 +34,20 @@ def main() -> None:
     """
 
 
-@click.group(cls=LazyGroup, commands_at={"engine": "tools.bench_engine:bench_engine"})
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "engine": "tools.bench_engine:bench_engine",
+        "conversations": "tools.bench_conversations:bench_conversations",
+    },
+)
 def bench() -> None:
     """Measure."""
+
+
+@click.group(cls=LazyGroup, commands_at={"engine": "tools.doctor:doctor_engine"})
+def doctor() -> None:
+    """Examine."""
 
 
 if __name__ == "__main__":
