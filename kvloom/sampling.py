@@ -10,6 +10,7 @@ import math
 from typing import Final
 
 from kvloom.errors import invalid_argument
+from kvloom.guide import check_guide
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 MAX_CHOICES: Final = 16
@@ -36,6 +37,8 @@ def check_sampling(sampling: SamplingParams, at: str = "") -> None:
     if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
         field = f"{at}logprobs"
         raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.logprobs}.", field)
+    if sampling.HasField("guide"):
+        check_guide(sampling.guide, f"{at}guide")
 
 
 def check_stop(stop: StopConditions, at: str = "") -> None:

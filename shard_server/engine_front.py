@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from kvloom.detokenizer import IncrementalDetokenizer, TokenText
-from kvloom.errors import KvloomError, protocol_violation
+from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import (
@@ -40,7 +40,7 @@ from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
 from shard_server.refusals import draining, engine_failed, queue_full, refusal
 from shard_server.sequences import LiveSequence, logprobs_to_proto, shown_output
-from shard_server.submits import resolve_submit
+from shard_server.submits import GUIDE_FIELD, resolve_submit
 
 log = structlog.get_logger()
 
@@ -253,7 +253,9 @@ class EngineFront:
         if sequence is None:
             return
         error = None
-        if end.reason is FinishReason.ERROR:
+        if end.refusal:
+            error = invalid_argument(end.refusal, GUIDE_FIELD)
+        elif end.reason is FinishReason.ERROR:
             log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Final
 
@@ -11,8 +12,9 @@ from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_sampling, 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice, SamplingParams
 from kvloom.v1.shard_service_pb2 import ShardSubmit
-from shard_server.engines.base import Capability, EngineInfo, EngineRequest, Sampling
+from shard_server.engines.base import Capability, EngineInfo, EngineRequest, Guide, GuideKind, Sampling
 
+GUIDE_FIELD: Final = "sampling.guide"
 _MASK_64: Final = 2**64 - 1
 
 
@@ -42,6 +44,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     if not submit.stop.ignore_eos:
         stop_token_ids |= info.eos_token_ids
     root = root_hash(info.model, cache_salt=submit.cache_salt)
+    guide = guide_of(submit.sampling) if submit.sampling.HasField("guide") else None
     seed = submit.sampling.seed if submit.sampling.HasField("seed") else secrets.randbits(64)
     return [
         EngineRequest(
@@ -52,6 +55,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             stop_token_ids=stop_token_ids,
             output_token_ids=_output_token_ids(choice, max_tokens, info),
             root_hash=root,
+            guide=guide,
             origin=origin,
         )
         for choice in submit.choices
@@ -68,6 +72,22 @@ def _sampling(sampling: SamplingParams, seed: int) -> Sampling:
         frequency_penalty=sampling.frequency_penalty,
         num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
+
+
+def guide_of(sampling: SamplingParams) -> Guide:
+    """As engines take it; `sampling` has been checked."""
+    guide = sampling.guide
+    match guide.WhichOneof("form"):
+        case "json_schema":
+            return Guide(GuideKind.JSON_SCHEMA, guide.json_schema)
+        case "regex":
+            return Guide(GuideKind.REGEX, guide.regex)
+        case "choice":
+            return Guide(GuideKind.CHOICE, json.dumps(list(guide.choice.texts), ensure_ascii=False))
+        case "grammar":
+            return Guide(GuideKind.GRAMMAR, guide.grammar)
+        case _:
+            return Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')
 
 
 def _max_tokens(submit: ShardSubmit, num_prompt_tokens: int, info: EngineInfo) -> int:
@@ -106,6 +126,8 @@ def _check_capabilities(sampling: SamplingParams, info: EngineInfo) -> None:
     has = info.capabilities
     if sampling.HasField("logprobs") and Capability.LOGPROBS not in has:
         raise unsupported(f"{info.model} gives no logprobs here.", "sampling.logprobs")
+    if sampling.HasField("guide") and Capability.GUIDED not in has:
+        raise unsupported(f"{info.model} has no guided decoding here.", GUIDE_FIELD)
     if sampling.top_k and Capability.TOP_K not in has:
         raise unsupported(f"{info.model} has no top_k here.", "sampling.top_k")
     if Capability.PENALTIES not in has:

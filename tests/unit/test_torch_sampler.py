@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
-from shard_server.engines.base import Sampling
-from shard_server.engines.torch_engine.sampler import SampleRow, sample, uniform
+from shard_server.engines.base import Sampling, TokenLogprobs
+from shard_server.engines.torch_engine.sampler import Draws, SampleRow, uniform
 
 VOCAB = 2000
+
+
+@dataclasses.dataclass
+class Drawn:
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprobs]
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    """Every row's token, and the logprobs of those that asked."""
+    draws = Draws(logits)
+    drawn = [draws.draw(index, row) for index, row in enumerate(rows)]
+    return Drawn(
+        [token_id for token_id, _ in drawn],
+        {index: logprobs for index, (_, logprobs) in enumerate(drawn) if logprobs is not None},
+    )
 
 
 def logits_like_a_models(num_rows: int) -> torch.Tensor:
@@ -165,3 +184,52 @@ def test_a_tiny_temperature_is_greedy() -> None:
     logits = logits_like_a_models(1)[0]
     logits[42] = 30.0
     assert {draw(logits, Sampling(temperature=1e-30, seed=seed)) for seed in range(5)} == {42}
+
+
+def bits(*token_ids: int) -> np.ndarray:
+    allowed = np.zeros(VOCAB, dtype=np.uint8)
+    allowed[list(token_ids)] = 1
+    return np.packbits(allowed, bitorder="little")
+
+
+@pytest.mark.parametrize("sampling", VARIETY)
+def test_a_mask_leaves_only_its_tokens_and_the_raw_logprobs(sampling: Sampling) -> None:
+    """Guided decoding: whatever the sampling, what the mask forbids is never drawn, and logprobs are not touched."""
+    logits = logits_like_a_models(1)
+    mask = bits(3, 5, 700, 1999)
+    counts = {3: 2} if sampling.presence_penalty else None
+    for position in range(20):
+        token_id, logprobs = Draws(logits).draw(0, SampleRow(sampling, position, counts, mask))
+        assert token_id in (3, 5, 700, 1999)
+        if logprobs is not None:
+            assert logprobs.logprob == float(logits[0].log_softmax(-1)[token_id])
+    only = SampleRow(sampling, 0, counts, bits(1234))
+    assert Draws(logits).draw(0, only)[0] == 1234
+
+
+def test_a_mask_draws_from_the_renormalised_distribution() -> None:
+    """As if the forbidden tokens did not exist: the same number falls on the same share."""
+    logits = logits_like_a_models(1)
+    allowed = [4, 90, 800, 801, 1500]
+    masked = torch.full_like(logits, -math.inf)
+    masked[0, allowed] = logits[0, allowed]
+    for seed in range(50):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        expected = Draws(masked).draw(0, SampleRow(sampling, 0))[0]
+        assert Draws(logits).draw(0, SampleRow(sampling, 0, None, bits(*allowed)))[0] == expected
+
+
+def test_masks_leave_other_rows_alone() -> None:
+    """An unguided neighbour draws what it would have drawn."""
+    logits = logits_like_a_models(3)
+    rows = [SampleRow(Sampling(seed=8, num_logprobs=2), 4) for _ in range(3)]
+    expected = sample(logits, rows)
+    rows[1].mask = bits(7)
+    drawn = sample(logits, rows)
+    assert drawn.token_ids == [expected.token_ids[0], 7, expected.token_ids[2]]
+    assert drawn.logprobs[0] == expected.logprobs[0]
+
+
+def test_a_mask_that_forbids_everything_gives_no_token() -> None:
+    """Better the end of the sequence than a token at random."""
+    assert Draws(logits_like_a_models(1)).draw(0, SampleRow(Sampling(), 0, None, bits())) == (None, None)

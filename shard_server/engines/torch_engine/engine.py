@@ -9,8 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -21,9 +22,15 @@ from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.scheduler import Scheduler
 from shard_server.engines.torch_engine.step_loop import StepLoop
 
+if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.guides import GuideState
+    from shard_server.engines.torch_engine.llguidance_guides import GuideCompiler
+
 MAX_UNREAD_OUTPUTS: Final = 32
 """The engine pauses when so many step outputs wait to be read."""
 
+_COMPILE_THREADS: Final = 2
+"""A guide that takes long must not keep all others waiting."""
 _CAPABILITIES: Final = frozenset(
     {
         Capability.LOGPROBS,
@@ -34,6 +41,9 @@ _CAPABILITIES: Final = frozenset(
 )
 _IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})
 """What can only be promised where the runner found its arithmetic to be the same in every batch."""
+
+_Submitted = tuple[EngineRequest, float, "Future[GuideState] | None"]
+"""A request, when it came, and its guide, which is being compiled."""
 
 _log = structlog.get_logger(__name__)
 
@@ -66,8 +76,11 @@ class TorchEngine:
         self._cancelled: set[str] = set()
         """Those of the live ones that are to be cancelled; told once."""
         self._condition = threading.Condition()
-        self._inbox: deque[tuple[EngineRequest, float] | str] = deque()
-        """Submitted requests with their times, and ids to cancel, in order."""
+        self._inbox: deque[_Submitted | str] = deque()
+        """Submitted requests, and ids to cancel, in order."""
+        self._guides: GuideCompiler | None = None
+        """None until it is loaded, and where guided decoding is not installed."""
+        self._compiling = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="guides")
         self._outbox: deque[StepOutput] = deque()
         self._closing = False
         self._failure: BaseException | None = None
@@ -98,8 +111,16 @@ class TorchEngine:
     def submit(self, request: EngineRequest) -> None:
         """Queue a sequence. Raises EngineError when it can never run, or the engine does not."""
         self._check_submit(request)
+        guide = None
+        if request.guide is not None:
+            assert self._guides is not None, "checked"
+            guide = self._compiling.submit(
+                self._guides.start, request.guide, request.stop_token_ids, request.output_token_ids
+            )
         self._live.add(request.request_id)
-        self._post((request, time.perf_counter()))
+        self._post((request, time.perf_counter(), guide))
+        if guide is not None:
+            guide.add_done_callback(self._wake)
 
     def cancel(self, request_id: str) -> None:
         """End a sequence; its blocks are free before the next step."""
@@ -133,6 +154,7 @@ class TorchEngine:
         self._readable.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._live.clear()
         self._cancelled.clear()
         self._inbox.clear()
@@ -164,8 +186,14 @@ class TorchEngine:
         for token_ids in (request.prompt_token_ids, request.output_token_ids):
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
                 raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")
+        if request.guide is not None and Capability.GUIDED not in info.capabilities:
+            raise EngineError("guided decoding is not available here")
 
-    def _post(self, message: tuple[EngineRequest, float] | str) -> None:
+    def _wake(self, _guide: Future[GuideState]) -> None:
+        with self._condition:
+            self._condition.notify()
+
+    def _post(self, message: _Submitted | str) -> None:
         with self._condition:
             self._inbox.append(message)
             self._condition.notify()
@@ -199,6 +227,8 @@ class TorchEngine:
             wants_batch_invariance=config.torch.deterministic,
             on_progress=self._on_load_progress,
         )
+        self._on_load_progress("vocabulary for guided decoding")
+        self._guides = _load_guides(self._model_dir, runner)
         self._info = EngineInfo(
             engine="torch",
             model=self._model_name,
@@ -209,7 +239,7 @@ class TorchEngine:
             max_model_len=min(runner.max_model_len, runner.num_blocks * config.block_size),
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            capabilities=_CAPABILITIES | _IF_INVARIANT if runner.batch_invariant else _CAPABILITIES,
+            capabilities=_capabilities(runner, self._guides),
         )
         scheduler = Scheduler(
             BlockPool(runner.num_blocks, config.block_size),
@@ -251,6 +281,29 @@ class TorchEngine:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _load_guides(model_dir: Path, runner: ModelRunner) -> GuideCompiler | None:
+    """Loading an engine must not fail for a vocabulary that only guided requests need."""
+    path = model_dir / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        from shard_server.engines.torch_engine.llguidance_guides import GuideCompiler
+    except ImportError:
+        return None
+    try:
+        return GuideCompiler(path, runner.vocab_size, runner.eos_token_ids)
+    except EngineError as error:
+        _log.warning("no guided decoding", error=str(error))
+        return None
+
+
+def _capabilities(runner: ModelRunner, guides: GuideCompiler | None) -> frozenset[Capability]:
+    capabilities = _CAPABILITIES
+    if runner.batch_invariant:
+        capabilities |= _IF_INVARIANT
+    return capabilities if guides is None else capabilities | {Capability.GUIDED}
 
 
 def _set_result(future: asyncio.Future[None]) -> None:

@@ -9,8 +9,9 @@ resumed elsewhere draws the same tokens, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
@@ -28,15 +29,8 @@ class SampleRow:
     """How many output tokens the sequence has: the index of the one to draw."""
     output_counts: Mapping[int, int] | None = None
     """How often each token occurs in the output; None without penalties."""
-
-
-@dataclasses.dataclass(slots=True)
-class Drawn:
-    """One entry per row. A token is None where the logits were not finite: nothing can be drawn from them."""
-
-    token_ids: list[int | None]
-    logprobs: dict[int, TokenLogprobs]
-    """Per row index that asked."""
+    mask: np.ndarray | None = None
+    """uint8 [at least vocab / 8], a bit per token, lowest first: only tokens whose bit is 1 are drawn. None: all."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -46,28 +40,48 @@ def uniform(seed: int, position: int) -> float:
     return (mixed >> 11) * 2.0**-53
 
 
-@torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
-    """Draw one token per row of `logits` (float32, [len(rows), vocab])."""
-    # Ties go to the lowest id: torch's max returns the first.
-    best, best_ids = (values.tolist() for values in logits.max(dim=-1))
-    token_ids: list[int | None] = best_ids
-    drawn = Drawn(token_ids, {})
-    for index, row in enumerate(rows):
+class Draws:
+    """Tokens drawn from the rows of `logits` (float32, [rows, vocab]), row by row: a mask, then penalties, temperature,
+    top_k, top_p. Log-probabilities are those of the raw logits."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        # Ties go to the lowest id: torch's max returns the first.
+        self._best, self._best_ids = (values.tolist() for values in logits.max(dim=-1))
+
+    @torch.inference_mode()
+    def draw(self, index: int, row: SampleRow) -> tuple[int | None, TokenLogprobs | None]:
+        """A token of row `index`, and its logprobs if they were asked for. No token where the logits are not finite, or
+        the mask leaves none."""
         sampling = row.sampling
-        if not -_LARGEST <= best[index] <= _LARGEST:
-            token_ids[index] = None
-            continue
-        if sampling.temperature > 0 or row.output_counts:
-            token_ids[index] = _draw(_penalised(logits[index], row), sampling, row.position)
-        if sampling.num_logprobs is not None:
-            drawn.logprobs[index] = _logprobs(logits[index], token_ids[index], sampling.num_logprobs)
-    return drawn
+        if not -_LARGEST <= self._best[index] <= _LARGEST:
+            return None, None
+        logits = self._logits[index]
+        token_id = self._best_ids[index]
+        if row.mask is not None:
+            masked = _masked(logits, row.mask)
+            if masked is None:
+                return None, None
+            token_id = _draw(_penalised(masked, row), sampling, row.position)
+        elif sampling.temperature > 0 or row.output_counts:
+            token_id = _draw(_penalised(logits, row), sampling, row.position)
+        if sampling.num_logprobs is None:
+            return token_id, None
+        return token_id, _logprobs(logits, token_id, sampling.num_logprobs)
 
 
 _LARGEST = torch.finfo(torch.float32).max
 _MIN_TEMPERATURE = 1e-4  # below, quotients might overflow; this is greedy already but among exact ties
 _USUAL_FLOOR = 1e-3
+
+
+def _masked(logits: torch.Tensor, mask: np.ndarray) -> torch.Tensor | None:
+    """-inf where the mask forbids; None where it forbids everything."""
+    allowed = np.unpackbits(mask, bitorder="little", count=len(logits)).view(np.bool_)
+    if not allowed.any():
+        return None
+    # Copied: the memory is the mask's own, and on an accelerator it has to move anyway.
+    return logits.where(torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
 
 def _penalised(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
@@ -134,7 +148,7 @@ def _invert(probs: torch.Tensor, number: float) -> int:
     return index if index < len(probs) else int(torch.searchsorted(mass, total))
 
 
-def _logprobs(logits: torch.Tensor, token_id: int | None, num_top: int) -> TokenLogprobs:
+def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
     logprobs = logits.log_softmax(dim=-1)
     top: list[tuple[int, float]] = []
     if num_top:

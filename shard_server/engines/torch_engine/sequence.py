@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shard_server.engines.base import EngineRequest
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
+
+if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.guides import GuideState
 
 
 class Sequence:
@@ -17,6 +22,7 @@ class Sequence:
         "block_keys",
         "block_size",
         "block_table",
+        "guide",
         "num_cached_blocks",
         "num_computed_tokens",
         "num_expected_blocks",
@@ -31,8 +37,12 @@ class Sequence:
         "uncacheable",
     )
 
-    def __init__(self, request: EngineRequest, block_size: int, submit_time: float) -> None:
+    def __init__(
+        self, request: EngineRequest, block_size: int, submit_time: float, guide: GuideState | None = None
+    ) -> None:
         self.request = request
+        self.guide = guide
+        """How far it has come in its guide; None: unguided."""
         self.block_size = block_size
         self.submit_time = submit_time
         self.queue_time_seconds: float | None = None

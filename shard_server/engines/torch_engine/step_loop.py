@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
-from shard_server.engines.base import EngineLoad, EngineRequest, FinishReason, SequenceEnd, SequenceStart, StepOutput
+from shard_server.engines.base import (
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    SequenceEnd,
+    SequenceStart,
+    StepOutput,
+    TokenLogprobs,
+)
+from shard_server.engines.torch_engine.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
-from shard_server.engines.torch_engine.sampler import Drawn, SampleRow, sample
+from shard_server.engines.torch_engine.sampler import Draws, SampleRow
 from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 from shard_server.engines.torch_engine.speed import StepSpeed
@@ -32,6 +42,8 @@ class StepLoop:
         self._runner = runner
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
+        self._compiling: dict[str, tuple[EngineRequest, float, Future[GuideState]]] = {}
+        """By request id: those whose guides are being compiled in other threads."""
         self._num_submitted = 0
         self._output = StepOutput()
         self._speed = StepSpeed()
@@ -49,34 +61,39 @@ class StepLoop:
                 self._runner.run([sequence])
                 self._speed.add(num_prefill_tokens, self._clock() - begin, num_decoding=1 - bool(num_prefill_tokens))
 
-    def add(self, request: EngineRequest, submit_time: float) -> None:
-        """Take in a sequence; `submit_time` is the clock's."""
-        sequence = EngineSequence(request, self.scheduler.pool.block_size, submit_time)
-        self._sequences[request.request_id] = sequence
-        self._num_submitted += 1
-        self.scheduler.add(sequence)
-        if (reason := _finish_reason(sequence)) is not None:  # resumed, and there is nothing left to generate
-            self._end(sequence, reason)
+    def add(self, request: EngineRequest, submit_time: float, guide: Future[GuideState] | None = None) -> None:
+        """Take in a sequence; `submit_time` is the clock's. One with a guide waits aside until that is compiled."""
+        if guide is not None:
+            self._compiling[request.request_id] = (request, submit_time, guide)
+        else:
+            self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time))
 
     def cancel(self, request_id: str) -> None:
         """End a sequence as CANCELLED in the next output; unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, FinishReason.CANCELLED)
+        elif request_id in self._compiling:
+            _, _, guide = self._compiling.pop(request_id)
+            guide.cancel()
+            self._output.ends.append(SequenceEnd(request_id, FinishReason.CANCELLED))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to report."""
-        return self.scheduler.has_work or bool(self._output.ends)
+        compiled = any(guide.done() for _, _, guide in self._compiling.values())
+        return self.scheduler.has_work or bool(self._output.ends) or compiled
 
     def step(self) -> StepOutput | None:
         """Schedule, run, postprocess. None when the step brought nothing to tell (a part of a prompt)."""
         begin = self._clock()
+        if self._compiling:
+            self._take_compiled()
         batch = self.scheduler.schedule(self._speed.prefill_tokens_per_second)
         if batch:
-            logits = self._run(batch, begin)
-            if logits is not None:
-                self._postprocess(batch, logits)
+            draws = self._run(batch, begin)
+            if draws is not None:
+                self._postprocess(batch, draws)
                 self._speed.add(_num_prefill_tokens(batch), self._clock() - begin, num_decoding=_num_decoding(batch))
         return self._take_output()
 
@@ -84,8 +101,26 @@ class StepLoop:
         """Raise AssertionError unless blocks and sequences account for one another."""
         self.scheduler.check_integrity()
 
-    def _run(self, batch: list[Chunk], begin: float) -> torch.Tensor | None:
-        """Logits of the sequences whose known tokens are all computed now; None when memory did not suffice."""
+    def _add(self, sequence: EngineSequence) -> None:
+        self._sequences[sequence.request.request_id] = sequence
+        self.scheduler.add(sequence)
+        if (reason := _finish_reason(sequence)) is not None:  # resumed, and there is nothing left to generate
+            self._end(sequence, reason)
+
+    def _take_compiled(self) -> None:
+        for request_id, (request, submit_time, guide) in list(self._compiling.items()):
+            if not guide.done():
+                continue
+            del self._compiling[request_id]
+            try:
+                state = guide.result()
+            except GuideError as error:
+                self._output.ends.append(_refused(request_id, error))
+                continue
+            self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time, state))
+
+    def _run(self, batch: list[Chunk], begin: float) -> Draws | None:
+        """To draw from, for the sequences whose known tokens are all computed now; None when memory did not suffice."""
         scheduled: list[ScheduledSequence] = []
         for sequence, num_tokens in batch:
             if sequence.queue_time_seconds is None:
@@ -93,7 +128,7 @@ class StepLoop:
                 sequence.num_reused_tokens = sequence.num_computed_tokens
             scheduled.append(_scheduled(sequence, num_tokens))
         try:
-            return self._runner.run(scheduled)
+            return Draws(self._runner.run(scheduled))
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -101,40 +136,54 @@ class StepLoop:
             self._end(batch[-1][0], FinishReason.ERROR, f"out of memory: {error}")
             return None
 
-    def _postprocess(self, batch: list[Chunk], logits: torch.Tensor) -> None:
-        complete: list[EngineSequence] = []
+    def _postprocess(self, batch: list[Chunk], draws: Draws) -> None:
+        row = 0
         for sequence, num_tokens in batch:
             self.scheduler.mark_computed(sequence, num_tokens)
             if not sequence.num_uncomputed_tokens:
-                complete.append(sequence)
-        if complete:
-            drawn = sample(logits, [_sample_row(sequence) for sequence in complete])
-            for index, sequence in enumerate(complete):
-                self._take_token(sequence, drawn, index)
+                self._draw(sequence, draws, row)
+                row += 1
 
-    def _take_token(self, sequence: EngineSequence, drawn: Drawn, index: int) -> None:
-        token_id = drawn.token_ids[index]
+    def _draw(self, sequence: EngineSequence, draws: Draws, row: int) -> None:
+        guide = sequence.guide
+        try:
+            mask = guide.mask() if guide is not None else None
+        except GuideError as error:
+            self._end(sequence, FinishReason.ERROR, "its guide cannot be followed", refusal=str(error))
+            return
+        sampling = sequence.request.sampling
+        token_id, logprobs = draws.draw(
+            row, SampleRow(sampling, sequence.num_output_tokens, sequence.output_counts, mask)
+        )
         if token_id is None:
             self._end(sequence, FinishReason.ERROR, "the model's logits are not finite")
             return
         sequence.append(token_id)
+        self._emit(sequence, token_id, logprobs)
+        reason = _finish_reason(sequence)
+        if reason is None and guide is not None:
+            guide.take((token_id,))
+            if guide.is_complete:
+                reason = FinishReason.STOP
+        if reason is not None:
+            self._end(sequence, reason)
+
+    def _emit(self, sequence: EngineSequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         request_id = sequence.request.request_id
         output = self._output
         output.request_ids.append(request_id)
         output.token_ids.append([token_id])
-        if index in drawn.logprobs:
-            output.logprobs[request_id] = [drawn.logprobs[index]]
+        if logprobs is not None:
+            output.logprobs[request_id] = [logprobs]
         if not sequence.started:
             sequence.started = True
             queue_time_seconds = sequence.queue_time_seconds or 0.0
             output.starts.append(SequenceStart(request_id, sequence.num_reused_tokens, queue_time_seconds))
-        if (reason := _finish_reason(sequence)) is not None:
-            self._end(sequence, reason)
 
-    def _end(self, sequence: EngineSequence, reason: FinishReason, error: str = "") -> None:
+    def _end(self, sequence: EngineSequence, reason: FinishReason, error: str = "", *, refusal: str = "") -> None:
         self.scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
-        self._output.ends.append(SequenceEnd(sequence.request.request_id, reason, error))
+        self._output.ends.append(SequenceEnd(sequence.request.request_id, reason, error, refusal))
 
     def _take_output(self) -> StepOutput | None:
         output = self._output
@@ -170,8 +219,8 @@ def _scheduled(sequence: EngineSequence, num_tokens: int) -> ScheduledSequence:
     )
 
 
-def _sample_row(sequence: EngineSequence) -> SampleRow:
-    return SampleRow(sequence.request.sampling, sequence.num_output_tokens, sequence.output_counts)
+def _refused(request_id: str, error: GuideError) -> SequenceEnd:
+    return SequenceEnd(request_id, FinishReason.ERROR, "its guide cannot be compiled", refusal=str(error))
 
 
 def _finish_reason(sequence: EngineSequence) -> FinishReason | None:

@@ -1,0 +1,270 @@
+"""Guided decoding on the built-in model: answers keep to their guides, and nobody else's change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.config import ShardConfig, TorchConfig
+from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Guide, GuideKind, Sampling
+from shard_server.engines.torch_engine.engine import TorchEngine
+from shard_server.engines.torch_engine.guides import GuideError
+from shard_server.engines.torch_engine.llguidance_guides import CACHED_GUIDES, GuideCompiler
+from tests.conformance.engine_driver import EngineDriver
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": 2,
+    "items": {
+        "anyOf": [
+            {"type": "boolean"},
+            {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
+        ]
+    },
+}
+
+
+def json_guide(schema: Any) -> Guide:
+    return Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def is_person(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        value.keys() == {"name", "age", "tags"}
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 20
+        and 0 <= value["age"] <= 150
+        and len(value["tags"]) <= 3
+        and set(value["tags"]) <= {"red", "green", "blue"}
+    )
+
+
+def is_nested(text: str) -> bool:
+    return all(item in (True, False) or item == {"x": None} for item in json.loads(text)) and len(json.loads(text)) <= 2
+
+
+GUIDES = {
+    "schema": (json_guide(PERSON), is_person),
+    "nested": (json_guide(NESTED), is_nested),
+    "regex": (
+        Guide(GuideKind.REGEX, r"[0-9]{4}-[0-9]{2}-[0-9]{2}"),
+        lambda text: re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text),
+    ),
+    "choice": (
+        Guide(GuideKind.CHOICE, '["Paris", "日本 \\"x\\"", "no\\n"]'),
+        lambda text: text in ("Paris", '日本 "x"', "no\n"),
+    ),
+    "grammar": (
+        Guide(GuideKind.GRAMMAR, 'start: sum\nsum: NUMBER ("+" NUMBER){1,3}\nNUMBER: /[1-9][0-9]{0,2}/'),
+        lambda text: re.fullmatch(r"[1-9]\d{0,2}(\+[1-9]\d{0,2}){1,3}", text),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> ModelTokenizer:
+    return ModelTokenizer.load(model_dir)
+
+
+@pytest.fixture
+async def driver(model_dir: Path) -> AsyncIterator[EngineDriver]:
+    engine = TorchEngine(
+        model_dir, "m", ShardConfig(torch=TorchConfig(num_threads=1), num_blocks=256, max_model_len=512, max_batch=24)
+    )
+    await engine.start()
+    yield EngineDriver(engine)
+    await engine.close()
+
+
+class Prompts:
+    """Requests about something, each with a name of its own."""
+
+    def __init__(self, tokenizer: ModelTokenizer, driver: EngineDriver) -> None:
+        self.tokenizer = tokenizer
+        self.stop = driver.engine.info.eos_token_ids
+        self.number = 0
+
+    def request(
+        self, guide: Guide | None, *, temperature: float = 0.0, max_tokens: int = 120, **changes: Any
+    ) -> EngineRequest:
+        self.number += 1
+        question = changes.pop("question", "Describe a person as JSON.")
+        prompt = self.tokenizer.encode_now(self.tokenizer.render_chat([ChatMessage("user", question)]))
+        sampling = changes.pop("sampling", Sampling(temperature=temperature, seed=self.number))
+        return EngineRequest(
+            f"r{self.number}", prompt, sampling, max_tokens, stop_token_ids=self.stop, guide=guide, **changes
+        )
+
+
+@pytest.fixture
+def prompts(tokenizer: ModelTokenizer, driver: EngineDriver) -> Prompts:
+    return Prompts(tokenizer, driver)
+
+
+async def test_answers_keep_to_every_kind_of_guide(driver: EngineDriver, prompts: Prompts) -> None:
+    """At temperature 0 and at high ones, all together in one batch, beside unguided ones: what ends by itself satisfies
+    its guide, what max_tokens cuts off does not end in a stop token."""
+    assert Capability.GUIDED in driver.engine.info.capabilities
+    jobs = [
+        (prompts.request(guide, temperature=temperature), check)
+        for guide, check in GUIDES.values()
+        for temperature in (0.0, 0.0, 1.0, 1.6)
+    ]
+    free = [prompts.request(None, temperature=1.0, max_tokens=40) for _ in range(4)]
+    await driver.run(*(request for request, _ in jobs), *free)
+    num_ended = 0
+    for request, check in jobs:
+        tokens = driver.tokens[request.request_id]
+        text = prompts.tokenizer.decode(tokens)
+        if driver.ends[request.request_id] is FinishReason.STOP:
+            num_ended += 1
+            assert tokens[-1] in request.stop_token_ids
+            assert check(text), text
+        else:
+            assert driver.ends[request.request_id] is FinishReason.LENGTH
+            assert not set(tokens) & request.stop_token_ids
+    assert num_ended >= len(jobs) - 3
+
+
+async def test_guided_neighbours_change_nothing(driver: EngineDriver, prompts: Prompts) -> None:
+    """Batch invariance: tokens and logprobs of an unguided answer are the same bits beside guided ones, and a guided
+    answer's are the same alone."""
+    sampling = Sampling(temperature=0.9, seed=11, num_logprobs=2, frequency_penalty=0.2)
+    free = prompts.request(None, sampling=sampling, max_tokens=30)
+    guided = prompts.request(GUIDES["schema"][0], sampling=sampling, max_tokens=60)
+    await driver.run(free)
+    await driver.run(guided)
+    alone = {name: (driver.tokens[name], driver.logprobs[name]) for name in (free.request_id, guided.request_id)}
+    twins = {
+        request.request_id: dataclasses.replace(request, request_id=f"{request.request_id}-again")
+        for request in (free, guided)
+    }
+    crowd = [prompts.request(guide, temperature=1.0, max_tokens=20) for guide, _ in GUIDES.values()]
+    await driver.run(*crowd, *twins.values())
+    for name, twin in twins.items():
+        assert (driver.tokens[twin.request_id], driver.logprobs[twin.request_id]) == alone[name]
+
+
+async def test_a_guide_goes_on_after_a_failover(driver: EngineDriver, prompts: Prompts) -> None:
+    """Resumed from any prefix of its output, the answer ends as it would have."""
+    guide, check = GUIDES["schema"]
+    whole = prompts.request(guide, temperature=1.0)
+    [tokens] = await driver.run(whole)
+    assert check(prompts.tokenizer.decode(tokens))
+    cuts = sorted(random.Random(1).sample(range(1, len(tokens)), 5))
+    resumed = [dataclasses.replace(whole, request_id=f"cut-{cut}", output_token_ids=tokens[:cut]) for cut in cuts]
+    rests = await driver.run(*resumed)
+    assert rests == [tokens[cut:] for cut in cuts]
+
+
+async def test_output_that_left_the_guide_is_refused(driver: EngineDriver, prompts: Prompts) -> None:
+    """Whoever resumes with it has mixed up two requests."""
+    request = prompts.request(GUIDES["regex"][0], output_token_ids=prompts.tokenizer.encode_now("hello"))
+    driver.engine.submit(request)
+    refusals: list[str] = []
+    while not refusals:
+        refusals = [end.refusal for end in (await driver.step()).ends]
+    assert refusals == ["the output so far does not follow the guide"]
+
+
+BAD_GUIDES = [
+    (json_guide({"type": "what"}), "what"),
+    (json_guide({"not": {}}), "not"),
+    (json_guide({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text follows it"),
+    (json_guide({"$ref": "file:///etc/hostname"}), "not present"),
+    (Guide(GuideKind.REGEX, "(a"), "regex"),
+    (Guide(GuideKind.REGEX, r"[^\x00-\x{10FFFF}]"), "no text follows it"),
+    (Guide(GuideKind.GRAMMAR, "start: missing"), "missing"),
+    (Guide(GuideKind.GRAMMAR, "start: " + "(" * 2000 + '"a"' + ")" * 2000), "nested"),
+]
+
+
+async def test_guides_that_cannot_be_compiled_end_their_requests_alone(driver: EngineDriver, prompts: Prompts) -> None:
+    """The clients read why; the engine and the others go on."""
+    bad = [(prompts.request(guide), words) for guide, words in BAD_GUIDES]
+    good = prompts.request(None, max_tokens=5)
+    for request in (*(request for request, _ in bad), good):
+        driver.engine.submit(request)
+    refusals: dict[str, str] = {}
+    while len(refusals) < len(bad) or good.request_id not in driver.ends:
+        refusals |= {end.request_id: end.refusal for end in (await driver.step()).ends if end.refusal}
+    for request, words in bad:
+        assert words in refusals[request.request_id]
+        assert len(refusals[request.request_id]) <= 200
+        assert driver.ends[request.request_id] is FinishReason.ERROR
+    assert len(driver.tokens[good.request_id]) == 5
+
+
+async def test_a_cancel_reaches_a_request_whose_guide_is_being_compiled(driver: EngineDriver, prompts: Prompts) -> None:
+    """It must end once, as cancelled, however far the compiler is."""
+    slow = Guide(GuideKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 65537}))
+    requests = [prompts.request(slow, max_tokens=5) for _ in range(4)]
+    for request in requests:
+        driver.engine.submit(request)
+        driver.engine.cancel(request.request_id)
+    await driver.step_until(lambda: all(request.request_id in driver.ends for request in requests))
+    assert {driver.ends[request.request_id] for request in requests} == {FinishReason.CANCELLED}
+
+
+async def test_stop_tokens_of_the_client_wait_for_the_guide(driver: EngineDriver, prompts: Prompts) -> None:
+    """An ordinary token that also occurs inside the answer must not cut it off in the middle."""
+    digit = prompts.tokenizer.encode_now("7")[0]
+    request = prompts.request(Guide(GuideKind.REGEX, r"[0-9]{6}7?"), temperature=1.5)
+    request = dataclasses.replace(request, stop_token_ids=request.stop_token_ids | {digit})
+    [tokens] = await driver.run(request)
+    text = prompts.tokenizer.decode([token for token in tokens if token not in driver.engine.info.eos_token_ids])
+    assert re.fullmatch(r"[0-689]{6}7?", text)
+
+
+async def test_without_an_end_token_a_complete_answer_still_ends(driver: EngineDriver, prompts: Prompts) -> None:
+    """ignore_eos: nothing can follow, so the sequence must not run on to max_tokens."""
+    request = dataclasses.replace(prompts.request(GUIDES["choice"][0]), stop_token_ids=frozenset())
+    await driver.run(request)
+    assert driver.ends[request.request_id] is FinishReason.STOP
+
+
+async def test_an_engine_without_a_vocabulary_refuses_guides(tmp_path: Path) -> None:
+    """It must not answer as if there were none."""
+    from tests.fakes.tiny_llama import write_tiny_llama
+
+    engine = TorchEngine(write_tiny_llama(tmp_path), "m", ShardConfig(num_blocks=16, max_model_len=64))
+    await engine.start()
+    assert Capability.GUIDED not in engine.info.capabilities
+    with pytest.raises(EngineError, match="guided decoding"):
+        engine.submit(EngineRequest("r", [1], Sampling(), 1, guide=GUIDES["regex"][0]))
+    await engine.close()
+
+
+def test_compiled_guides_are_kept_up_to_a_bound(model_dir: Path) -> None:
+    """Everybody may send a schema of his own; memory must not grow with them."""
+    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
+    for number in range(CACHED_GUIDES + 20):
+        compiler.start(Guide(GuideKind.CHOICE, json.dumps([str(number)])), [0, 2])
+    assert len(compiler._cache) == CACHED_GUIDES
+    with pytest.raises(GuideError):
+        compiler.start(Guide(GuideKind.REGEX, "("), [0, 2])
+    one, two = (compiler.start(GUIDES["choice"][0], [0, 2]) for _ in range(2))
+    token = next(i for i in range(49152) if one.mask()[i >> 3] >> (i & 7) & 1)
+    before = two.mask().copy()
+    one.take([token])
+    assert (two.mask() == before).all(), "sequences share a compiled guide, not their place in it"
