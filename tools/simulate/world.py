@@ -8,28 +8,25 @@ its workload and options.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
-from kvloom.errors import KvloomError
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
-from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
+from router.core.actions import CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
-from router.core.frames import Finish, Start, Step
-from tools.simulate.engine_order import EngineOrder, FirstComeFirstServed, ShortestPrefillFirst
-from tools.simulate.fleet_model import Profile
-from tools.simulate.kv_cache import KvCache
-from tools.simulate.peer_fetch import PeerLink
+from tools.simulate.fleet import make_shards
+from tools.simulate.fleet_options import FleetOptions
 from tools.simulate.router_link import RouterLink
 from tools.simulate.sequence import Sequence as ShardSequence
 from tools.simulate.shard import ShardNews, SimShard
+from tools.simulate.shard_frames import step_of, too_long
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult, Workload
+
+__all__ = ["FleetOptions", "simulate"]
 
 MODEL: Final = "simulated"
 REPORT_SHARE_OF_STALENESS: Final = 0.25
@@ -38,43 +35,18 @@ _FOREVER_SECONDS: Final = 1e9
 _UNLIMITED: Final = 2**40
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
-    profile: Profile
-    num_shards: int
-    policy: str = "ect"
-    seed: int = 0
-    num_routers: int = 1
-    """Call i goes to router i % num_routers."""
-    capacity_blocks: int | None = None
-    """KV blocks of a shard; None: what the profile holds."""
-    staleness_seconds: float = 0.0
-    """Age of load reports and KV events when they reach a router. 0: it sees every shard as it is."""
-    engine_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
-    peer_fetch_bytes_per_second: float = 0.0
-    """Bandwidth at which a shard can fetch KV blocks from another; 0: it cannot."""
-    speed_factors: Sequence[float] = ()
-    """Shard i is this many times slower than the profile; (): all alike."""
-    sample_interval_seconds: float = 1.0
-    core_config: CoreConfig | None = None
-    """None: no safety service, nothing is refused, nothing times out, `policy` as above."""
-    on_action: Callable[[Action, float], None] | None = None
-    """Called with every action of every router and its time."""
-
-
 def simulate(
     workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
     """Run the workload to its end. `on_progress` gets the number of calls that have ended, now and then and at the end.
 
-    Raises ValueError for options that make no sense, and for a policy that does not exist.
+    Raises ValueError for a policy that does not exist.
     """
     return _World(workload, options, on_progress).run()
 
 
 class _World:
     def __init__(self, workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None) -> None:
-        _check(options)
         self._workload = workload
         self._options = options
         self._on_progress = on_progress
@@ -89,7 +61,7 @@ class _World:
         """Calls that have arrived and not ended, by request_id, with their arrival."""
         self._outcomes: list[Outcome] = []
         self._samples: list[ShardSample] = []
-        self._shards = _make_shards(options, workload.block_size)
+        self._shards = make_shards(options, workload.block_size)
         self._index_of = {shard.shard_id: index for index, shard in enumerate(self._shards)}
         self._due_at = dict.fromkeys(self._index_of, math.inf)
         """When the heap has the next event that counts for a shard."""
@@ -163,7 +135,7 @@ class _World:
             choices=(ChoiceSpec(call.call_id, 0),),
             max_tokens=call.num_output_tokens,
             session_key=call.session_key,
-            block_hashes={self._block_size: call.block_hashes},
+            block_hashes={self._block_size: tuple(call.block_hashes)},
         )
         self._tell(link, ev.RequestArrived(request))
         self._schedule_tick(link)
@@ -252,7 +224,7 @@ class _World:
         assert request.block_hashes is not None
         for choice in action.choices:
             if not shard.can_hold(num_prompt_tokens, action.max_tokens):
-                self._schedule(self._now, self._tell_later, (link, _too_long(shard.shard_id, choice.slot)))
+                self._schedule(self._now, self._tell_later, (link, too_long(shard.shard_id, choice.slot)))
                 continue
             shard.submit(
                 ShardSequence(
@@ -306,7 +278,7 @@ class _World:
                 self._tell_delayed(link, event)
         if news.starts or news.ends:
             for link in self._links:
-                step = _step(news, link.index)
+                step = step_of(news, link.index)
                 if step:
                     if link.core.num_queued_requests:
                         self._refresh_loads(link)
@@ -350,83 +322,3 @@ _ACTS: Final[dict[type, Callable[[_World, RouterLink, Any], None]]] = {
     RequestEnded: _World._on_request_ended,
 }
 """The client sees what it needs in RequestEnded, so SendStep brings nothing more; the rest goes to nobody here."""
-
-
-def _check(options: FleetOptions) -> None:
-    if options.num_shards < 1 or options.num_routers < 1:
-        raise ValueError("a fleet needs at least one shard and one router")
-    if options.speed_factors and len(options.speed_factors) != options.num_shards:
-        raise ValueError(f"{len(options.speed_factors)} speed factors for {options.num_shards} shards")
-    if any(not factor > 0 for factor in options.speed_factors):
-        raise ValueError("speed factors must be above 0")
-    if not options.sample_interval_seconds > 0 or options.staleness_seconds < 0:
-        raise ValueError("the sample interval must be above 0, staleness not below")
-
-
-def _make_shards(options: FleetOptions, block_size: int) -> list[SimShard]:
-    profile = options.profile
-    num_blocks = options.capacity_blocks or profile.capacity_tokens // block_size
-    caches = [KvCache(num_blocks) for _ in range(options.num_shards)]
-    bandwidth = options.peer_fetch_bytes_per_second
-    shards: list[SimShard] = []
-    for index, cache in enumerate(caches):
-        slowness = options.speed_factors[index] if options.speed_factors else 1.0
-        order: EngineOrder = FirstComeFirstServed()
-        if options.engine_order == "shortest_prefill":
-            order = ShortestPrefillFirst(profile, block_size, cache)
-        peers = [peer for peer in caches if peer is not cache]
-        peer_link = PeerLink(profile, block_size, bandwidth, slowness, peers) if bandwidth else None
-        shards.append(
-            SimShard(
-                f"shard-{index}",
-                profile,
-                block_size,
-                cache,
-                num_routers=options.num_routers,
-                slowness=slowness,
-                order=order,
-                peer_link=peer_link,
-            )
-        )
-    return shards
-
-
-def _step(news: ShardNews, router_index: int) -> Step:
-    """What one router gets of a shard's news. A sequence's first token comes by itself; all the others come at once,
-    with its end, so that virtual time costs no more where answers are long."""
-    step = Step()
-    for sequence in news.starts:
-        if sequence.router_index == router_index:
-            queue_seconds = sequence.admitted_at - sequence.submitted_at
-            step.starts.append(Start(sequence.slot, sequence.num_cached_tokens, queue_seconds))
-            step.slots.append(sequence.slot)
-            step.num_tokens.append(1)
-    for sequence in news.ends:
-        if sequence.router_index != router_index:
-            continue
-        if sequence.is_cancelled:
-            step.finishes.append(Finish(sequence.slot, FinishReason.FINISH_REASON_CANCELLED))
-            continue
-        num_tokens = sequence.num_output_tokens
-        if num_tokens > 1:
-            step.slots.append(sequence.slot)
-            step.num_tokens.append(num_tokens - 1)
-        step.finishes.append(
-            Finish(
-                sequence.slot,
-                FinishReason.FINISH_REASON_LENGTH,
-                sequence.num_prompt_tokens,
-                sequence.num_cached_tokens,
-                num_tokens,
-            )
-        )
-    step.token_ids = [0] * sum(step.num_tokens)
-    step.deltas = [""] * len(step.slots)
-    return step
-
-
-def _too_long(shard_id: str, slot: int) -> ev.StepArrived:
-    error = KvloomError(
-        ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, "The shard's KV cache is too small for this request."
-    )
-    return ev.StepArrived(shard_id, Step(finishes=[Finish(slot, FinishReason.FINISH_REASON_ERROR, error=error)]))
