@@ -73,6 +73,7 @@ class NaiveShard:
     def skip_to(self, number: int) -> bool:
         if self.known_number is not None and number < self.known_number:
             return False
+        self.asked_at = None
         self.known_number = number
         self._advance()
         return True
