@@ -130,10 +130,9 @@ class ClientStream:
 
     def read_on(self) -> None:
         """A client that had stopped reading reads again."""
-        if self.write_seconds is None:
-            self.write_seconds = 0.0002
-            self._is_writing = False
-            self._write()
+        self.write_seconds = 0.0002
+        self._is_writing = False
+        self._write()
 
     # -- arrivals -----------------------------------------------------------------------------------------------------
 

@@ -55,9 +55,13 @@ class Engine:
         for (owner, _), sequence in self.sequences.items():
             num_prompt_tokens = len(sequence.request.prompt_token_ids)
             own = 4 if owner is stream else None
-            kinds = ((0, 1), (3, num_prompt_tokens + sequence.position)) if sequence.has_started else (
-                (1, 1),
-                (2, num_prompt_tokens),
+            kinds = (
+                ((0, 1), (3, num_prompt_tokens + sequence.position))
+                if sequence.has_started
+                else (
+                    (1, 1),
+                    (2, num_prompt_tokens),
+                )
             )
             for kind, amount in kinds:
                 counts[kind] += amount

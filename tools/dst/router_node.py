@@ -138,7 +138,7 @@ class RouterNode:
             actions = self.core.handle(event, now)
         except Exception as error:
             raise Violation("never_fails", f"{type(event).__name__} made the core raise {error!r}") from error
-        self._world.note_actions(self, actions)
+        self._world.note_actions(actions)
         witness.take_actions(actions, checks, self)
         checks.after_event(self, event, actions)
         for action in actions:

@@ -107,7 +107,9 @@ class SimShard:
             shape.max_model_len,
         )
         snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))
-        stream.send_frame(ShardUp(description), snapshot, *stream.load_report(self.engine.load(stream, draining=self.is_draining)))
+        stream.send_frame(
+            ShardUp(description), snapshot, *stream.load_report(self.engine.load(stream, draining=self.is_draining))
+        )
 
     def lose(self, stream: ShardStream) -> None:
         """The stream broke: its sequences are cancelled, nobody is told."""

@@ -55,9 +55,10 @@ class Traffic:
     def come_back(self, stream: ClientStream) -> None:
         """A client whose stream broke connects again, and has its open answers continued."""
         again = self.add_stream(stream.node.number)
-        by_request: dict[str, list[Answer]] = {}
+        # Not by name: a refused twin of the same name may be open, too.
+        by_request: dict[int, list[Answer]] = {}
         for answer in stream.open.values():
-            by_request.setdefault(answer.request.request_id, []).append(answer)
+            by_request.setdefault(answer.request.choices[0].slot, []).append(answer)
         for answers in by_request.values():
             if self._rng.random() < 0.7:
                 self._continue(again, answers)
@@ -83,9 +84,7 @@ class Traffic:
         ]
         self._submit(
             stream,
-            dataclasses.replace(
-                request, request_id=self._new_name(), client_id=stream.client_id, choices=specs
-            ),
+            dataclasses.replace(request, request_id=self._new_name(), client_id=stream.client_id, choices=specs),
         )
 
     def _given(self, stream: ClientStream, request: Request, index: int, num_tokens: int, num_chars: int) -> ChoiceSpec:
@@ -101,7 +100,10 @@ class Traffic:
         name = self._new_name()
         tenant = rng.choices(world.scenario.tenants, world.scenario.tenant_weights)[0]
         sampling = script.Sampling(name, wants_logprobs=rng.random() < 0.2)
-        prompt = [*[rng.randrange(3)] * rng.randrange(0, 36, 4), *(rng.randrange(50) for _ in range(rng.randrange(1, 20)))]
+        prompt = [
+            *[rng.randrange(3)] * rng.randrange(0, 36, 4),
+            *(rng.randrange(50) for _ in range(rng.randrange(1, 20))),
+        ]
         max_tokens = rng.choice((None, 1, 4, 12, 40))
         if world.chance("impossible_request"):
             prompt, max_tokens = rng.choice(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Violation(AssertionError):
+class Violation(AssertionError):  # noqa: N818  (it is a finding, not a fault of this program)
     """An invariant was broken."""
 
     def __init__(self, invariant: str, detail: str) -> None:

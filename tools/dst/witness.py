@@ -46,18 +46,23 @@ class Witness:
         self.gone_client = ""
         self.event: Event | None = None
         """The one at hand."""
+        self._waiting: list[SeenRequest] | None = None
+        """As last counted; None: something has changed since."""
         self._choices: dict[tuple[str, int], SeenChoice] = {}
         """By client and its slot: choices that have not ended."""
 
     def waiting(self) -> list[SeenRequest]:
         """Requests with choices that run nowhere and have not ended."""
-        return [seen for seen in self.live.values() if seen.is_waiting]
+        if self._waiting is None:
+            self._waiting = [seen for seen in self.live.values() if seen.is_waiting]
+        return self._waiting
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def take_event(self, event: Event, now: float) -> None:
         """Before the core handles it."""
         self.event = event
+        self._waiting = None
         self.arriving = None
         self.gone_client = ""
         match event:
@@ -133,6 +138,7 @@ class Witness:
         for end in ended:
             self._note_ending(end)
         for action in actions:
+            self._waiting = None
             match action:
                 case SendStep():
                     self._take_news(action, checks, node)
@@ -145,6 +151,7 @@ class Witness:
                     self._take_cancel(action)
                 case _:
                     pass
+        self._waiting = None
         if self.gone_client:
             for key in [key for key in self._choices if key[0] == self.gone_client]:
                 self._choices.pop(key).state = State.DONE
@@ -173,8 +180,8 @@ class Witness:
 
     def _take_cancel(self, action: CancelOnShard) -> None:
         shard = self.shards.get(action.shard_id)
-        for slot in action.slots if shard is not None else ():
-            choice = shard.current(slot)
+        for slot in action.slots:
+            choice = None if shard is None else shard.current(slot)
             if choice is not None:
                 choice.place = None
                 choice.state = State.OVER

@@ -88,8 +88,6 @@ class World:
             shard.touch_cache(self._num_touches)
         self.timeline.run_until(self.timeline.now + SETTLE_SECONDS)
         self.timeline.run_until(self.timeline.now + FORGET_SECONDS)
-        for node in self.nodes:
-            node.check_integrity()
         self.checks.at_rest(self)
 
     def _repair(self) -> None:
@@ -172,11 +170,11 @@ class World:
     def note_event(self, node: RouterNode, event: Event) -> None:
         self.num_events += 1
         self.trace.append((self.timeline.now, node.name, event, ()))
-        self._digest.update((f"{self.timeline.now!r}{node.name}{type(event).__name__}").encode())
+        self._digest.update(f"{self.timeline.now!r}{node.name}{type(event).__name__}".encode())
         if isinstance(event, StepArrived):
-            self._digest.update((repr(event.step.token_ids)).encode())
+            self._digest.update(repr(event.step.token_ids).encode())
 
-    def note_actions(self, node: RouterNode, actions: Sequence[Action]) -> None:
+    def note_actions(self, actions: Sequence[Action]) -> None:
         time, name, event, _ = self.trace[-1]
         self.trace[-1] = (time, name, event, actions)
-        self._digest.update((f"{len(actions)}").encode())
+        self._digest.update(f"{len(actions)}".encode())

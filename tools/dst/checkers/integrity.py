@@ -8,15 +8,30 @@ from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
     from tools.dst.router_node import RouterNode
+    from tools.dst.world import World
 
 
 class Integrity(Checker):
     """A reservation is released exactly once, no view goes negative, every slot and every request is where it is said
-    to be: the assertions of `RouterCore.check_integrity`, behind every message."""
+    to be: the assertions of `RouterCore.check_integrity`.
+
+    They look at everything and cost more than all else, so behind every third message: more seeds find more."""
 
     invariant = "integrity"
 
+    def __init__(self) -> None:
+        self._num_messages = 0
+
     def integrity(self, node: RouterNode) -> None:
+        self._num_messages += 1
+        if self._num_messages % 3 == 0:
+            self._check(node)
+
+    def at_rest(self, world: World) -> None:
+        for node in world.nodes:
+            self._check(node)
+
+    def _check(self, node: RouterNode) -> None:
         try:
             node.core.check_integrity()
         except AssertionError as error:

@@ -1,4 +1,5 @@
 """What waits in a router: not in vain, in turns, and not too much."""
+# ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
