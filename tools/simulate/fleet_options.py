@@ -39,6 +39,8 @@ class FleetOptions:
     def __post_init__(self) -> None:
         if self.num_shards < 1 or self.num_routers < 1:
             raise ValueError("a fleet needs at least one shard and one router")
+        if self.capacity_blocks is not None and self.capacity_blocks < 1:
+            raise ValueError(f"a shard needs at least one KV block, not {self.capacity_blocks}")
         if self.speed_factors and len(self.speed_factors) != self.num_shards:
             raise ValueError(f"{len(self.speed_factors)} speed factors for {self.num_shards} shards")
         if any(not factor > 0 for factor in self.speed_factors):

@@ -55,7 +55,7 @@ class Sequence:
         self.num_fetched_blocks = 0
         """Leading blocks that are there once a fetch from another shard is through; 0: none is under way."""
         self.end_step: int | None = None
-        """The shard's step that yields its last token; None before its first."""
+        """The shard's step that yields its last token; None while it is not in decode."""
         self.is_cancelled = False
         self.order_key = 0.0
         """See engine_order."""

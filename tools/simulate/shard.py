@@ -11,10 +11,10 @@ simulated one by one: what decodes is kept as sums, and a stretch of steps in wh
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 
 from router.core.events import ShardLoad
+from tools.simulate.decode_batch import DecodeBatch
 from tools.simulate.decode_run import DecodeRun
 from tools.simulate.engine_order import EngineOrder, FirstComeFirstServed
 from tools.simulate.fleet_model import Profile
@@ -31,9 +31,6 @@ class _Counts:
 
     num_waiting: int = 0
     num_running: int = 0
-    num_decoding: int = 0
-    num_context_tokens: int = 0
-    """Of those in decode, as of the last step that ended."""
     num_queued_prefill_tokens: int = 0
 
 
@@ -82,8 +79,6 @@ class SimShard:
         self._speed = StepSpeed()
         # Steps that are under way: a decode run, or one step with chunks, or a wait for a fetch.
         self._began_at = 0.0
-        self._step = 0
-        """Steps that have ended."""
         self._num_steps = 0
         """Steps that end at `busy_until`."""
         self._run: DecodeRun | None = None
@@ -92,12 +87,8 @@ class SimShard:
         self._fetching: list[tuple[float, Sequence]] = []
         """With when the blocks will be there, in that order."""
         self._prefilling: list[Sequence] = []
-        self._ends: list[tuple[int, int, Sequence]] = []
-        """Heap of the sequences in decode by end_step, in order of their starts; cancelled ones stay in it."""
-        self._num_starts = 0
+        self._decoding = DecodeBatch(num_routers)
         self._num_running = 0
-        self._num_decoding = 0
-        self._num_context_tokens = 0
         self._cancelled: list[Sequence] = []
 
     # -- from outside ---------------------------------------------------------------------------------------------
@@ -136,27 +127,28 @@ class SimShard:
     def load(self, router_index: int, now: float) -> ShardLoad:
         """The report that the shard would send to this router now."""
         num_ended = 0 if self._run is None else min(self._run.count_ended(now - self._began_at), self._num_steps)
-        own = self._counts[router_index]
-        num_own_context_tokens = own.num_context_tokens + num_ended * own.num_decoding
+        own, decoding = self._counts[router_index], self._decoding
         return ShardLoad(
             num_running=self._num_running,
             num_waiting=len(self._waiting),
-            num_queued_prefill_tokens=sum(counts.num_queued_prefill_tokens for counts in self._counts),
-            num_decode_context_tokens=self._num_context_tokens + num_ended * self._num_decoding,
+            num_queued_prefill_tokens=self.num_queued_prefill_tokens,
+            num_decode_context_tokens=decoding.num_context_tokens + num_ended * decoding.num_sequences,
             num_available_blocks=self.cache.num_available,
             prefill_tokens_per_second=self._speed.prefill_tokens_per_second,
             decode_step_seconds=self._speed.decode_step_seconds,
             num_own_running=own.num_running,
             num_own_waiting=own.num_waiting,
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens,
-            num_own_decode_context_tokens=num_own_context_tokens,
+            num_own_decode_context_tokens=decoding.num_context_tokens_of[router_index]
+            + num_ended * decoding.num_sequences_of[router_index],
         )
 
     def seconds_until_growth(self, share: float) -> float:
         """How long, about, until decode alone makes the load differ by this share; infinite if it will not."""
         if self._run is None:
             return math.inf
-        return share * self._num_context_tokens / self._num_decoding * self._run.first_seconds
+        num_steps = share * self._decoding.num_context_tokens / self._decoding.num_sequences
+        return num_steps * self._run.first_seconds
 
     @property
     def num_running(self) -> int:
@@ -182,11 +174,13 @@ class SimShard:
         news = ShardNews()
         if self._run is not None:
             self._speed.add_decode_run(self._run, self._num_steps)
-            self._decode(self._num_steps, news)
+            for sequence in self._decoding.advance(self._num_steps):
+                self._end(sequence, news)
         elif self._chunks:
             num_tokens = sum(count for _, count in self._chunks)
-            self._speed.add_prefill_step(num_tokens, now - self._began_at, num_decoding=self._num_decoding)
-            self._decode(1, news)
+            self._speed.add_prefill_step(num_tokens, now - self._began_at, num_decoding=self._decoding.num_sequences)
+            for sequence in self._decoding.advance(1):
+                self._end(sequence, news)
             for sequence, count in self._chunks:
                 self._compute(sequence, count, news)
         self._run = None
@@ -208,16 +202,15 @@ class SimShard:
         self._began_at = now
         self.busy_until = math.inf
         self._plan_prefill(now)
+        num_decoding, num_context_tokens = self._decoding.num_sequences, self._decoding.num_context_tokens
         if self._chunks:
             chunks = [(sequence.num_computed_tokens, count) for sequence, count in self._chunks]
-            seconds = prefill_step_seconds(self._profile, chunks, self._num_decoding, self._num_context_tokens)
+            seconds = prefill_step_seconds(self._profile, chunks, num_decoding, num_context_tokens)
             self._num_steps = 1
             self.busy_until = now + seconds * self._slowness
-        elif self._num_decoding:
-            while self._ends[0][2].lease is None:
-                heapq.heappop(self._ends)
-            run = self._run = decode_run(self._profile, self._num_decoding, self._num_context_tokens, self._slowness)
-            self._num_steps = self._ends[0][0] - self._step
+        elif num_decoding:
+            run = self._run = decode_run(self._profile, num_decoding, num_context_tokens, self._slowness)
+            self._num_steps = self._decoding.count_steps_to_end()
             if self._fetching:
                 self._num_steps = min(self._num_steps, run.count_until(self._fetching[0][0] - now))
             self.busy_until = now + run.seconds(self._num_steps)
@@ -289,18 +282,6 @@ class SimShard:
 
     # -- progress -------------------------------------------------------------------------------------------------
 
-    def _decode(self, num_steps: int, news: ShardNews) -> None:
-        """Every sequence in decode is `num_steps` tokens further."""
-        self._step += num_steps
-        self._num_context_tokens += num_steps * self._num_decoding
-        for counts in self._counts:
-            counts.num_context_tokens += num_steps * counts.num_decoding
-        ends, step = self._ends, self._step
-        while ends and ends[0][0] <= step:
-            sequence = heapq.heappop(ends)[2]
-            if sequence.lease is not None:
-                self._end(sequence, news)
-
     def _compute(self, sequence: Sequence, num_tokens: int, news: ShardNews) -> None:
         """`num_tokens` more tokens of its prompt are computed."""
         sequence.num_computed_tokens += num_tokens
@@ -311,16 +292,10 @@ class SimShard:
             return
         self._prefilling.remove(sequence)
         news.starts.append(sequence)
-        sequence.end_step = self._step + sequence.num_output_tokens - 1
-        counts.num_decoding += 1
-        counts.num_context_tokens += sequence.num_prompt_tokens + 1
-        self._num_decoding += 1
-        self._num_context_tokens += sequence.num_prompt_tokens + 1
         if sequence.num_output_tokens == 1:
             self._end(sequence, news)
         else:
-            self._num_starts += 1
-            heapq.heappush(self._ends, (sequence.end_step, self._num_starts, sequence))
+            self._decoding.join(sequence)
 
     def _land(self, sequence: Sequence, news: ShardNews) -> None:
         """Its fetch is through: what it brought can be reused, the rest of the prompt computed."""
@@ -357,13 +332,8 @@ class SimShard:
         sequence.lease = None
         counts.num_running -= 1
         self._num_running -= 1
-        if sequence.end_step is None:
-            counts.num_queued_prefill_tokens -= sequence.num_uncomputed_tokens
-            if sequence in self._prefilling:
-                self._prefilling.remove(sequence)
-            return
-        num_generated = sequence.num_output_tokens - (sequence.end_step - self._step)
-        counts.num_decoding -= 1
-        counts.num_context_tokens -= sequence.num_prompt_tokens + num_generated
-        self._num_decoding -= 1
-        self._num_context_tokens -= sequence.num_prompt_tokens + num_generated
+        counts.num_queued_prefill_tokens -= sequence.num_uncomputed_tokens
+        if sequence.end_step is not None:
+            self._decoding.leave(sequence)
+        elif sequence in self._prefilling:
+            self._prefilling.remove(sequence)
