@@ -7,6 +7,7 @@ from aiohttp import web
 from edge_http.body import read_json_body
 from edge_http.edge import Edge
 from edge_http.generation import Job, envelope_for, generate, wants_usage
+from edge_http.guide import guide_of
 from edge_http.headers import session_key
 from edge_http.prompt import chat_prompt
 from edge_http.requests import decode_chat
@@ -20,7 +21,8 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
         body = decode_chat(raw, edge.config.max_messages)
         model = edge.find_model(body.model)
         n = num_choices(body)
-        sampling = chat_sampling(body)
+        guide = guide_of(body)
+        sampling = chat_sampling(body, guide)
         max_tokens, max_tokens_field = chat_max_tokens(body)
         stop = stop_conditions(body, max_tokens)
         key = session_key(request, body.prompt_cache_key)
@@ -35,6 +37,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
             stream=bool(body.stream),
             include_usage=wants_usage(body),
             session_key=key,
+            guide_field="" if guide is None else guide.field,
         )
         envelope = envelope_for(job, "chatcmpl-")
         return await generate(edge, request, job, ChatShape(envelope, model.tokenizer), envelope.id)

@@ -7,6 +7,7 @@ from aiohttp import web
 from edge_http.body import read_json_body
 from edge_http.edge import Edge
 from edge_http.generation import Job, envelope_for, generate, wants_usage
+from edge_http.guide import guide_of
 from edge_http.headers import session_key
 from edge_http.prompt import completion_prompts
 from edge_http.requests import decode_completion
@@ -19,7 +20,8 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
         body = decode_completion(await read_json_body(request, edge.config.max_body_bytes))
         model = edge.find_model(body.model)
         n = num_choices(body)
-        sampling = completion_sampling(body)
+        guide = guide_of(body)
+        sampling = completion_sampling(body, guide)
         stop = stop_conditions(body, completion_max_tokens(body))
         key = session_key(request, body.prompt_cache_key)
         job = Job(
@@ -33,6 +35,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
             stream=bool(body.stream),
             include_usage=wants_usage(body),
             session_key=key,
+            guide_field="" if guide is None else guide.field,
         )
         envelope = envelope_for(job, "cmpl-")
         return await generate(edge, request, job, CompletionShape(envelope, model.tokenizer), envelope.id)

@@ -29,6 +29,7 @@ from edge_http.shapes import Envelope, Shape
 from edge_http.sse import EventStream
 from edge_http.stream import StreamedAnswer
 from kvloom.errors import KvloomError
+from kvloom.guide import GUIDE_FIELD
 from kvloom.router_link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
@@ -52,6 +53,8 @@ class Job:
     stream: bool
     include_usage: bool
     session_key: str
+    guide_field: str = ""
+    """Of the body, that asked for guided decoding."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -138,6 +141,8 @@ async def _follow(
         num_events = events.num_events if events else 0
         edge.metrics.on_answer(job.operation, job.model.name, answer, job.num_prompt_tokens, num_events)
     if answer.error is not None:
+        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler can tell
+            answer.error.field = job.guide_field
         raise answer.error
 
 

@@ -38,6 +38,30 @@ class StreamOptions(Body, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(Body, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.Raw()
+    strict: bool | None = None
+    """Every answer keeps to its schema, with or without."""
+
+
+class ResponseFormat(Body, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body, kw_only=True):
+    """vLLM's extension: exactly one form."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    """A JSON Schema, or a string that holds one."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Body, kw_only=True):
     """What chat and plain completions share."""
 
@@ -58,6 +82,9 @@ class GenerationBody(Body, kw_only=True):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """Extension."""
     user: str | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. a conversation: a hint for placement."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from edge_http.guide import BodyGuide
 from edge_http.requests import ChatBody, CompletionBody, GenerationBody
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.sampling import MAX_LOGPROBS, check_num_choices, check_sampling, check_stop
@@ -22,20 +23,20 @@ def num_choices(body: GenerationBody) -> int:
     return n
 
 
-def chat_sampling(body: ChatBody) -> SamplingParams:
+def chat_sampling(body: ChatBody, guide: BodyGuide | None = None) -> SamplingParams:
     """Raises KvloomError (INVALID_ARGUMENT)."""
     logprobs = None
     if body.logprobs:
         logprobs = _whole_number(body.top_logprobs or 0, "top_logprobs", MAX_LOGPROBS)
     elif body.top_logprobs is not None:
         raise invalid_argument("top_logprobs goes only with logprobs: true.", "top_logprobs")
-    return _sampling(body, logprobs)
+    return _sampling(body, logprobs, guide)
 
 
-def completion_sampling(body: CompletionBody) -> SamplingParams:
+def completion_sampling(body: CompletionBody, guide: BodyGuide | None = None) -> SamplingParams:
     """Raises KvloomError (INVALID_ARGUMENT)."""
     logprobs = None if body.logprobs is None else _whole_number(body.logprobs, "logprobs", MAX_LOGPROBS)
-    return _sampling(body, logprobs)
+    return _sampling(body, logprobs, guide)
 
 
 def chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
@@ -85,7 +86,7 @@ def check_window(
     raise KvloomError(ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, message, field=field)
 
 
-def _sampling(body: GenerationBody, logprobs: int | None) -> SamplingParams:
+def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | None) -> SamplingParams:
     sampling = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -94,6 +95,7 @@ def _sampling(body: GenerationBody, logprobs: int | None) -> SamplingParams:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logprobs=logprobs,
+        guide=None if guide is None else guide.guide,
     )
     check_sampling(sampling)
     return sampling

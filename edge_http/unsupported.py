@@ -17,7 +17,6 @@ _BOTH: Final[Harmless] = {
     "logit_bias": ({},),
     "metadata": ({},),
     "prompt_cache_retention": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "store": (False,),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
 
@@ -11,6 +12,7 @@ from kvloom.chat_template import ChatMessage
 from kvloom.errors import invalid_argument
 from kvloom.sampling import check_num_choices, check_sampling, check_stop
 from kvloom.v1 import router_service_pb2
+from kvloom.v1.generation_pb2 import Guide
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -29,6 +31,9 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     presence_penalty: float
     frequency_penalty: float
+    guide: Mapping[str, Any]
+    """What the answer must look like: one of json_object (True), json_schema (a mapping or text), regex, choice (texts)
+    and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
     logprobs: int
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
     stop: str | Sequence[str]
@@ -63,6 +68,8 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
         _set(request, name, given)
     for name in _SAMPLING:
         _set(request.sampling, name, given)
+    if "guide" in given:
+        _set_guide(request.sampling.guide, given["guide"])
     for name in _STOP:
         _set(request.stop, name, given)
     stop = given.get("stop", ())
@@ -91,6 +98,21 @@ def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str =
             setattr(message, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         raise invalid_argument(f"{field or name} has an unusable value: {error}", field or name) from error
+
+
+def _set_guide(guide: Guide, form: Mapping[str, Any]) -> None:
+    if len(form) != 1:
+        raise invalid_argument("guide must hold exactly one form.", "guide")
+    [(name, value)] = form.items()
+    try:
+        if name == "choice":
+            guide.choice.texts.extend(value)
+        elif name == "json_schema" and not isinstance(value, str):
+            guide.json_schema = json.dumps(value, ensure_ascii=False)
+        else:
+            setattr(guide, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise invalid_argument(f"guide has an unusable form: {error}", "guide") from error
 
 
 def _add_message(

@@ -9,6 +9,8 @@ from typing import Any, Final
 from kvloom.errors import invalid_argument
 from kvloom.v1.generation_pb2 import Guide
 
+GUIDE_FIELD: Final = "sampling.guide"
+"""How the fabric's errors name it."""
 MAX_SCHEMA_BYTES: Final = 64 * 2**10
 MAX_SCHEMA_DEPTH: Final = 64
 MAX_PATTERN_BYTES: Final = 16 * 2**10

@@ -16,6 +16,7 @@ import structlog
 
 from kvloom.detokenizer import IncrementalDetokenizer, TokenText
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.guide import GUIDE_FIELD
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import (
@@ -40,7 +41,7 @@ from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
 from shard_server.refusals import draining, engine_failed, queue_full, refusal
 from shard_server.sequences import LiveSequence, logprobs_to_proto, shown_output
-from shard_server.submits import GUIDE_FIELD, resolve_submit
+from shard_server.submits import resolve_submit
 
 log = structlog.get_logger()
 
@@ -254,7 +255,7 @@ class EngineFront:
             return
         error = None
         if end.refusal:
-            error = invalid_argument(end.refusal, GUIDE_FIELD)
+            error = invalid_argument(f"The guide cannot be followed: {end.refusal}.", GUIDE_FIELD)
         elif end.reason is FinishReason.ERROR:
             log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
             error = engine_failed()

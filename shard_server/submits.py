@@ -8,13 +8,13 @@ from typing import Final
 
 from kvloom.block_hash import root_hash
 from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_sampling, check_stop
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice, SamplingParams
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from shard_server.engines.base import Capability, EngineInfo, EngineRequest, Guide, GuideKind, Sampling
 
-GUIDE_FIELD: Final = "sampling.guide"
 _MASK_64: Final = 2**64 - 1
 
 

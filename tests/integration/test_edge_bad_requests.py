@@ -29,6 +29,17 @@ def part(**fields: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, fields]}]}
 
 
+def schema(content: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": content}}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for _ in range(depth):
+        content = {"items": content}
+    return content
+
+
 INVALID = [
     ({"model": None}, "model"),
     ({"messages": []}, "messages"),
@@ -66,6 +77,26 @@ INVALID = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"service_tier": "flex"}, "service_tier"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    (schema(7), "response_format.json_schema.schema"),
+    (schema({"x": "x" * 65_536}), "response_format.json_schema.schema"),
+    (schema(nested(65)), "response_format.json_schema.schema"),
+    (schema({"type": "integer", "multipleOf": 1000003}), "response_format.json_schema.schema"),
+    (schema({"properties": {"a": {"multipleOf": 1e-30}}}), "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a" * 16_385}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a" * 65_537]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: %json {}"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
 ]
 
 
@@ -82,7 +113,8 @@ async def test_bad_chat_values_are_named(world: EdgeWorld, fields: dict[str, Any
 UNSUPPORTED = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"guided_json": {}}, "guided_json"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"tool_choice": "auto"}, "tool_choice"),

@@ -268,3 +268,16 @@ def test_compiled_guides_are_kept_up_to_a_bound(model_dir: Path) -> None:
     before = two.mask().copy()
     one.take([token])
     assert (two.mask() == before).all(), "sequences share a compiled guide, not their place in it"
+
+
+def test_choices_are_taken_letter_by_letter(model_dir: Path) -> None:
+    """Nothing in a choice is a pattern: a dot is a dot, and a special token's name is text."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
+    for choice in ("a.c", "[x]*", 'tab\t"q" \\\\ /x/ #&~-', "日本\u2028", "{1,2}|()^$?+"):
+        state = compiler.start(Guide(GuideKind.CHOICE, json.dumps([choice, "zz"], ensure_ascii=False)), [0, 2])
+        assert state.take(tokenizer.encode_now(choice)), choice
+        assert state.mask()[0] & 1, "the end of the sequence may follow"
+        wrong = compiler.start(Guide(GuideKind.CHOICE, json.dumps([choice])), [0, 2])
+        assert not wrong.take(tokenizer.encode_now("axc"))
+    tokenizer.close()

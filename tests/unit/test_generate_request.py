@@ -9,6 +9,7 @@ import pytest
 import kvloom
 from kvloom.errors import KvloomError
 from kvloom.generate_request import build_request
+from kvloom.v1.generation_pb2 import Choices, Guide
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,29 @@ def test_the_package_names_its_public_things_and_no_others() -> None:
     assert kvloom.Delta(0).text == ""
     with pytest.raises(AttributeError):
         _ = kvloom.Clinet  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("form", "guide"),
+    [
+        ({"json_object": True}, Guide(json_object=True)),
+        ({"json_schema": {"type": "null"}}, Guide(json_schema='{"type": "null"}')),
+        ({"json_schema": '{"type": "null"}'}, Guide(json_schema='{"type": "null"}')),
+        ({"regex": "a+"}, Guide(regex="a+")),
+        ({"choice": ["a", "b"]}, Guide(choice=Choices(texts=["a", "b"]))),
+        ({"grammar": 'start: "a"'}, Guide(grammar='start: "a"')),
+    ],
+)
+def test_every_form_of_guide_can_be_asked_for(form: dict[str, Any], guide: Guide) -> None:
+    """Callers write plain Python."""
+    assert build_request({"model": "m", "text": "x", "guide": form}).sampling.guide == guide
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"regex": "a", "choice": ["b"]}, {"yaml": "x"}, {"regex": 3}, {"choice": [1]}, {"regex": ""}]
+)
+def test_an_unusable_guide_is_named(form: dict[str, Any]) -> None:
+    """Before it has gone anywhere."""
+    with pytest.raises(KvloomError) as caught:
+        build_request({"model": "m", "text": "x", "guide": form})
+    assert caught.value.field == "guide"

@@ -7,6 +7,7 @@ bounds what a guide may cost by fuel that does not depend on the clock, so that 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,7 @@ _LIMITS: Final = LLParserLimits(
 )
 """A step of the automaton takes 7 ms at most, and its states 40 MB."""
 _MAX_MESSAGE_CHARS: Final = 200
+_REGEX_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
 
 class MatcherState:
@@ -136,10 +138,8 @@ def _grammar(guide: Guide) -> str:
             return LLMatcher.grammar_from_lark(guide.text)
         case GuideKind.CHOICE:
             choices: list[str] = json.loads(guide.text)
-            # JSON's escapes are Lark's too, but for the surrogate pairs, which ensure_ascii=False avoids.
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            )
+            # A regular expression takes every character as it is, a grammar's string does not.
+            return LLMatcher.grammar_from_regex("|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices))
 
 
 def _message(matcher: LLMatcher) -> str:
