@@ -23,15 +23,15 @@ from tools.options import option
     "--seeds",
     "num_seeds",
     type=click.IntRange(1),
-    scope="dst_",
+    scope="dst",
     help="How many seeds to run.  [default: 1000, or 1 with --seed]",
 )
-@option("--seed", "first_seed", type=click.IntRange(0), scope="dst_", help="The first of them.  [default: 0]")
-@option("--jobs", "num_jobs", type=click.IntRange(1), scope="dst_", help="Processes.  [default: one per core]")
+@option("--seed", "first_seed", type=click.IntRange(0), scope="dst", help="The first of them.  [default: 0]")
+@option("--jobs", "num_jobs", type=click.IntRange(1), scope="dst", help="Processes.  [default: one per core]")
 @option(
     "--trace",
     is_flag=True,
-    scope="dst_",
+    scope="dst",
     help=f"Print what happened (the last {MAX_TRACE:,} events); only with one seed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
