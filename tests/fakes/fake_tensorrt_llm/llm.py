@@ -31,6 +31,7 @@ class Variant:
     raises_queue_empty: bool = False
     """Getters raise instead of returning nothing, and do not wait."""
     has_stats: bool = True
+    has_events: bool = True
     step_seconds: float = 0.001
     tokens_per_step: int = 1
     """Speculation."""
@@ -47,7 +48,9 @@ class FakeLlm:
         self.variant = variant
         block_size = kv_cache.tokens_per_block
         num_blocks = kv_cache.max_tokens // block_size if kv_cache.max_tokens else DEFAULT_NUM_BLOCKS
-        self.events = EventBuffer(kv_cache.event_buffer_max_size, variant.window_sizes, variant.rank)
+        self.events = EventBuffer(
+            kv_cache.event_buffer_max_size if variant.has_events else 0, variant.window_sizes, variant.rank
+        )
         self.cache = BlockCache(
             num_blocks,
             block_size,

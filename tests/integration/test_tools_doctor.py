@@ -1,0 +1,130 @@
+"""`kvloom doctor engine`: says what is well, and finds what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from click.testing import CliRunner
+
+from kvloom.config import KvloomConfig
+from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+from tools.doctor import Result, doctor_engine, examine
+from tools.doctor_checks import CHECKS
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """The command sets it for its process, which is this one."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver, as far as one can tell by asking it."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 580.65'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def doctor(model_dir: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(doctor_engine, ["--model", str(model_dir), "--json", *arguments])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def outcomes(report: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["outcome"] for check in report["checks"]}
+
+
+def test_the_simulated_engine_is_well(model_dir: Path):
+    """Every check runs or says why not; what an engine does not offer is skipped."""
+    status, report = doctor(model_dir, "--engine", "sim")
+    assert status == 0
+    assert report["ok"]
+    found = outcomes(report)
+    assert [name for name, _ in CHECKS] == list(found)[3:-1]
+    skipped = {name for name, outcome in found.items() if outcome == "skipped"}
+    assert {"penalties", "guided decoding"} <= skipped
+    assert set(found.values()) == {"ok", "skipped"}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("variant", [Variant(), Variant(is_new=True, window_sizes=(4096, 512), rank=0)])
+def test_tensorrt_llm_is_well_where_it_behaves(model_dir: Path, variant: Variant):
+    """What an operator should see on a GPU machine."""
+    with installed_tensorrt_llm(variant):
+        status, report = doctor(model_dir, "--engine", "tensorrt_llm")
+    assert [check for check in report["checks"] if check["outcome"] == "failed"] == []
+    assert status == 0
+    assert outcomes(report)["KV events"] == "ok"
+    assert outcomes(report)["prefix reuse"] == "ok"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_missing_kv_events_are_found(model_dir: Path):
+    """Routing would be blind, and nothing else would tell."""
+    with installed_tensorrt_llm(Variant(has_events=False)):
+        status, report = doctor(model_dir, "--engine", "tensorrt_llm")
+    assert status == 1
+    assert not report["ok"]
+    assert outcomes(report)["KV events"] == "failed"
+    assert outcomes(report)["32 at once"] == "ok", "the other checks go on"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_engine_that_cannot_start_is_told_in_one_line(model_dir: Path):
+    """With the reason."""
+    with installed_tensorrt_llm(Variant(has_stats=False)):
+        status, report = doctor(model_dir, "--engine", "tensorrt_llm")
+    assert status == 1
+    assert report["checks"][-1]["name"] == "start"
+    assert "statistics" in report["checks"][-1]["detail"]
+
+
+def test_a_machine_without_a_driver_is_no_place_for_tensorrt_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """The commonest fault: a container that was started without --gpus."""
+    monkeypatch.setenv("PATH", "")
+    with installed_tensorrt_llm():
+        status, report = doctor(model_dir, "--engine", "tensorrt_llm")
+    assert status == 1
+    assert outcomes(report)["GPU"] == "failed"
+
+
+async def test_an_engine_that_dies_under_examination_ends_it(model_dir: Path):
+    """Every further check would say the same."""
+    config = KvloomConfig()
+    config.shard.engine = "tensorrt_llm"
+    config.model.path = str(model_dir)
+    with installed_tensorrt_llm() as fake:
+
+        def report(result: Result) -> None:
+            if result.name == "streaming":
+                fake.llm.die(RuntimeError("CUDA error: device-side assert triggered"))
+
+        results = await examine(config, report)
+    failed = next(result for result in results if result.name == "stop token")
+    assert failed.outcome == "failed"
+    assert "device-side assert" in failed.detail
+    assert [result.name for result in results[-2:]] == ["stop token", "close"]
+
+
+def test_tensorrt_llm_wants_a_directory():
+    """It converts nothing."""
+    result = CliRunner().invoke(doctor_engine, ["--engine", "tensorrt_llm", "--model", "smollm2-135m-instruct"])
+    assert result.exit_code == 1
+
+
+def test_people_get_signs(model_dir: Path):
+    """One line a check, and the verdict last."""
+    result = CliRunner().invoke(doctor_engine, ["--model", str(model_dir), "--engine", "sim"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("✓ versions: Python ")
+    assert any(line.startswith("– penalties: ") for line in lines)
+    assert lines[-1] == "all is well"
