@@ -68,7 +68,8 @@ class HashRuns(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
-            return self._cut(*index.indices(len(self)))
+            start, stop, step = index.indices(len(self))
+            return self._cut(start, stop) if step == 1 else tuple(self)[index]
         rest = index if index >= 0 else index + len(self)
         if rest >= 0:
             for run in self.runs:
@@ -77,9 +78,7 @@ class HashRuns(Sequence[int]):
                 rest -= len(run)
         raise IndexError(index)
 
-    def _cut(self, start: int, stop: int, step: int) -> Sequence[int]:
-        if step != 1:
-            return tuple(self)[start:stop:step]
+    def _cut(self, start: int, stop: int) -> HashRuns:
         pieces: list[range] = []
         for run in self.runs:
             if start < len(run) and stop > 0:
