@@ -16,14 +16,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from router.core.run_walk import Stretches, leading_blocks, locate, pack
+from router.core.run_walk import HASH_TYPECODE, SEGMENT_MASK, leading_blocks, locate, pack
+from router.core.shard_bits import ShardBits
 
 RUN_BLOCKS: Final = 32
 SHORT_RUN_BLOCKS: Final = 8
 """New blocks that come in smaller portions share a run with others of their shard."""
-_SEGMENT_MASK: Final = 255
-"""The map is split in 256 dicts by the low bits of the hash: a dict that grows is copied, and a copy of one with
-millions of entries stops the world for half a second."""
 
 
 class BlockRuns:
@@ -32,18 +30,18 @@ class BlockRuns:
 
     def __init__(self, run_blocks: int = RUN_BLOCKS) -> None:
         self._run_blocks = run_blocks
-        self._segments: list[dict[int, int]] = [{} for _ in range(_SEGMENT_MASK + 1)]
+        self._segments: list[dict[int, int]] = [{} for _ in range(SEGMENT_MASK + 1)]
         """Block hash → run."""
         self._packed: dict[int, bytes] = {}
-        """Run → its hashes, 8 bytes each."""
+        """Run → its hashes, 8 bytes each; nothing for a free run. Keys are never deleted: a dict with deletions is
+        copied again and again."""
         self._uniform: dict[int, int] = {}
-        """Run → shards that hold every block of it; never 0."""
+        """Run → shards that hold every block of it; 0 where its blocks differ, and for a free run."""
         self._mixed: dict[int, tuple[int, ...]] = {}
         """Run → shards that hold each of its blocks, where they are not the same; never 0."""
         self._open: dict[int, int] = {}
         """Shard's bit → the run that takes its next few blocks."""
         self._free_runs: list[int] = []
-        self._num_runs_ever = 0
         self._retired = 0
         """Bits that wait for the next sweep."""
         self._sweeping = 0
@@ -57,17 +55,16 @@ class BlockRuns:
 
     @property
     def num_runs(self) -> int:
-        return len(self._packed)
+        return len(self._packed) - len(self._free_runs)
 
-    def count_leading(self, hashes: Sequence[int], shards: int) -> Stretches:
-        """How many leading blocks each of `shards` holds: see run_walk."""
-        return leading_blocks(self._segments, self._packed, self._uniform, self._mixed, hashes, shards)
+    def count_leading(self, hashes: Sequence[int], bits: ShardBits) -> dict[str, int]:
+        """How many leading blocks each shard holds; those with none are left out."""
+        return leading_blocks(self._segments, self._packed, self._uniform, self._mixed, hashes, bits)
 
-    def add(self, hashes: Sequence[int], bit: int, *, is_chain: bool = False) -> list[int]:
+    def add(self, hashes: Sequence[int], bit: int, *, are_neighbours: bool = False) -> list[int]:
         """The shard holds these blocks (a hash twice counts once). Returns those that it did not hold before.
 
-        `is_chain`: they follow one another in a prompt, from its beginning; runs that are scattered along it are
-        gathered.
+        `are_neighbours`: they follow one another in a prompt; those that lie scattered over many runs are gathered.
         """
         segments, packed_runs, uniform = self._segments, self._packed, self._uniform
         added: list[int] = []
@@ -77,7 +74,7 @@ class BlockRuns:
         while index < num_hashes:
             starts.append(index)
             block_hash = hashes[index]
-            run = segments[block_hash & _SEGMENT_MASK].get(block_hash)
+            run = segments[block_hash & SEGMENT_MASK].get(block_hash)
             if run is None:
                 end = self._add_new(hashes, index, data, bit)
                 added += hashes[index:end]
@@ -86,8 +83,8 @@ class BlockRuns:
             packed = packed_runs[run]
             first, count = locate(packed, data, index)
             end = index + count
-            mask = uniform.get(run)
-            if mask is None:
+            mask = uniform[run]
+            if not mask:
                 added += self._add_mixed(run, first, hashes[index:end], bit)
             elif not mask & bit:
                 added += hashes[index:end]
@@ -98,7 +95,7 @@ class BlockRuns:
                     masks[first : first + count] = [mask | bit] * count
                     self._set_masks(run, masks)
             index = end
-        if is_chain and len(starts) > SHORT_RUN_BLOCKS:
+        if are_neighbours and len(starts) > SHORT_RUN_BLOCKS:
             self._gather(hashes, data, starts)
         return added
 
@@ -107,7 +104,7 @@ class BlockRuns:
         segments = self._segments
         by_run: dict[int, list[int]] = {}
         for block_hash in dict.fromkeys(hashes):
-            run = segments[block_hash & _SEGMENT_MASK].get(block_hash)
+            run = segments[block_hash & SEGMENT_MASK].get(block_hash)
             if run is None:
                 continue
             group = by_run.get(run)
@@ -130,22 +127,20 @@ class BlockRuns:
         """Wipe retired bits out of so many runs. Returns the bits that are free now."""
         if not self._sweeping:
             self._sweeping, self._retired = self._retired, 0
-            self._next_swept = self._num_runs_ever
+            self._next_swept = self.num_runs_ever
         bits = self._sweeping
         if not bits:
             return 0
         stop = max(0, self._next_swept - max_runs)
         for run in range(self._next_swept - 1, stop - 1, -1):
-            mask = self._uniform.get(run)
-            if mask is None:
-                masks = self._mixed.get(run)
-                if masks is not None:
-                    self._set_masks(run, [mask & ~bits for mask in masks])
-            elif mask & bits:
+            mask = self._uniform[run]
+            if mask & bits:
                 if mask & ~bits:
                     self._uniform[run] = mask & ~bits
                 else:
                     self._drop_run(run)
+            elif not mask and self._packed[run]:
+                self._set_masks(run, [mask & ~bits for mask in self._mixed[run]])
         self._next_swept = stop
         if stop:
             return 0
@@ -155,7 +150,7 @@ class BlockRuns:
     @property
     def num_runs_ever(self) -> int:
         """How many runs one whole sweep visits."""
-        return self._num_runs_ever
+        return len(self._packed)
 
     def check_integrity(self) -> dict[int, int]:
         """Assert that the parts fit together. Returns block hash → shards; retired bits are left out, and blocks that
@@ -163,18 +158,21 @@ class BlockRuns:
         gone = self._retired | self._sweeping
         held: dict[int, int] = {}
         num_blocks = 0
-        assert self._packed.keys() == self._uniform.keys() | self._mixed.keys()
-        assert not self._uniform.keys() & self._mixed.keys()
-        assert not self._packed.keys() & set(self._free_runs)
-        assert len(self._packed) + len(self._free_runs) == self._num_runs_ever
+        assert self._packed.keys() == self._uniform.keys()
+        assert len(set(self._free_runs)) == len(self._free_runs)
+        free_runs = {run for run, packed in self._packed.items() if not packed}
+        assert free_runs == set(self._free_runs)
+        assert self._mixed.keys() == {run for run, mask in self._uniform.items() if not mask} - free_runs
         for run, packed in self._packed.items():
-            hashes = array("Q", packed)
+            if not packed:
+                continue
+            hashes = array(HASH_TYPECODE, packed)
             assert 0 < len(hashes) <= self._run_blocks
             masks = self._mixed.get(run) or (self._uniform[run],) * len(hashes)
             num_blocks += len(hashes)
             for block_hash, mask in zip(hashes, masks, strict=True):
                 assert mask
-                assert self._segments[block_hash & _SEGMENT_MASK][block_hash] == run
+                assert self._segments[block_hash & SEGMENT_MASK][block_hash] == run
                 assert not self._sweeping & mask or run < self._next_swept
                 if mask & ~gone:
                     held[block_hash] = mask & ~gone
@@ -191,7 +189,7 @@ class BlockRuns:
         if num_left < SHORT_RUN_BLOCKS:
             run = self._open.get(bit)
             if run is not None and (
-                self._uniform.get(run) != bit or len(self._packed[run]) + 8 * num_left > 8 * self._run_blocks
+                self._uniform[run] != bit or len(self._packed[run]) + 8 * num_left > 8 * self._run_blocks
             ):
                 run = None
         is_new = run is None
@@ -201,7 +199,7 @@ class BlockRuns:
                 self._open[bit] = run
         end = begin
         for block_hash in hashes[begin : begin + self._run_blocks]:
-            segment = segments[block_hash & _SEGMENT_MASK]
+            segment = segments[block_hash & SEGMENT_MASK]
             if block_hash in segment:
                 break
             segment[block_hash] = run
@@ -223,10 +221,10 @@ class BlockRuns:
         return added
 
     def _discard_of_run(self, run: int, group: list[int], bit: int) -> int:
-        mask = self._uniform.get(run)
+        mask = self._uniform[run]
         packed = self._packed[run]
         size = len(packed) >> 3
-        if mask is not None:
+        if mask:
             if not mask & bit:
                 return 0
             if len(group) == size:
@@ -238,12 +236,12 @@ class BlockRuns:
             if mask == bit and len(group) == 1:
                 first = locate(packed, pack(group), 0)[0]
                 self._packed[run] = packed[: 8 * first] + packed[8 * first + 8 :]
-                del self._segments[group[0] & _SEGMENT_MASK][group[0]]
+                del self._segments[group[0] & SEGMENT_MASK][group[0]]
                 return 1
-        masks = list(self._mixed.get(run) or (mask or 0,) * size)
+        masks = [mask] * size if mask else list(self._mixed[run])
         wanted = set(group)
         num_discarded = 0
-        for index, block_hash in enumerate(array("Q", packed)):
+        for index, block_hash in enumerate(array(HASH_TYPECODE, packed)):
             if block_hash in wanted and masks[index] & bit:
                 masks[index] ^= bit
                 num_discarded += 1
@@ -253,10 +251,10 @@ class BlockRuns:
     def _set_masks(self, run: int, masks: list[int]) -> None:
         """Give each block of a run its shards. Blocks without any are dropped."""
         if 0 in masks:
-            hashes = array("Q", self._packed[run])
+            hashes = array(HASH_TYPECODE, self._packed[run])
             for block_hash, mask in zip(hashes, masks, strict=True):
                 if not mask:
-                    del self._segments[block_hash & _SEGMENT_MASK][block_hash]
+                    del self._segments[block_hash & SEGMENT_MASK][block_hash]
             hashes = [block_hash for block_hash, mask in zip(hashes, masks, strict=True) if mask]
             masks = [mask for mask in masks if mask]
             if not masks:
@@ -268,25 +266,22 @@ class BlockRuns:
             self._mixed.pop(run, None)
             self._uniform[run] = masks[0]
         else:
-            self._uniform.pop(run, None)
+            self._uniform[run] = 0
             self._mixed[run] = tuple(masks)
 
     def _drop_run(self, run: int) -> None:
-        for block_hash in array("Q", self._packed[run]):
-            del self._segments[block_hash & _SEGMENT_MASK][block_hash]
+        for block_hash in array(HASH_TYPECODE, self._packed[run]):
+            del self._segments[block_hash & SEGMENT_MASK][block_hash]
         self._free_run(run)
 
     def _free_run(self, run: int) -> None:
-        del self._packed[run]
-        self._uniform.pop(run, None)
+        self._packed[run] = b""
+        self._uniform[run] = 0
         self._mixed.pop(run, None)
         self._free_runs.append(run)
 
     def _allocate_run(self) -> int:
-        if self._free_runs:
-            return self._free_runs.pop()
-        self._num_runs_ever += 1
-        return self._num_runs_ever - 1
+        return self._free_runs.pop() if self._free_runs else len(self._packed)
 
     # -- gathering ------------------------------------------------------------------------------------------------
 
@@ -309,17 +304,17 @@ class BlockRuns:
             masks = [self._take_out(block_hash) for block_hash in chunk]
             run = self._allocate_run()
             for block_hash in chunk:
-                self._segments[block_hash & _SEGMENT_MASK][block_hash] = run
+                self._segments[block_hash & SEGMENT_MASK][block_hash] = run
             self._packed[run] = data[8 * start : 8 * stop]
             self._set_masks(run, masks)
 
     def _take_out(self, block_hash: int) -> int:
         """Remove a block from its run. Returns its shards, none of which is being swept (the sweep may have passed)."""
-        run = self._segments[block_hash & _SEGMENT_MASK][block_hash]
+        run = self._segments[block_hash & SEGMENT_MASK][block_hash]
         packed = self._packed[run]
         index = locate(packed, pack((block_hash,)), 0)[0]
-        mask = self._uniform.get(run)
-        if mask is None:
+        mask = self._uniform[run]
+        if not mask:
             masks = self._mixed[run]
             mask = masks[index]
             self._mixed[run] = masks[:index] + masks[index + 1 :]

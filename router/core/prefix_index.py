@@ -146,8 +146,8 @@ class PrefixIndex:
         self._expire(now)
         placed = shard.placed
         expires_at = now + PLACED_TTL_SECONDS
-        added = self._runs.add(block_hashes, shard.bit, is_chain=True)
-        if placed and len(added) < len(block_hashes):
+        added = self._runs.add(block_hashes, shard.bit, are_neighbours=True)
+        if placed and len(added) < len(block_hashes) and not placed.keys().isdisjoint(block_hashes):
             for block_hash in [block_hash for block_hash in block_hashes if block_hash in placed]:
                 del placed[block_hash]
                 placed[block_hash] = expires_at
@@ -161,7 +161,7 @@ class PrefixIndex:
     def count_overlaps(self, block_hashes: Sequence[int], now: float) -> dict[str, int]:
         """Leading blocks of `block_hashes` that each shard holds; shards with none are left out."""
         self._expire(now)
-        return self._bits.by_shard(self._runs.count_leading(block_hashes, self._bits.all))
+        return self._runs.count_leading(block_hashes, self._bits)
 
     def num_stored(self, shard_id: str) -> int:
         """Blocks that the shard is known to have cached."""
@@ -218,26 +218,26 @@ class PrefixIndex:
             if change.removed:
                 self._remove_stored(shard, change.removed)
             if change.stored:
-                self._add_stored(shard, change.stored)
+                self._add_stored(shard, change.stored, are_neighbours=True)
                 num_stored += len(change.stored)
         if num_stored:
             decay = math.exp((shard.store_rate_at - now) / STORE_RATE_SECONDS)
             shard.store_rate = shard.store_rate * decay + num_stored / STORE_RATE_SECONDS
             shard.store_rate_at = now
 
-    def _add_stored(self, shard: _ShardBlocks, block_hashes: Sequence[int]) -> None:
+    def _add_stored(self, shard: _ShardBlocks, block_hashes: Sequence[int], *, are_neighbours: bool) -> None:
         if not self._runs.is_swept:
             self._sweep(1 + len(block_hashes) // (self._portions.run_blocks // 2))
         if len(block_hashes) > shard.max_blocks - shard.num_stored:
             # More than it has: the shard miscounts.
             for block_hash in block_hashes:
                 if shard.num_stored < shard.max_blocks:
-                    self._add_stored_within(shard, (block_hash,))
+                    self._add_stored_within(shard, (block_hash,), are_neighbours=False)
         else:
-            self._add_stored_within(shard, block_hashes)
+            self._add_stored_within(shard, block_hashes, are_neighbours=are_neighbours)
 
-    def _add_stored_within(self, shard: _ShardBlocks, block_hashes: Sequence[int]) -> None:
-        num_added = len(self._runs.add(block_hashes, shard.bit))
+    def _add_stored_within(self, shard: _ShardBlocks, block_hashes: Sequence[int], *, are_neighbours: bool) -> None:
+        num_added = len(self._runs.add(block_hashes, shard.bit, are_neighbours=are_neighbours))
         shard.num_stored += num_added
         if shard.placed and num_added < len(block_hashes):
             for block_hash in block_hashes:
@@ -270,7 +270,7 @@ class PrefixIndex:
         shard.unread_from += len(block_hashes)
         if shard.removed:
             block_hashes = [block_hash for block_hash in block_hashes if block_hash not in shard.removed]
-        self._add_stored(shard, block_hashes)
+        self._add_stored(shard, block_hashes, are_neighbours=False)
         if not shard.num_unread:
             self._stop_reading(shard)
 
