@@ -55,6 +55,43 @@ async def test_the_official_async_client_streams(torch_fabric: RunningFabric):
     assert "4" in text
 
 
+def test_the_official_client_gets_json_of_its_schema(client: openai.OpenAI):
+    """Structured output through every process: n answers, streamed or not, and a compiler's refusal by field."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "capital": {"type": "boolean"}},
+        "required": ["city", "capital"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=messages("Name a city."),
+        n=3,
+        temperature=1.2,
+        seed=1,
+        max_tokens=100,
+        response_format=wanted,  # pyright: ignore[reportArgumentType]
+    )
+    for choice in answer.choices:
+        content = json.loads(choice.message.content or "")
+        assert list(content) == ["city", "capital"]
+        assert isinstance(content["capital"], bool)
+    chunks = client.chat.completions.create(
+        model=MODEL,
+        messages=messages("Is Rome in Italy?"),
+        stream=True,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) in ("yes", "no")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=MODEL, messages=messages("x"), extra_body={"structured_outputs": {"regex": "(a"}}
+        )
+    assert caught.value.param == "structured_outputs.regex"
+    assert "regex" in caught.value.message
+
+
 def test_completions_continue_a_text(client: openai.OpenAI):
     """The older endpoint is still what base models and many tools use."""
     answer = client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0)
