@@ -39,6 +39,7 @@ def main() -> None:
     commands_at={
         "engine": "tools.bench_engine:bench_engine",
         "conversations": "tools.bench_conversations:bench_conversations",
+        "routing": "tools.simulate.study:study_command",
     },
 )
 def bench() -> None:

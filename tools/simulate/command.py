@@ -31,7 +31,7 @@ from tools.simulate.runs import (
 )
 from tools.simulate.statistics import Slo
 from tools.simulate.table import make_table
-from tools.simulate.traces import FORMATS, TraceFormat, guess_format
+from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, TraceFormat, guess_format
 
 DEFAULT_USERS: Final = 80
 _MAX_SEEDS: Final = 100
@@ -74,6 +74,15 @@ _MAX_SEEDS: Final = 100
     scope="simulate",
     type=click.IntRange(1, 1_000_000),
     help=f"Who play sessions at the same time (weka).  [default: {DEFAULT_USERS}]",
+)
+@option(
+    "--max-think",
+    "max_think_seconds",
+    scope="simulate",
+    type=click.FloatRange(0),
+    default=MAX_THINK_SECONDS,
+    show_default=True,
+    help="Longer think times are cut to so many seconds (weka); inf: none is.",
 )
 @option(
     "--policy",
@@ -169,6 +178,7 @@ def simulate_command(
     profile_name: str,
     rate: float | None,
     users: int | None,
+    max_think_seconds: float,
     policy_names: str,
     seed: int,
     seeds: int,
@@ -192,7 +202,9 @@ def simulate_command(
     if plot_file is not None:
         check_plot_file(plot_file)
     run = RunSpec(
-        trace=TraceSource(path=str(trace_file), format=trace_format, block_size=block_size),
+        trace=TraceSource(
+            path=str(trace_file), format=trace_format, block_size=block_size, max_think_seconds=max_think_seconds
+        ),
         load=_choose_load(trace_format, rate, users),
         policy="",
         profile=load_profile(profile_name),

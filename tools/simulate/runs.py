@@ -13,7 +13,7 @@ from tools.simulate.bound import simulate_bound
 from tools.simulate.capacity import find_capacity
 from tools.simulate.fleet_model import Profile
 from tools.simulate.statistics import Slo, Statistics, measured_outcomes, summarise, without_warm_up
-from tools.simulate.traces import Trace, TraceFormat, read_trace
+from tools.simulate.traces import MAX_THINK_SECONDS, Trace, TraceFormat, read_trace
 from tools.simulate.workload import ShardSample, SimulationResult
 from tools.simulate.world import FleetOptions, simulate
 
@@ -30,6 +30,7 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     format: TraceFormat
     block_size: int | None = None
+    max_think_seconds: float = MAX_THINK_SECONDS
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +128,7 @@ def _read_once(source: TraceSource, tell_progress: TellProgress) -> Trace:
             Path(source.path),
             source.format,
             block_size=source.block_size,
+            max_think_seconds=source.max_think_seconds,
             on_fraction=lambda share: tell_progress("reading", share),
         )
         _last_trace.clear()

@@ -11,9 +11,18 @@ from tools.simulate.traces.azure import read_azure
 from tools.simulate.traces.mooncake import read_mooncake
 from tools.simulate.traces.reading import ReadFraction
 from tools.simulate.traces.trace import HashRuns, MeasuredWorkload, Trace, TraceFormat
-from tools.simulate.traces.weka import read_weka
+from tools.simulate.traces.weka import MAX_THINK_SECONDS, read_weka
 
-__all__ = ["FORMATS", "HashRuns", "MeasuredWorkload", "Trace", "TraceFormat", "guess_format", "read_trace"]
+__all__ = [
+    "FORMATS",
+    "MAX_THINK_SECONDS",
+    "HashRuns",
+    "MeasuredWorkload",
+    "Trace",
+    "TraceFormat",
+    "guess_format",
+    "read_trace",
+]
 
 FORMATS: Final[tuple[TraceFormat, ...]] = ("mooncake", "weka", "azure")
 
@@ -34,11 +43,15 @@ def read_trace(
     trace_format: TraceFormat,
     *,
     block_size: int | None = None,
+    max_think_seconds: float = MAX_THINK_SECONDS,
     on_fraction: ReadFraction | None = None,
 ) -> Trace:
-    """`block_size`: for traces that do not say which blocks are alike (azure). Raises CommandError."""
+    """`block_size`: for traces that do not say which blocks are alike (azure). `max_think_seconds`: longer think times
+    are cut (weka). Raises CommandError."""
     if trace_format == "azure":
         return read_azure(path, on_fraction, block_size or AZURE_BLOCK_SIZE)
     if block_size is not None:
         raise CommandError(f"--block-size is for azure traces: {trace_format} traces have blocks of their own")
-    return read_mooncake(path, on_fraction) if trace_format == "mooncake" else read_weka(path, on_fraction)
+    if trace_format == "mooncake":
+        return read_mooncake(path, on_fraction)
+    return read_weka(path, on_fraction, max_think_seconds)

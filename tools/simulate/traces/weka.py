@@ -33,6 +33,8 @@ from tools.simulate.traces.reading import (
 from tools.simulate.traces.trace import hash_base
 
 BLOCK_SIZE: Final = 64
+MAX_THINK_SECONDS: Final = 300.0
+"""Who is away for longer, up to 7 hours in the trace, is no user at work: N users would be mostly absent ones."""
 MAX_NESTING: Final = 8
 
 
@@ -64,8 +66,10 @@ class _Line(msgspec.Struct):
     hash_id_scope: Literal["local"] = "local"
 
 
-def read_weka(path: Path, on_fraction: ReadFraction | None = None) -> ClosedTrace:
-    """Raises CommandError."""
+def read_weka(
+    path: Path, on_fraction: ReadFraction | None = None, max_think_seconds: float = MAX_THINK_SECONDS
+) -> ClosedTrace:
+    """Longer think times are cut. Raises CommandError."""
     sessions: list[Session] = []
     block_size: int | None = None
     num_calls = 0
@@ -74,7 +78,10 @@ def read_weka(path: Path, on_fraction: ReadFraction | None = None) -> ClosedTrac
             raise line_error(path, line_number, "block_size", f"{line.block_size}, but {block_size} before")
         block_size = line.block_size
         reader = _SessionReader(path, line_number, line)
-        turns = tuple(reader.turns(line.requests, "requests", 0))
+        turns = tuple(
+            dataclasses.replace(turn, think_seconds=min(turn.think_seconds, max_think_seconds))
+            for turn in reader.turns(line.requests, "requests", 0)
+        )
         num_calls += len(turns)
         if num_calls > MAX_CALLS:
             raise line_error(path, line_number, "requests", f"more than {MAX_CALLS} calls")
