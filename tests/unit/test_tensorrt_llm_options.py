@@ -112,6 +112,12 @@ def test_an_option_that_was_set_and_that_the_version_lacks_is_an_error_that_name
         options_of(TensorRtLlmConfig(stream_interval=4), variant)
 
 
+def test_another_order_of_the_queue_is_not_to_be_had():
+    """It is the library that admits."""
+    with pytest.raises(EngineError, match=r"shard\.queue_order"):
+        options_of(queue_order="shortest_prefill")
+
+
 def test_further_arguments_are_checked_too():
     """The constructor's own message comes after minutes, and from another process."""
     assert (

@@ -32,6 +32,8 @@ class _Option:
 def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_model_len: int) -> dict[str, Any]:
     """Arguments of `LLM`. Raises EngineError that names the option which the installed version lacks or refuses."""
     config = shard.tensorrt_llm
+    if shard.queue_order != "fcfs":
+        raise EngineError(f"shard.queue_order: TensorRT-LLM has no {shard.queue_order}, it admits what came first")
     known = _arguments_of_llm(library)
     arguments: dict[str, Any] = {"model": str(model_dir)}
     for option in _options(library, shard, max_model_len):

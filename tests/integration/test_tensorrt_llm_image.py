@@ -1,0 +1,124 @@
+"""The parts of the TensorRT-LLM image that can be tried without NVIDIA's: stubs, configuration, health check."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from concurrent import futures
+from pathlib import Path
+from types import ModuleType
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvloom.config import load_config
+from tests.conftest import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy" / "tensorrt_llm"
+PROTOBUFS = ("4.21.12", "4.25.8", "5.29.5")
+ROUND_TRIP = """
+import google.protobuf
+from kvloom.v1 import router_service_pb2, safety_service_pb2, shard_service_pb2
+frame = shard_service_pb2.ShardSubmit(request_id="a", prompt_token_ids=[1, 2])
+assert shard_service_pb2.ShardSubmit.FromString(frame.SerializeToString()) == frame
+print(google.protobuf.__version__)
+"""
+
+
+def generator_version() -> str:
+    found = re.search(r"grpcio-tools==(\S+)", (DEPLOY / "Dockerfile").read_text())
+    assert found is not None
+    return found.group(1)
+
+
+def run(*command: str | Path, **env: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=os.environ | env,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not os.environ.get("KVLOOM_TEST_OLD_GRPC"), reason="installs old gRPC: KVLOOM_TEST_OLD_GRPC=1")
+@pytest.mark.timeout(600)
+def test_stubs_of_the_old_generator_load_with_old_protobufs(tmp_path: Path):
+    """TensorRT-LLM's image has an old protobuf, which refuses newer generators' stubs."""
+    python = tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    run(python, "-m", "pip", "install", "-q", f"grpcio-tools=={generator_version()}", "setuptools<81")
+    protos = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "protos").rglob("*.proto"))
+    run(python, "-m", "grpc_tools.protoc", "-Iprotos", f"--python_out={tmp_path}", *protos)
+    for version in PROTOBUFS:
+        target = tmp_path / version
+        run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", target, f"protobuf=={version}")
+        out = run(python, "-P", "-W", "error", "-c", ROUND_TRIP, PYTHONPATH=f"{target}:{tmp_path}")
+        assert out.strip() == version
+
+
+def test_the_generator_and_its_companions_are_of_one_version():
+    """Stubs of a newer generator refuse an older runtime."""
+    companions = re.findall(r"^grpcio-\S+==(\S+)$", (DEPLOY / "requirements.txt").read_text(), re.MULTILINE)
+    assert len(companions) == 3
+    assert set(companions) == {generator_version()}
+
+
+def test_the_protos_are_of_a_syntax_that_old_generators_know():
+    """Editions came with protoc 27."""
+    for path in (REPOSITORY / "protos").rglob("*.proto"):
+        assert 'syntax = "proto3";' in path.read_text()
+
+
+def test_the_configuration_loads():
+    """An operator starts from it."""
+    config = load_config(DEPLOY / "kvloom.toml")
+    assert config.shard.engine == "tensorrt_llm"
+
+
+def test_the_image_runs_as_nobody_special_and_copies_only_what_is_there():
+    """A typing error would show after minutes of building; root in a container is root on the GPU's driver."""
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    user = lines.index("USER kvloom")
+    entry = next(index for index, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
+    assert user < entry
+    for line in lines:
+        words = line.split()
+        if words and words[0] == "COPY" and not words[1].startswith("--from"):
+            assert all((REPOSITORY / source).exists() for source in words[1:-1]), line
+
+
+def load_healthcheck() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("healthcheck", DEPLOY / "healthcheck.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_health_check_follows_the_shards_status():
+    """A drained, dead or starting shard is unhealthy."""
+    check = load_healthcheck()
+    servicer = health.HealthServicer()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert not check.is_serving(address)
+        servicer.set(check.SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        assert check.is_serving(address)
+        servicer.set(check.SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert not check.is_serving(address)
+    finally:
+        server.stop(None).wait(5)
+    assert not check.is_serving(address)
