@@ -44,7 +44,7 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def load_shares(self) -> dict[int, LoadShare]:
+    def load_shares(self) -> defaultdict[int, LoadShare]:
         """What is to be done, by origin; what waits counts in full, as its reuse is not known yet."""
         shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)
         for sequence in self.waiting:

@@ -63,6 +63,7 @@ class StepLoop:
 
     def add(self, request: EngineRequest, submit_time: float, guide: Future[GuideState] | None = None) -> None:
         """Take in a sequence; `submit_time` is the clock's. One with a guide waits aside until that is compiled."""
+        self._num_submitted += 1
         if guide is not None:
             self._compiling[request.request_id] = (request, submit_time, guide)
         else:
@@ -196,8 +197,13 @@ class StepLoop:
 
     def _load(self) -> EngineLoad:
         scheduler = self.scheduler
+        shares = scheduler.load_shares()
+        for request, _, _ in self._compiling.values():
+            share = shares[request.origin]
+            share.num_waiting += 1
+            share.num_queued_prefill_tokens += len(request.prompt_token_ids) + len(request.output_token_ids)
         return EngineLoad.of(
-            scheduler.load_shares(),
+            shares,
             num_submitted=self._num_submitted,
             num_available_blocks=scheduler.pool.num_available,
             num_preemptions=scheduler.num_preemptions,
