@@ -84,7 +84,7 @@ def test_an_engine_that_cannot_start_is_told_in_one_line(model_dir: Path):
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
     assert status == 1
     assert report["checks"][-1]["name"] == "start"
-    assert "statistics" in report["checks"][-1]["detail"]
+    assert "shard.num_blocks" in report["checks"][-1]["detail"]
 
 
 def test_a_machine_without_a_driver_is_no_place_for_tensorrt_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch):

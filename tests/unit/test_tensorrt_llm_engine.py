@@ -215,11 +215,30 @@ async def test_there_is_one_consumer_of_events():
         assert len(fake.llm.num_pollers) == 1
 
 
-async def test_without_statistics_the_engine_cannot_tell_its_blocks():
-    """The configuration may, and then the load is our own estimate."""
-    with pytest.raises(EngineError, match="statistics"):
-        async with running_tensorrt_llm(Variant(has_stats=False)):
+async def test_without_statistics_the_configuration_must_tell_the_blocks():
+    """Then the load is our own estimate."""
+    variant = Variant(has_stats=False)
+    with pytest.raises(EngineError, match=r"shard\.num_blocks"):
+        async with running_tensorrt_llm(variant):
             pass
+    async with running_tensorrt_llm(variant, num_blocks=32) as (driver, _):
+        driver.engine.submit(request_of("a", prompt_of(1, 40), 30))
+        await driver.step_until(lambda: "a" in driver.tokens)
+        assert driver.load.num_available_blocks == 29
+
+
+async def test_a_request_error_of_the_submit_itself_is_the_requests():
+    """The worker in this process raises it there, and lives on."""
+    async with running_tensorrt_llm() as (driver, fake):
+        fake.llm.refuse_next = RequestError("no such adapter")
+        with pytest.raises(EngineError, match="no such adapter"):
+            driver.engine.submit(request_of("a", prompt_of(1, 10), 5))
+        await driver.run(request_of("b", prompt_of(1, 10), 5))
+        fake.llm.refuse_next = RuntimeError("the executor is shutting down")
+        with pytest.raises(EngineError, match="shutting down"):
+            driver.engine.submit(request_of("c", prompt_of(1, 10), 5))
+        with pytest.raises(EngineError, match="shutting down"):
+            await driver.step_until(lambda: False)
 
 
 async def test_a_failed_start_shuts_the_library_down():

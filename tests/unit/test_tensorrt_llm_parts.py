@@ -283,7 +283,7 @@ async def test_a_drain_survives_empty_queues_and_gives_up_after_repeated_failure
 
     delivered: list[int] = []
     given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    drain = DrainThread("drain", fetch, list, delivered.extend, given_up.set_result)
+    drain = DrainThread("drain", fetch, list, delivered.extend, given_up.set_result, failure_pause_seconds=0)
     drain.start()
     error = await asyncio.wait_for(given_up, TIMEOUT_SECONDS)
     assert str(error) == "gone"

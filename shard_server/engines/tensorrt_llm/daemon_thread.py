@@ -20,7 +20,9 @@ DRAIN_TIMEOUT_SECONDS: Final = 0.1
 EMPTY_PAUSE_SECONDS: Final = 0.01
 """Between two fetches, when the library does not wait by itself."""
 MAX_FAILURES: Final = 5
-"""So many fetches may fail in a row."""
+"""So many fetches may fail in a row,"""
+FAILURE_PAUSE_SECONDS: Final = 1.0
+"""with so much time between them."""
 JOIN_SECONDS: Final = 2.0
 
 
@@ -65,11 +67,14 @@ class DrainThread:
         digest: Callable[[Any], list[T]],
         deliver: Callable[[list[T]], None],
         give_up: Callable[[Exception], None],
+        *,
+        failure_pause_seconds: float = FAILURE_PAUSE_SECONDS,
     ) -> None:
         self._fetch = fetch
         self._digest = digest
         self._deliver = deliver
         self._give_up = give_up
+        self._failure_pause_seconds = failure_pause_seconds
         self._loop: asyncio.AbstractEventLoop
         self._stop = threading.Event()
         self._delivered = threading.Event()
@@ -102,6 +107,7 @@ class DrainThread:
                 if num_failures >= MAX_FAILURES:
                     self._on_loop(self._give_up, error)
                     return
+                self._stop.wait(self._failure_pause_seconds)
             if not items:
                 self._stop.wait(EMPTY_PAUSE_SECONDS)
                 continue

@@ -30,10 +30,10 @@ from shard_server.engines.tensorrt_llm.kv_events import KvEventTranslator
 from shard_server.engines.tensorrt_llm.kv_records import KvRecord, as_records, parse_events
 from shard_server.engines.tensorrt_llm.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.launch import (
+    absorb_first_stats,
     capabilities_of,
     check_isolation,
     count_blocks,
-    first_stats,
     launch,
     shut_down,
 )
@@ -127,7 +127,11 @@ class TensorRtLlmEngine:
         self._adapters = AdapterTable(self._library, config.lora.adapters)
         # The first request compiles and captures what the constructor has left; it may take as long as the start.
         await probe(self._submit_probe, config.start_timeout_seconds)
-        self._stats = await first_stats(llm)
+        await absorb_first_stats(llm, self._stats)
+        if self._stats.num_blocks is None:
+            # Statistics come with iterations: another may bring what the first has not.
+            await probe(self._submit_probe, config.probe_timeout_seconds)
+            await absorb_first_stats(llm, self._stats)
         block_size = self._stats.tokens_per_block or self._shard.block_size
         num_blocks = count_blocks(self._stats, self._shard)
         self._info = EngineInfo(
@@ -214,7 +218,7 @@ class TensorRtLlmEngine:
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         try:
             output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter)
-        except (ValueError, TypeError, NotImplementedError, IndexError) as error:
+        except (ValueError, TypeError, NotImplementedError, IndexError, self._library.request_error) as error:
             raise EngineError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
             self._die(error)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from kvloom.config import ShardConfig
 from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.tensorrt_llm.api import Llm, TensorRtLlm, load_tensorrt_llm
@@ -14,6 +16,8 @@ from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
 from shard_server.engines.tensorrt_llm.kv_records import as_records
 from shard_server.engines.tensorrt_llm.llm_options import llm_options
 from shard_server.engines.tensorrt_llm.stats import IterationStats
+
+log = structlog.get_logger()
 
 FIRST_STATS_SECONDS: Final = 5.0
 
@@ -37,9 +41,8 @@ def _construct(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple
         raise EngineError(f"TensorRT-LLM {library.version} cannot start: {type(error).__name__}: {error}") from error
 
 
-async def first_stats(llm: Llm) -> IterationStats:
-    """The statistics of the first request, which tell how many blocks there are."""
-    stats = IterationStats()
+async def absorb_first_stats(llm: Llm, stats: IterationStats) -> None:
+    """The statistics of the first request tell how many blocks there are. None may come: `count_blocks` decides."""
 
     def fetch() -> list[Any]:
         return list(as_records(llm.get_stats(timeout=FIRST_STATS_SECONDS)))
@@ -47,8 +50,7 @@ async def first_stats(llm: Llm) -> IterationStats:
     try:
         stats.absorb(await call_in_daemon("tensorrt-llm-first-stats", fetch))
     except Exception as error:
-        raise EngineError(f"TensorRT-LLM gives no statistics: {error!r}") from error
-    return stats
+        log.warning("TensorRT-LLM gives no statistics", error=repr(error))
 
 
 def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:

@@ -62,6 +62,8 @@ class FakeLlm:
         self.outputs: list[RequestOutput] = []
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.submit_called = asyncio.Event()
+        self.refuse_next: Exception | None = None
+        """What the next generate_async raises."""
         self.num_shutdowns = 0
         self.num_pollers: set[int] = set()
         self._ids = itertools.count(1)
@@ -85,6 +87,9 @@ class FakeLlm:
     ) -> RequestOutput:
         if self.num_shutdowns:
             raise RuntimeError("LLM is shutting down")
+        if self.refuse_next is not None:
+            refusal, self.refuse_next = self.refuse_next, None
+            raise refusal
         params = sampling_params or SamplingParams()
         token_ids = list(inputs["prompt_token_ids"] if isinstance(inputs, dict) else inputs)
         token_ids[-1]  # an empty prompt: IndexError
