@@ -196,7 +196,8 @@ class RouterCore:
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
         said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
         needs_shard = len(said) < len(live.choices)
-        if needs_shard and not self._placer.can_run(live) and not self._make_queue_place(request.tenant, now):
+        has_room = not needs_shard or self._placer.can_run(live)
+        if not has_room and not self._make_queue_place(request.tenant, now):
             self._refuse(request, client, queue_full(), now)
             return
         live.deadline = now + (request.timeout_seconds or self._config.request_timeout_seconds)
@@ -211,6 +212,10 @@ class RouterCore:
         self._dispatcher.queue.enter(live, now)
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
+            # Under a policy that holds requests back one may wait although there is room: that shows only now.
+            is_over = has_room and len(self._dispatcher.queue) > self._config.max_queued_requests
+            if is_over and not self._make_queue_place(request.tenant, now):
+                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, queue_full(), now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
     def _refusal(self, request: Request) -> KvloomError | None:
@@ -324,6 +329,7 @@ class RouterCore:
         if shard is None:
             return
         self._ledger.report(event.shard_id, event.load)
+        self._dispatcher.queue.stir(event.shard_id)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
             if shard.is_draining:
