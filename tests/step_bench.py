@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from kvloom.config import SpeculationConfig
 from shard_server.engines.base import (
     BlockRemoved,
     BlockStored,
@@ -40,13 +41,14 @@ class StepBench:
         max_batch: int = 16,
         budget: int = 512,
         queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs",
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool, max_batch=max_batch, max_prefill_tokens_per_step=budget, queue_order=queue_order
         )
         self.clock = 0.0
-        self.loop = StepLoop(runner, self.scheduler, clock=self._tick)
+        self.loop = StepLoop(runner, self.scheduler, speculation=speculation, clock=self._tick)
         self.answers: dict[str, Answer] = {}
         self.replayed: set[int] = set()
 

@@ -185,6 +185,9 @@ class EngineLoad:
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
     """Moving averages; 0 = not known yet."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of speculation, counted from the start: tokens drafted, and those of them that were right."""
 
     @classmethod
     def of(cls, shares: Mapping[int, LoadShare], **others: Any) -> EngineLoad:

@@ -41,6 +41,8 @@ class FakeModelRunner:
         self.batches: list[list[ScheduledSequence]] = []
         self.num_tokens_computed = 0
         self.before_run: Callable[[list[ScheduledSequence]], None] = lambda batch: None
+        self.num_context_tokens: int | None = None
+        """Logits depend on so many last tokens only: a small number makes answers that repeat themselves."""
         self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
 
     def run(self, batch: list[ScheduledSequence]) -> torch.Tensor:
@@ -54,15 +56,18 @@ class FakeModelRunner:
             for position, token_id in enumerate(scheduled.token_ids, scheduled.num_computed_tokens):
                 block_id = scheduled.block_table[position // self.block_size]
                 self._kv[block_id, position % self.block_size] = token_id
-        rows = [
-            logits_of(self._read(scheduled.block_table, scheduled.num_computed_tokens + len(scheduled.token_ids)))
-            for scheduled in batch
-            if scheduled.wants_logits
-        ]
+        rows: list[torch.Tensor] = []
+        for scheduled in batch:
+            end = scheduled.num_computed_tokens + len(scheduled.token_ids)
+            if scheduled.wants_logits:
+                ends = range(end - scheduled.num_drafts, end + 1)
+                rows += [logits_of(self._read(scheduled.block_table, position)) for position in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
     def _read(self, block_table: list[int], num_tokens: int) -> list[int]:
-        return self._kv[block_table].reshape(-1)[:num_tokens].tolist()
+        token_ids = self._kv[block_table].reshape(-1)[:num_tokens].tolist()
+        assert min(token_ids) >= 0, "KV was read that was never written"
+        return token_ids[-self.num_context_tokens :] if self.num_context_tokens else token_ids
 
 
 def logits_of(token_ids: list[int]) -> torch.Tensor:

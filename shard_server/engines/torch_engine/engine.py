@@ -247,7 +247,7 @@ class TorchEngine:
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
             queue_order=config.queue_order,
         )
-        step_loop = StepLoop(runner, scheduler)
+        step_loop = StepLoop(runner, scheduler, speculation=config.torch.speculation)
         step_loop.warm_up(min(config.max_prefill_tokens_per_step, self._info.max_model_len - 1))
         return step_loop
 

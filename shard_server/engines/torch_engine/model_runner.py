@@ -32,7 +32,9 @@ class ScheduledSequence:
     block_table: Sequence[int]
     """Covers num_computed_tokens + len(token_ids) tokens."""
     wants_logits: bool
-    """True when the last of token_ids is the sequence's last known token."""
+    """True when the last of token_ids is the sequence's last known token, or a draft behind it."""
+    num_drafts: int = 0
+    """So many at the end of token_ids are drafts: logits are wanted behind each, and behind the token before them."""
 
 
 class ModelRunner:
@@ -94,7 +96,8 @@ class ModelRunner:
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Compute the tokens of `batch` and keep their KV.
 
-        Returns float32 logits [number of sequences with wants_logits, vocab_size], in batch order.
+        Returns float32 logits [rows, vocab_size]: 1 + num_drafts rows for every sequence with wants_logits, in batch
+        order.
         """
         decodes = [index for index, sequence in enumerate(batch) if len(sequence.token_ids) == 1]
         decodes.sort(key=lambda index: batch[index].num_computed_tokens, reverse=True)
@@ -111,11 +114,11 @@ class ModelRunner:
         plan = self._attention.plan([extents[index] for index in decodes], [extents[index] for index in prefills])
         plan.num_rows = self._rounded(plan.num_rows)
         padding = [0] * (plan.num_rows - len(token_ids))
-        logit_rows = [
-            extents[index].first_row + extents[index].num_new - 1
-            for index, sequence in enumerate(batch)
-            if sequence.wants_logits
-        ]
+        logit_rows: list[int] = []
+        for index, sequence in enumerate(batch):
+            if sequence.wants_logits:
+                end = extents[index].first_row + extents[index].num_new
+                logit_rows += range(end - 1 - sequence.num_drafts, end)
         num_logits = len(logit_rows)
         logit_rows += [0] * (self._rounded(num_logits) - num_logits)
         logits = self._model.forward(

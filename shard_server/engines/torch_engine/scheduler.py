@@ -99,6 +99,23 @@ class Scheduler:
             sequence.num_cached_blocks += num_cached
             sequence.uncacheable = num_cached < len(keys)
 
+    def make_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """How many drafts behind its known tokens find room in its blocks. Takes new blocks for them only as far as no
+        other running sequence needs them for its next token."""
+        wanted = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.block_table)
+        spare = self.pool.num_available - len(self.running)
+        if wanted > 0 and spare > 0:
+            sequence.block_table += self.pool.allocate(min(wanted, spare))
+        return min(num_drafts, len(sequence.block_table) * self.pool.block_size - sequence.num_tokens)
+
+    def give_back_room(self, sequence: Sequence) -> None:
+        """Free the blocks behind its known tokens: what lies there are drafts that were wrong."""
+        num_needed = self._num_blocks(sequence.num_tokens)
+        surplus = sequence.block_table[num_needed:]
+        if surplus:
+            del sequence.block_table[num_needed:]
+            self.pool.free(surplus)
+
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that has ended, wherever it is, and free its blocks."""
         if sequence.is_running:

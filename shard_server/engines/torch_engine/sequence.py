@@ -9,6 +9,7 @@ from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.guides import GuideState
+    from shard_server.engines.torch_engine.speculation import PromptLookup
 
 
 class Sequence:
@@ -23,6 +24,7 @@ class Sequence:
         "block_size",
         "block_table",
         "guide",
+        "lookup",
         "num_cached_blocks",
         "num_computed_tokens",
         "num_expected_blocks",
@@ -43,6 +45,8 @@ class Sequence:
         self.request = request
         self.guide = guide
         """How far it has come in its guide; None: unguided."""
+        self.lookup: PromptLookup | None = None
+        """None until something is drafted for it."""
         self.block_size = block_size
         self.submit_time = submit_time
         self.queue_time_seconds: float | None = None

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from kvloom.config import SpeculationConfig
 from shard_server.engines.base import (
     EngineLoad,
     EngineRequest,
@@ -18,6 +19,7 @@ from shard_server.engines.base import (
     StepOutput,
     TokenLogprobs,
 )
+from shard_server.engines.torch_engine.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.sampler import Draws, SampleRow
@@ -37,8 +39,16 @@ class Runner(Protocol):
 class StepLoop:
     """The live sequences and what is computed for them, step by step."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        speculation: SpeculationConfig | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.scheduler = scheduler
+        self._drafter = Drafter(scheduler, speculation or SpeculationConfig())
         self._runner = runner
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
@@ -92,10 +102,12 @@ class StepLoop:
             self._take_compiled()
         batch = self.scheduler.schedule(self._speed.prefill_tokens_per_second)
         if batch:
-            draws = self._run(batch, begin)
+            drafts = self._drafter.draft(batch)
+            draws = self._run(batch, drafts, begin)
             if draws is not None:
-                self._postprocess(batch, draws)
+                self._postprocess(batch, drafts, draws)
                 self._speed.add(_num_prefill_tokens(batch), self._clock() - begin, num_decoding=_num_decoding(batch))
+            self._drafter.give_back_room(drafts)
         return self._take_output()
 
     def check_integrity(self) -> None:
@@ -120,14 +132,14 @@ class StepLoop:
                 continue
             self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time, state))
 
-    def _run(self, batch: list[Chunk], begin: float) -> Draws | None:
+    def _run(self, batch: list[Chunk], drafts: Drafts, begin: float) -> Draws | None:
         """To draw from, for the sequences whose known tokens are all computed now; None when memory did not suffice."""
         scheduled: list[ScheduledSequence] = []
         for sequence, num_tokens in batch:
             if sequence.queue_time_seconds is None:
                 sequence.queue_time_seconds = begin - sequence.submit_time
                 sequence.num_reused_tokens = sequence.num_computed_tokens
-            scheduled.append(_scheduled(sequence, num_tokens))
+            scheduled.append(_scheduled(sequence, num_tokens, drafts.get(sequence, ())))
         try:
             return Draws(self._runner.run(scheduled))
         except (MemoryError, RuntimeError) as error:
@@ -137,45 +149,40 @@ class StepLoop:
             self._end(batch[-1][0], FinishReason.ERROR, f"out of memory: {error}")
             return None
 
-    def _postprocess(self, batch: list[Chunk], draws: Draws) -> None:
+    def _postprocess(self, batch: list[Chunk], drafts: Drafts, draws: Draws) -> None:
         row = 0
         for sequence, num_tokens in batch:
             self.scheduler.mark_computed(sequence, num_tokens)
             if not sequence.num_uncomputed_tokens:
-                self._draw(sequence, draws, row)
-                row += 1
+                draft = drafts.get(sequence, ())
+                self._draw(sequence, draws, row, draft)
+                row += 1 + len(draft)
 
-    def _draw(self, sequence: EngineSequence, draws: Draws, row: int) -> None:
-        guide = sequence.guide
-        try:
-            mask = guide.mask() if guide is not None else None
-        except GuideError as error:
-            self._end(sequence, FinishReason.ERROR, "its guide cannot be followed", refusal=str(error))
-            return
-        sampling = sequence.request.sampling
-        token_id, logprobs = draws.draw(
-            row, SampleRow(sampling, sequence.num_output_tokens, sequence.output_counts, mask)
-        )
-        if token_id is None:
-            self._end(sequence, FinishReason.ERROR, "the model's logits are not finite")
-            return
-        sequence.append(token_id)
-        self._emit(sequence, token_id, logprobs)
-        reason = _finish_reason(sequence)
-        if reason is None and guide is not None:
-            guide.take((token_id,))
-            if guide.is_complete:
-                reason = FinishReason.STOP
-        if reason is not None:
-            self._end(sequence, reason)
+    def _draw(self, sequence: EngineSequence, draws: Draws, row: int, draft: Sequence[int]) -> None:
+        """Tokens from `row` on, as long as they are the ones that the rows behind it were computed for."""
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        end = None
+        for index in range(len(draft) + 1):
+            if index:  # the KV of a right draft is that of the sequence
+                self.scheduler.mark_computed(sequence, 1)
+            end = _draw_token(sequence, draws, row + index, token_ids, logprobs)
+            if end is not None or index == len(draft) or token_ids[-1] != draft[index]:
+                break
+        if draft:
+            self._drafter.on_verified(sequence, draft, token_ids)
+        if token_ids:
+            self._emit(sequence, token_ids, logprobs)
+        if end is not None:
+            self._end(sequence, end.reason, end.error, refusal=end.refusal)
 
-    def _emit(self, sequence: EngineSequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _emit(self, sequence: EngineSequence, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
         request_id = sequence.request.request_id
         output = self._output
         output.request_ids.append(request_id)
-        output.token_ids.append([token_id])
-        if logprobs is not None:
-            output.logprobs[request_id] = [logprobs]
+        output.token_ids.append(token_ids)
+        if logprobs:
+            output.logprobs[request_id] = logprobs
         if not sequence.started:
             sequence.started = True
             queue_time_seconds = sequence.queue_time_seconds or 0.0
@@ -209,20 +216,49 @@ class StepLoop:
             num_preemptions=scheduler.num_preemptions,
             prefill_tokens_per_second=self._speed.prefill_tokens_per_second,
             decode_step_seconds=self._speed.decode_step_seconds,
+            num_draft_tokens=self._drafter.num_draft_tokens,
+            num_accepted_tokens=self._drafter.num_accepted_tokens,
         )
 
 
-def _scheduled(sequence: EngineSequence, num_tokens: int) -> ScheduledSequence:
+def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) -> ScheduledSequence:
     start = sequence.num_computed_tokens
     end = start + num_tokens
     complete = end == sequence.num_tokens
     table = sequence.block_table
+    token_ids = sequence.token_ids[start:end]
     return ScheduledSequence(
-        token_ids=sequence.token_ids[start:end],
+        token_ids=[*token_ids, *draft] if draft else token_ids,
         num_computed_tokens=start,
         block_table=table if complete else table[: -(-end // sequence.block_size)],
         wants_logits=complete,
+        num_drafts=len(draft),
     )
+
+
+def _draw_token(
+    sequence: EngineSequence, draws: Draws, row: int, token_ids: list[int], logprobs: list[TokenLogprobs]
+) -> SequenceEnd | None:
+    """Draw the sequence's next token and append it to the lists, too; how the sequence ends, if it does."""
+    request, guide = sequence.request, sequence.guide
+    try:
+        mask = guide.mask() if guide is not None else None
+    except GuideError as error:
+        return SequenceEnd(request.request_id, FinishReason.ERROR, "its guide cannot be followed", str(error))
+    sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.output_counts, mask)
+    token_id, token_logprobs = draws.draw(row, sample_row)
+    if token_id is None:
+        return SequenceEnd(request.request_id, FinishReason.ERROR, "the model's logits are not finite")
+    sequence.append(token_id)
+    token_ids.append(token_id)
+    if token_logprobs is not None:
+        logprobs.append(token_logprobs)
+    reason = _finish_reason(sequence)
+    if reason is None and guide is not None:
+        guide.take((token_id,))
+        if guide.is_complete:
+            reason = FinishReason.STOP
+    return None if reason is None else SequenceEnd(request.request_id, reason)
 
 
 def _refused(request_id: str, error: GuideError) -> SequenceEnd:
