@@ -22,6 +22,8 @@ from router.core.shard_bits import ShardBits
 RUN_BLOCKS: Final = 32
 SHORT_RUN_BLOCKS: Final = 8
 """New blocks that come in smaller portions share a run with others of their shard."""
+DROPPED_RUN_COST: Final = 16
+"""Of sweeping a run that vanishes, in runs that are only looked at."""
 
 
 class BlockRuns:
@@ -123,26 +125,31 @@ class BlockRuns:
         """No bit is retired."""
         return not (self._retired or self._sweeping)
 
-    def sweep(self, max_runs: int) -> int:
-        """Wipe retired bits out of so many runs. Returns the bits that are free now."""
+    def sweep(self, budget: int) -> int:
+        """Wipe retired bits out of some runs: `budget` of them, or fewer where runs vanish, which is the work of
+        DROPPED_RUN_COST. Returns the bits that are free now."""
         if not self._sweeping:
             self._sweeping, self._retired = self._retired, 0
             self._next_swept = self.num_runs_ever
         bits = self._sweeping
         if not bits:
             return 0
-        stop = max(0, self._next_swept - max_runs)
-        for run in range(self._next_swept - 1, stop - 1, -1):
+        run = self._next_swept
+        while run and budget > 0:
+            run -= 1
+            budget -= 1
             mask = self._uniform[run]
             if mask & bits:
                 if mask & ~bits:
                     self._uniform[run] = mask & ~bits
                 else:
                     self._drop_run(run)
+                    budget -= DROPPED_RUN_COST
             elif not mask and self._packed[run]:
                 self._set_masks(run, [mask & ~bits for mask in self._mixed[run]])
-        self._next_swept = stop
-        if stop:
+                budget -= DROPPED_RUN_COST
+        self._next_swept = run
+        if run:
             return 0
         self._sweeping = 0
         return bits

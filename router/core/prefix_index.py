@@ -34,11 +34,12 @@ class IndexPortions:
     """How much is done at once."""
 
     run_blocks: int = RUN_BLOCKS
-    snapshot_blocks: int = 16_384
-    """Of a snapshot, when it arrives: some 5 ms."""
+    snapshot_blocks: int = 8192
+    """Of a snapshot, when it arrives: some 3 ms."""
     settle_blocks: int = 512
     """Of what is left of it, in each later step."""
-    sweep_runs: int = 64
+    sweep_runs: int = 256
+    """Runs looked at in each later step; of those that vanish, fewer."""
     sweep_share: float = 1 / 256
     """Of all runs, whenever a bit is retired: bits are retired at most so many times as fast as they are swept."""
 
@@ -122,15 +123,16 @@ class PrefixIndex:
         self.settle()
         return shard.order.wants_snapshot(now)
 
-    def apply_snapshot(self, shard_id: str, number: int, block_hashes: Iterable[int]) -> bool:
+    def apply_snapshot(self, shard_id: str, number: int, block_hashes: Sequence[int]) -> bool:
         """Replace what is believed of a shard; a snapshot that is older than the events already applied is ignored.
-        True when batches are missing even so: ask for another one."""
+        `block_hashes` may be read until later and must not change. True when batches are missing even so: ask for
+        another one."""
         shard = self._shards[shard_id]
         if not shard.order.skip_to(number):
             return False
         self._forget_stored(shard)
         # A shard may announce more than it has. Knowing less is safe, growing without bound is not.
-        shard.unread = list(itertools.islice(block_hashes, shard.max_blocks))
+        shard.unread = block_hashes if len(block_hashes) <= shard.max_blocks else block_hashes[: shard.max_blocks]
         shard.unread_from = 0
         self._reading.append(shard)
         self._read(shard, self._portions.snapshot_blocks)
@@ -175,6 +177,11 @@ class PrefixIndex:
         rate = shard.store_rate * math.exp((shard.store_rate_at - now) / STORE_RATE_SECONDS)
         return (shard.num_stored + shard.num_unread) / rate if rate > 1e-9 else math.inf
 
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks in memory, those included that have lost their last shard and wait to be swept."""
+        return len(self._runs)
+
     # -- work in portions -----------------------------------------------------------------------------------------
 
     @property
@@ -183,7 +190,7 @@ class PrefixIndex:
         return not self._reading and self._runs.is_swept
 
     def settle(self) -> None:
-        """A portion of what is left to do; about 0.2 ms. Called from within; when idle it may be called too."""
+        """A portion of what is left to do: some 0.1 ms. Called from within; when idle it may be called too."""
         if self._reading:
             self._read(self._reading[0], self._portions.settle_blocks)
         elif not self._runs.is_swept:
@@ -227,7 +234,7 @@ class PrefixIndex:
 
     def _add_stored(self, shard: _ShardBlocks, block_hashes: Sequence[int], *, are_neighbours: bool) -> None:
         if not self._runs.is_swept:
-            self._sweep(1 + len(block_hashes) // (self._portions.run_blocks // 2))
+            self._sweep(len(block_hashes))  # so that memory is given back as fast as it is taken
         if len(block_hashes) > shard.max_blocks - shard.num_stored:
             # More than it has: the shard miscounts.
             for block_hash in block_hashes:

@@ -27,15 +27,17 @@ def locate(packed: bytes, data: bytes, index: int) -> tuple[int, int]:
     start = 8 * index
     if data.startswith(packed, start):
         return 0, len(packed) >> 3
-    at = packed.find(data[start : start + 8])
+    block_hash = data[start : start + 8]
+    at = packed.find(block_hash)
     while at & 7:  # between two hashes
-        at = packed.find(data[start : start + 8], at + 1)
+        at = packed.find(block_hash, at + 1)
+    following = packed[at + 8 : at + 16]
+    if not following or following != data[start + 8 : start + 16]:
+        return at >> 3, 1
     size = min(len(packed) - at, len(data) - start)
     ours, theirs = packed[at : at + size], data[start : start + size]
     if ours == theirs:
         return at >> 3, size >> 3
-    if ours[8:16] != theirs[8:16]:
-        return at >> 3, 1
     differing = int.from_bytes(ours, "little") ^ int.from_bytes(theirs, "little")
     lowest_bit = (differing & -differing).bit_length() - 1
     return at >> 3, lowest_bit >> 6
