@@ -139,6 +139,8 @@ class TensorRtLoraConfig(Section):
     max_cpu_loras: PositiveInt = 32
     adapters: dict[str, str] = {}
     """Directories by adapter name."""
+    target_modules: list[str] = []
+    """Which modules adapters may change. Empty: all, and memory for all."""
 
 
 class TensorRtCacheTransceiverConfig(Section):

@@ -58,6 +58,35 @@ def test_the_protocols_list_only_real_attributes(name: str):
     assert members <= known_names.OBJECTS[name]
 
 
+OBJECTS_BY_VARIABLE = {
+    "llm": known_names.OBJECTS["LLM"],
+    "output": known_names.OBJECTS["RequestOutput"],
+    "completion": known_names.OBJECTS["CompletionOutput"],
+    "params": known_names.ARGUMENTS["DisaggregatedParams"],
+}
+OTHER_OUTPUTS = {"engine.py", "outbox.py"}
+"""Where `output` is a StepOutput of ours."""
+
+
+def test_every_attribute_of_the_librarys_objects_is_a_real_one():
+    """By the variables that hold them: `llm`, `output`, `completion`, and what ends in `.output` or `._llm`."""
+    found: dict[str, set[str]] = {}
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            holder = node.value
+            name = (
+                holder.id if isinstance(holder, ast.Name) else holder.attr if isinstance(holder, ast.Attribute) else ""
+            )
+            name = name.removeprefix("_")
+            if name in OBJECTS_BY_VARIABLE and not (name == "output" and path.name in OTHER_OUTPUTS):
+                found.setdefault(name, set()).add(node.attr)
+    assert found.keys() == OBJECTS_BY_VARIABLE.keys()
+    for name, attributes in found.items():
+        assert attributes <= OBJECTS_BY_VARIABLE[name], name
+
+
 def test_no_attribute_of_the_library_is_reached_untyped():
     """`getattr` with a made-up name would pass the type checker."""
     allowed = {"adapter", "model_fields"}  # EngineRequest's future field, and pydantic's

@@ -87,7 +87,7 @@ def test_parallelism_adapters_guides_graphs_and_transceiver():
             cuda_graphs=False,
             guided_decoding_backend="llguidance",
             kv_cache=TensorRtKvCacheConfig(host_cache_bytes=2**30, dtype="fp8", free_gpu_memory_fraction=0.5),
-            lora=TensorRtLoraConfig(enabled=True, max_rank=8),
+            lora=TensorRtLoraConfig(enabled=True, max_rank=8, target_modules=["attn_q"]),
             cache_transceiver=TensorRtCacheTransceiverConfig(backend="NIXL"),
         )
     )
@@ -100,6 +100,7 @@ def test_parallelism_adapters_guides_graphs_and_transceiver():
     assert (cache.host_cache_size, cache.dtype, cache.free_gpu_memory_fraction) == (2**30, "fp8", 0.5)
     assert options["enable_lora"] is True
     assert options["lora_config"].max_lora_rank == 8
+    assert options["lora_config"].lora_target_modules == ["attn_q"]
     transceiver = options["cache_transceiver_config"]
     assert (transceiver.backend, transceiver.kv_transfer_timeout_ms) == ("NIXL", 60_000)
 

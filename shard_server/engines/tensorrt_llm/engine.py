@@ -97,11 +97,6 @@ class TensorRtLlmEngine:
             raise EngineError("the engine has not started")
         return self._info
 
-    @property
-    def version(self) -> str:
-        """TensorRT-LLM's; valid once `start` has returned."""
-        return self._library.version
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -186,6 +181,8 @@ class TensorRtLlmEngine:
             tasks += self._sequences.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(drain.stop() for drain in self._drains))
+        if self._stats.num_draft_tokens:
+            log.info("speculation", drafted=self._stats.num_draft_tokens, accepted=self._stats.num_accepted_tokens)
         await self._shut_down()
 
     async def _shut_down(self) -> None:

@@ -143,7 +143,12 @@ def _speculation(library: TensorRtLlm, config: TensorRtSpeculationConfig) -> Any
                 is_public_pool=False,
             )
         case "mtp":
-            return library.build("llmapi.MTPDecodingConfig", option, num_nextn_predict_layers=config.max_draft_len)
+            path = "llmapi.MTPDecodingConfig"
+            known = library.arguments_of(path)
+            # 1.2.1's number of draft tokens is that of the layers; later the layers are read from the model.
+            by_layers = known is None or "num_nextn_predict_layers" in known
+            name = "num_nextn_predict_layers" if by_layers else "max_draft_len"
+            return library.build(path, option, **{name: config.max_draft_len})
         case "eagle3":
             # Newer versions have a class of its own; in older ones Eagle 3 is what EagleDecodingConfig does.
             is_new = library.find("llmapi.Eagle3DecodingConfig") is not None
@@ -158,12 +163,16 @@ def _speculation(library: TensorRtLlm, config: TensorRtSpeculationConfig) -> Any
 
 
 def _lora(library: TensorRtLlm, config: TensorRtLlmConfig) -> Any:
+    optional: dict[str, Any] = {}
+    if config.lora.target_modules:
+        optional["lora_target_modules"] = config.lora.target_modules
     return library.build(
         "lora_helper.LoraConfig",
         f"{_SECTION}.lora",
         max_lora_rank=config.lora.max_rank,
         max_loras=config.lora.max_loras,
         max_cpu_loras=config.lora.max_cpu_loras,
+        **optional,
     )
 
 
