@@ -20,6 +20,8 @@ class ShardMetrics:
     def __init__(self, model: str, num_blocks: int, registry: CollectorRegistry = REGISTRY) -> None:
         self._num_blocks = num_blocks
         self._num_preemptions_seen = 0
+        self._num_draft_tokens_seen = 0
+        self._num_accepted_tokens_seen = 0
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, ["model_name"], registry=registry).labels(model)
@@ -38,6 +40,8 @@ class ShardMetrics:
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens delivered to routers")
         self._prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted by speculation")
+        self._accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right")
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Receipt of a sequence to its first token")
         self._itl = histogram(
             "vllm:inter_token_latency_seconds", "Time between engine steps with tokens, one value a step", _STEP_SECONDS
@@ -72,6 +76,11 @@ class ShardMetrics:
         if load.num_preemptions > self._num_preemptions_seen:
             self._preemptions.inc(load.num_preemptions - self._num_preemptions_seen)
             self._num_preemptions_seen = load.num_preemptions
+        if load.num_draft_tokens > self._num_draft_tokens_seen:
+            self._draft_tokens.inc(load.num_draft_tokens - self._num_draft_tokens_seen)
+            self._accepted_tokens.inc(load.num_accepted_tokens - self._num_accepted_tokens_seen)
+            self._num_draft_tokens_seen = load.num_draft_tokens
+            self._num_accepted_tokens_seen = load.num_accepted_tokens
         if step_seconds is not None:
             self._itl.observe(step_seconds)
 
