@@ -21,6 +21,7 @@ from router.core.actions import (
 )
 from router.core.core import RouterCore
 from router.core.events import Event, Tick
+from router.core.placement import POLICIES
 from tools.dst.safety import SafetyStream
 from tools.dst.shard_stream import ShardStream
 from tools.dst.violation import Violation
@@ -44,6 +45,8 @@ class RouterNode:
         self.name = f"router-{number}.{life}"
         self.core = RouterCore(world.scenario.config, seed=world.scenario.seed + number)
         self.config = world.scenario.config
+        self.holds_requests = POLICIES[self.config.policy]().hold is not None
+        """The policy lets requests wait for a shard that has room but enough to do."""
         self.tenants = world.scenario.tenants
         self.witness = Witness(self.config)
         self.clients: dict[str, ClientStream] = {}

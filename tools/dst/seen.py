@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from router.core.core import CoreConfig
-from router.core.events import ChoiceSpec, Request, ShardDescription
+from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
 from router.core.fleet import OUTSTANDING_PER_BATCH
 
 
@@ -115,17 +115,24 @@ class SeenRequest:
 
 
 class SeenShard:
-    __slots__ = ("description", "is_draining", "open")
+    __slots__ = ("description", "is_draining", "load", "open")
 
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
         self.is_draining = False
+        self.load = ShardLoad()
+        """As last reported."""
         self.open: dict[int, SeenChoice] = {}
         """By slot: what was submitted and has not been finished by the shard, cancelled ones too."""
 
     @property
     def has_room(self) -> bool:
         return len(self.open) < OUTSTANDING_PER_BATCH * self.description.max_batch
+
+    @property
+    def is_idle(self) -> bool:
+        """It has nothing to do, for this router or any other."""
+        return not self.open and not self.load.num_running and not self.load.num_waiting
 
     def current(self, slot: int) -> SeenChoice | None:
         """The choice whose news of this slot counts; None where it was cancelled, lost or never there."""

@@ -135,6 +135,7 @@ class Traffic:
             return ChoiceSpec(stream.take_slot(), index)
         assert isinstance(request.sampling, script.Sampling)
         tokens = script.answer(request.sampling.script_key, index)
-        count = self._rng.randint(1, min(len(tokens), request.max_tokens or len(tokens)) or 1)
+        most = min(len(tokens), request.max_tokens or len(tokens))
+        count = most if self._rng.random() < 0.3 else self._rng.randint(1, most)
         text = script.text_shown(tokens, count, is_final=self._rng.random() < 0.5)
         return self._given(stream, request, index, count, len(text))

@@ -75,6 +75,7 @@ class Witness:
             case LoadReported():
                 shard = self.shards.get(event.shard_id)
                 if shard is not None:
+                    shard.load = event.load
                     shard.is_draining = event.load.draining
             case ShardUp():
                 self._lose_shard(event.shard.shard_id)

@@ -108,7 +108,10 @@ def _queue_was_full(node: RouterNode, choice: SeenChoice) -> bool:
     if choice.num_attempts:
         return _failed_everywhere(node, choice)
     waiting = [seen for seen in node.witness.waiting() if seen is not choice.request]
-    return node.witness.arriving is not None and len(waiting) >= node.config.max_queued_requests
+    if node.witness.arriving is None:
+        return False
+    # Who is held back may be sent in the same event that found the queue full.
+    return node.holds_requests or len(waiting) >= node.config.max_queued_requests
 
 
 def _does_not_fit(node: RouterNode, choice: SeenChoice) -> bool:

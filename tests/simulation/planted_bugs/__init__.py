@@ -1,0 +1,10 @@
+"""Bugs planted in the router core, for each checker at least one: mutants that `kvloom dst` must catch.
+
+Each is the kind of slip that a change could make: a line forgotten, a condition turned round, a step too early. Those
+in `found` are real: they were in the core until the simulation found them.
+"""
+
+from tests.simulation.planted_bugs import answers, dispatch, found, surroundings
+from tests.simulation.planted_bugs.registry import PLANTED_BUGS, PlantedBug
+
+__all__ = ["PLANTED_BUGS", "PlantedBug", "answers", "dispatch", "found", "surroundings"]

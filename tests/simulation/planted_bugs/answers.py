@@ -1,0 +1,169 @@
+"""Planted bugs in what clients get and are billed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core import lifecycle
+from router.core.actions import RequestEnded
+from router.core.core import RouterCore
+from router.core.fleet import Shard
+from router.core.frames import Step
+from router.core.lifecycle import Lifecycle
+from router.core.live import Choice, Hold
+from router.core.outbox import Outbox
+from tests.simulation.planted_bugs.change_steps import change_steps
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import (
+    AnswersComplete,
+    BilledIsDelivered,
+    EndsJustified,
+    EndsOnce,
+    FramesInShape,
+    TextIntact,
+    TokensExact,
+)
+
+
+@caught_by(TokensExact)
+def drops_the_seventh_token(patch: Patch) -> None:
+    """The relay drops the seventh token of every answer, its text and all."""
+
+    def change(shard: Shard, step: Step) -> None:
+        if step.num_tokens or step.logprobs:
+            return
+        for i in reversed(range(len(step.slots))):
+            choice = shard.choices.get(step.slots[i])
+            if choice is not None and len(choice.output_token_ids) == 6:
+                del step.slots[i], step.token_ids[i], step.deltas[i]
+
+    change_steps(patch, change)
+
+
+@caught_by(TokensExact)
+def sends_held_tokens_twice(patch: Patch) -> None:
+    """A hold that is cleared in two portions sends the last entry of the first one again."""
+    original = Hold.take_clear
+
+    def take_clear(self: Hold) -> Any:
+        last = self.entries[0] if len(self.entries) > 1 else None
+        taken = original(self)
+        if taken is not None and last is not None and self.entries:
+            self.entries.appendleft(last)
+            self.num_tokens += len(last[0])
+        return taken
+
+    patch.setattr(Hold, "take_clear", take_clear)
+
+
+@caught_by(TextIntact)
+def loses_text_without_tokens(patch: Patch) -> None:
+    """An entry that has only text (what a detokenizer had held back) is taken for empty and dropped."""
+
+    def change(_shard: Shard, step: Step) -> None:
+        for i in reversed(range(len(step.num_tokens))):
+            if not step.num_tokens[i]:
+                del step.slots[i], step.num_tokens[i], step.deltas[i]
+
+    change_steps(patch, change)
+
+
+@caught_by(FramesInShape)
+def forgets_the_counts_of_tokens(patch: Patch) -> None:
+    """A frame with entries of several tokens leaves without their counts."""
+    original = Outbox.take
+
+    def take(self: Outbox) -> Any:
+        actions = original(self)
+        for action in actions:
+            if hasattr(action, "step"):
+                action.step.num_tokens = []
+        return actions
+
+    patch.setattr(Outbox, "take", take)
+
+
+@caught_by(AnswersComplete)
+def stops_at_the_first_stalled_step(patch: Patch) -> None:
+    """A failed attempt that has produced something is passed off as a complete answer."""
+    original = Lifecycle.retry
+
+    def retry(self: Lifecycle, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
+        if choice.output_token_ids:
+            self.finish(choice, lifecycle.Finish(choice.client_slot, FinishReason.FINISH_REASON_STOP), now)
+        else:
+            original(self, choice, error, shard_id, now)
+
+    patch.setattr(Lifecycle, "retry", retry)
+
+
+@caught_by(EndsOnce)
+def reports_the_end_of_every_choice(patch: Patch) -> None:
+    """A request with several choices is reported as ended with each of them."""
+    original = Lifecycle._end
+
+    def end(self: Lifecycle, choice: Choice, finish: Any, now: float) -> None:
+        original(self, choice, finish, now)
+        if choice.request.num_open_choices:
+            self._outbox.add(lifecycle.request_ended(choice.request, now))
+
+    patch.setattr(Lifecycle, "_end", end)
+
+
+@caught_by(EndsOnce)
+def refuses_in_silence(patch: Patch) -> None:
+    """A request that finds the queue full is reported as ended, but its client hears nothing."""
+    original = RouterCore._refuse
+
+    def refuse(self: RouterCore, request: Any, client: Any, error: KvloomError, now: float) -> None:
+        original(self, request, client, error, now)
+        if error.reason == ErrorReason.ERROR_REASON_QUEUE_FULL:
+            client.step.finishes.clear()
+
+    patch.setattr(RouterCore, "_refuse", refuse)
+
+
+@caught_by(BilledIsDelivered)
+def bills_what_was_held(patch: Patch) -> None:
+    """Tokens that are dropped because nobody may see them stay on the bill."""
+    patch.setattr(Lifecycle, "_forget_tokens", lambda _self, _choice, _count: None)
+
+
+@caught_by(BilledIsDelivered)
+def bills_given_tokens_again(patch: Patch) -> None:
+    """A resumed answer is billed with the tokens that the client brought along."""
+    original = lifecycle.request_ended
+
+    def request_ended(live: Any, now: float) -> RequestEnded:
+        given = sum(choice.num_given_tokens for choice in live.choices)
+        end = original(live, now)
+        return dataclasses.replace(end, num_output_tokens=end.num_output_tokens + given)
+
+    patch.setattr(lifecycle, "request_ended", request_ended)
+
+
+@caught_by(EndsJustified)
+def has_no_patience_in_the_queue(patch: Patch) -> None:
+    """A request waits half as long as it may."""
+    original = RouterCore._on_request_arrived
+
+    def on_request_arrived(self: RouterCore, event: Any, now: float) -> None:
+        self._config = dataclasses.replace(self._config, max_queue_seconds=0.02)
+        original(self, event, now)
+
+    patch.setattr(RouterCore, "_on_request_arrived", on_request_arrived)
+
+
+@caught_by(EndsJustified)
+def gives_up_at_the_first_failure(patch: Patch) -> None:
+    """Nothing is tried a second time."""
+    original = Lifecycle.__init__
+
+    def init(self: Lifecycle, *args: Any) -> None:
+        original(self, *args[:-1], 1)
+
+    patch.setattr(Lifecycle, "__init__", init)

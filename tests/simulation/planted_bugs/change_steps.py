@@ -1,0 +1,31 @@
+"""A hand in the frames that shards send."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from router.core.fleet import Shard
+from router.core.frames import Step
+from router.core.relay import Relay
+from tests.simulation.planted_bugs.registry import Patch
+
+
+def change_steps(patch: Patch, change: Callable[[Shard, Step], None]) -> None:
+    """Have every frame of a shard changed on its way into the relay; `change` gets a copy that is its own."""
+    original = Relay.on_step
+
+    def on_step(self: Relay, shard: Shard, step: Step, now: float) -> None:
+        step = dataclasses.replace(
+            step,
+            slots=list(step.slots),
+            num_tokens=list(step.num_tokens),
+            token_ids=list(step.token_ids),
+            deltas=list(step.deltas),
+            finishes=list(step.finishes),
+            starts=list(step.starts),
+        )
+        change(shard, step)
+        original(self, shard, step, now)
+
+    patch.setattr(Relay, "on_step", on_step)

@@ -1,0 +1,173 @@
+"""Planted bugs in what goes to shards, what waits for them, and the books on both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from router.core.core import RouterCore
+from router.core.dispatch import Dispatcher
+from router.core.events import ShardLoad
+from router.core.fleet import Fleet, Shard
+from router.core.frames import Step
+from router.core.lifecycle import Lifecycle
+from router.core.live import Choice, LineId, LiveRequest
+from router.core.load_ledger import LoadLedger
+from router.core.slot_pool import SlotPool
+from router.core.waiting_lines import WaitingLines
+from tests.simulation.planted_bugs.change_steps import change_steps
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import (
+    AttemptsContinue,
+    Fence,
+    Integrity,
+    LoadTrue,
+    NoIdleWait,
+    NoStarvation,
+    PlacementsFit,
+    QueueBound,
+    SlotsRest,
+)
+
+
+@caught_by(Integrity)
+def keeps_reservations_of_cancelled_sequences(patch: Patch) -> None:
+    """What a cancelled sequence had reserved is never released."""
+    original = Dispatcher.end_slot
+
+    def end_slot(self: Dispatcher, shard: Shard, slot: int) -> bool:
+        if slot in shard.choices or slot not in shard.attempts:
+            return original(self, shard, slot)
+        del shard.attempts[slot]
+        shard.slots.free(slot)
+        return True
+
+    patch.setattr(Dispatcher, "end_slot", end_slot)
+
+
+@caught_by(LoadTrue)
+def never_forgets_a_placement(patch: Patch) -> None:
+    """The ledger drops a reservation, but not the load that it stood for."""
+    original = LoadLedger.release
+
+    def release(self: LoadLedger, key: Any) -> None:
+        shard_id = self._reservations[key].shard_id
+        view = self.view(shard_id)
+        original(self, key)
+        view.report = dataclasses.replace(view.report, num_running=view.report.num_running + 1)
+
+    original_report = LoadLedger.report
+
+    def report(self: LoadLedger, shard_id: str, load: ShardLoad, *rest: Any) -> None:
+        load = dataclasses.replace(load, num_running=load.num_running + self.view(shard_id).report.num_running)
+        original_report(self, shard_id, load, *rest)
+
+    patch.setattr(LoadLedger, "release", release)
+    patch.setattr(LoadLedger, "report", report)
+
+
+@caught_by(Fence)
+def has_no_fence(patch: Patch) -> None:
+    """News of slots that are not in use goes to whoever is there."""
+
+    def change(shard: Shard, step: Step) -> None:
+        if shard.choices and not step.num_tokens:
+            someone = next(iter(shard.choices))
+            step.slots[:] = [slot if slot in shard.attempts else someone for slot in step.slots]
+
+    change_steps(patch, change)
+
+
+@caught_by(SlotsRest)
+def reuses_slots_of_cancelled_sequences(patch: Patch) -> None:
+    """A slot counts as free as soon as its sequence is cancelled."""
+    original = Lifecycle._leave_shard
+
+    def leave_shard(self: Lifecycle, choice: Choice) -> None:
+        if choice.shard_id:
+            self._fleet.shards[choice.shard_id].slots._resting.appendleft(choice.shard_slot)
+        original(self, choice)
+
+    def allocate(self: SlotPool) -> int:
+        if self._resting:
+            return self._resting.popleft()
+        self._next += 1
+        return self._next
+
+    patch.setattr(Lifecycle, "_leave_shard", leave_shard)
+    patch.setattr(SlotPool, "allocate", allocate)
+
+
+@caught_by(AttemptsContinue)
+def begins_anew_elsewhere(patch: Patch) -> None:
+    """A later attempt starts from the prompt, without the tokens that the client has."""
+    original = Dispatcher._assign_slot
+
+    def assign_slot(self: Dispatcher, choice: Choice, shard: Shard, attempt: Any) -> Any:
+        spec = original(self, choice, shard, attempt)
+        return dataclasses.replace(spec, output_token_ids=(), num_delivered_chars=0)
+
+    patch.setattr(Dispatcher, "_assign_slot", assign_slot)
+
+
+@caught_by(AttemptsContinue)
+def never_stops_trying(patch: Patch) -> None:
+    """The limit on attempts is off by one."""
+    original = Lifecycle.__init__
+
+    def init(self: Lifecycle, *args: Any) -> None:
+        original(self, *args[:-1], args[-1] + 1)
+
+    patch.setattr(Lifecycle, "__init__", init)
+
+
+@caught_by(PlacementsFit)
+def sends_work_to_draining_shards(patch: Patch) -> None:
+    """A shard that drains still gets new work."""
+    patch.setattr(Fleet, "ready", lambda self, model: [s for s in self.shards.values() if s.description.model == model])
+
+
+@caught_by(NoIdleWait)
+def looks_only_at_the_head_of_the_line(patch: Patch) -> None:
+    """A request that no free shard can run blocks everybody behind it."""
+
+    def take(self: WaitingLines, line_id: LineId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None) -> Any:
+        first = next(self.line(line_id), None)
+        if first is None or not can_run(first):
+            return None
+        self.remove(first)
+        return first
+
+    patch.setattr(WaitingLines, "take", take)
+
+
+@caught_by(NoIdleWait)
+def lets_the_hopeless_wait(patch: Patch) -> None:
+    """A request whose last shard has gone waits for its timeout."""
+    patch.setattr(Lifecycle, "give_up_hopeless", lambda _self, _now: None)
+
+
+@caught_by(NoStarvation)
+def prefers_one_tenant(patch: Patch) -> None:
+    """The tenant that was served first is served again as long as it has something waiting."""
+
+    def take(self: WaitingLines, line_id: LineId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None) -> Any:
+        for request in sorted(self.line(line_id), key=lambda live: live.request.tenant):
+            if can_run(request):
+                self.remove(request)
+                return request
+        return None
+
+    patch.setattr(WaitingLines, "take", take)
+
+
+@caught_by(QueueBound)
+def counts_the_queue_before_it_grows(patch: Patch) -> None:
+    """One more may wait than is configured."""
+    original = RouterCore._make_queue_place
+
+    def make_queue_place(self: RouterCore, tenant: str, now: float) -> bool:
+        return len(self._dispatcher.queue) == self._config.max_queued_requests or original(self, tenant, now)
+
+    patch.setattr(RouterCore, "_make_queue_place", make_queue_place)

@@ -1,0 +1,47 @@
+"""Bugs that the simulation found in the core, planted again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.core.core import RouterCore
+from router.core.event_order import EventOrder
+from router.core.live import Attempt, LiveRequest
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import EndsJustified, IndexExact
+
+
+@caught_by(None, "never_fails")
+def tells_attempts_apart_by_their_numbers(patch: Patch) -> None:
+    """A name that is used again while its cancelled attempt still holds a reservation: both attempts are number 1."""
+    patch.setattr(Attempt, "key", property(lambda self: (self.request_id, self.attempt_id)))
+
+
+@caught_by(EndsJustified, max_seeds=400)
+def takes_a_place_for_who_needs_none(patch: Patch) -> None:
+    """A resumed request that is at its limit drives another one out of the full queue, or is refused."""
+    original = RouterCore._on_request_arrived
+
+    def on_request_arrived(self: RouterCore, event: Any, now: float) -> None:
+        request = event.request
+        if self._refusal(request) is None and request.request_id not in self._lifecycle.requests:
+            live = LiveRequest(request, self._lifecycle.client(request.client_id), now)
+            if not self._placer.can_run(live):
+                self._make_queue_place(request.tenant, now)
+        original(self, event, now)
+
+    patch.setattr(RouterCore, "_on_request_arrived", on_request_arrived)
+
+
+@caught_by(IndexExact)
+def takes_a_new_gap_for_the_old_one(patch: Patch) -> None:
+    """For some seconds after a snapshot was asked for, and although it has come, no other is asked for."""
+    original = EventOrder.skip_to
+
+    def skip_to(self: EventOrder, snapshot_number: int) -> bool:
+        asked_at = self._asked_at
+        is_news = original(self, snapshot_number)
+        self._asked_at = asked_at
+        return is_news
+
+    patch.setattr(EventOrder, "skip_to", skip_to)

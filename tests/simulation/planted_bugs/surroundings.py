@@ -1,0 +1,123 @@
+"""Planted bugs in time, safety, what is known of the fleet, and coming to rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from router.core.core import RouterCore
+from router.core.deadlines import Deadlines
+from router.core.dispatch_queue import DispatchQueue
+from router.core.fleet import Shard
+from router.core.frames import Step
+from router.core.live import LiveRequest
+from router.core.prefix_index import PrefixIndex
+from router.core.verdicts import Verdicts
+from tests.simulation.planted_bugs.change_steps import change_steps
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import (
+    DeadlinesKept,
+    FleetTold,
+    IndexExact,
+    SafetyKept,
+)
+
+
+@caught_by(DeadlinesKept)
+def forgets_deadlines_of_waiting_requests(patch: Patch) -> None:
+    """Only the second deadline of a request is looked at."""
+    original = Deadlines.add
+
+    def add(self: Deadlines, deadline: float, request: Any) -> None:
+        if deadline == request.deadline:
+            deadline += 1.0
+        original(self, deadline, request)
+
+    patch.setattr(Deadlines, "add", add)
+
+
+@caught_by(SafetyKept)
+def shows_text_while_the_verdict_is_open(patch: Patch) -> None:
+    """Held text is cleared as soon as the prompt is judged, gate or not."""
+    original = Verdicts.on_prompt
+
+    def on_prompt(self: Verdicts, verdict: Any, now: float) -> None:
+        live = self._screening._checks.get(verdict.check_id)
+        for choice in live.choices if live is not None else ():
+            if choice.hold is not None:
+                choice.hold.num_clear_chars = None
+        original(self, verdict, now)
+
+    patch.setattr(Verdicts, "on_prompt", on_prompt)
+
+
+@caught_by(SafetyKept)
+def serves_while_safety_is_away(patch: Patch) -> None:
+    """Requests are admitted without a safety service, although it is required."""
+    patch.setattr(Verdicts, "can_admit", property(lambda _self: True))
+
+
+@caught_by(FleetTold)
+def does_not_tell_of_draining(patch: Patch) -> None:
+    """Clients are not told that a shard drains."""
+    original = RouterCore._on_load_reported
+
+    def on_load_reported(self: RouterCore, *args: Any) -> None:
+        original(self, *args)
+        self._fleet_may_differ = False
+
+    patch.setattr(RouterCore, "_on_load_reported", on_load_reported)
+
+
+@caught_by(IndexExact)
+def ignores_removals(patch: Patch) -> None:
+    """The index never learns that a block was evicted."""
+    original = PrefixIndex.apply_events
+
+    def apply_events(self: PrefixIndex, shard_id: str, number: int, changes: Sequence[Any], now: float) -> bool:
+        return original(self, shard_id, number, [dataclasses.replace(change, removed=()) for change in changes], now)
+
+    patch.setattr(PrefixIndex, "apply_events", apply_events)
+
+
+@caught_by(IndexExact)
+def overlooks_gaps(patch: Patch) -> None:
+    """Numbers are not looked at: what was lost stays unknown."""
+    original = PrefixIndex.apply_events
+    numbers: dict[tuple[int, str], int] = {}
+
+    def apply_events(self: PrefixIndex, shard_id: str, number: int, changes: Sequence[Any], now: float) -> bool:
+        key = (id(self), shard_id)
+        numbers[key] = numbers.get(key, 0) + 1
+        return original(self, shard_id, numbers[key], changes, now)
+
+    original_snapshot = PrefixIndex.apply_snapshot
+
+    def apply_snapshot(self: PrefixIndex, shard_id: str, number: int, block_hashes: Any) -> Any:
+        numbers[id(self), shard_id] = number
+        return original_snapshot(self, shard_id, number, block_hashes)
+
+    patch.setattr(PrefixIndex, "apply_events", apply_events)
+    patch.setattr(PrefixIndex, "apply_snapshot", apply_snapshot)
+
+
+@caught_by(None, "comes_to_rest")
+def loses_retried_requests(patch: Patch) -> None:
+    """A request that is to be tried again is not put in the queue, and its deadline was lost with the attempt."""
+
+    def wait_for_any(_self: DispatchQueue, live: LiveRequest) -> None:
+        live.deadline = float("inf")
+
+    patch.setattr(DispatchQueue, "wait_for_any", wait_for_any)
+
+
+@caught_by(None, "never_fails")
+def cannot_take_the_same_end_twice(patch: Patch) -> None:
+    """The end of a slot that is not in use is taken for impossible."""
+
+    def change(shard: Shard, step: Step) -> None:
+        for finish in step.finishes:
+            shard.attempts[finish.slot]
+
+    change_steps(patch, change)
