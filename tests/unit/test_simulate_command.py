@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from router.core.placement import POLICIES
 from tests.unit.test_simulate_traces import session, turn, write_lines
@@ -17,12 +19,14 @@ from tools.failures import CommandError
 from tools.simulate.command import simulate_command
 from tools.simulate.fleet_model import PROFILES
 from tools.simulate.profiles import load_profile
+from tools.simulate.rows import combine
 from tools.simulate.runs import RunReport
 from tools.simulate.statistics import Slo, summarise
 from tools.simulate.study import study_command
 from tools.simulate.study_page import render, write_table
 from tools.simulate.study_plan import StudyPlan
 from tools.simulate.study_results import StudyResults
+from tools.simulate.table import print_table
 from tools.simulate.workload import SimulationResult
 
 FIELDS = {
@@ -143,6 +147,20 @@ def test_the_table_shows_what_a_reader_looks_for(mooncake: Path):
     assert re.search(r"^round_robin +\d+\.\d%", result.stdout, re.MULTILINE)
     assert re.search(r"^bound", result.stdout, re.MULTILINE)
     assert not result.stderr
+
+
+def test_a_narrow_terminal_gets_fewer_columns():
+    """Cut-off figures are worse than none."""
+    nothing = SimulationResult((), (), 0, 0)
+    row = combine("ect", [summarise(nothing, num_shards=1, num_measured_calls=0, slo=Slo())])
+    row |= {"ttft_mean": 1.5, "spread": {"ttft_mean": 0.25}}
+    for width, shown, hidden in ((60, "goodput", "router"), (200, "router", "failed")):
+        output = io.StringIO()
+        print_table([row], "title", Console(file=output, width=width))
+        assert shown in output.getvalue()
+        assert hidden not in output.getvalue()
+        assert "1.500 ±0.250" in output.getvalue()
+        assert "…" not in output.getvalue()
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

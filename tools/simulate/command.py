@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,11 +31,13 @@ from tools.simulate.runs import (
     perform_run,
 )
 from tools.simulate.statistics import Slo
-from tools.simulate.table import make_table
+from tools.simulate.table import print_table
 from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, TraceFormat, guess_format
 
 DEFAULT_USERS: Final = 80
 _MAX_SEEDS: Final = 100
+_FILE_WIDTH: Final = 200
+"""Columns of a table that goes to no terminal."""
 
 
 @click.command("simulate")
@@ -229,7 +232,7 @@ def simulate_command(
     else:
         load = f"rate ×{run.load:g}" if trace_format != "weka" else f"{run.load:.0f} users"
         title = f"{trace_file.name}, {shards} × {run.profile.name}" + ("" if with_capacity else f", {load}")
-        Console(width=None if os.isatty(1) else 200, highlight=False).print(make_table(rows, title))
+        print_table(rows, title, Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False))
     if plot_file is not None:
         curves = {policy: report.curves for policy, report in first_runs.items() if report.curves is not None}
         draw(plot_file, curves, f"{trace_file.name}, {shards} × {run.profile.name}, seed {seed}")

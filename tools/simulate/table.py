@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from rich.console import Console
 from rich.table import Table
 
 _Format = Callable[[float], str]
+_Column = tuple[str, str, _Format]
+"""Heading, field, form."""
 
 
 def _seconds(value: float) -> str:
@@ -22,30 +25,54 @@ def _milliseconds(value: float) -> str:
     return f"{1e3 * value:.1f}"
 
 
-_COLUMNS: Final[tuple[tuple[str, str, _Format], ...]] = (
+_COLUMNS: Final[tuple[_Column, ...]] = (
     ("hit", "hit_rate", _percent),
-    ("TTFT mean s", "ttft_mean", _seconds),
+    ("TTFT s", "ttft_mean", _seconds),
     ("p50", "ttft_p50", _seconds),
     ("p90", "ttft_p90", _seconds),
     ("p99", "ttft_p99", _seconds),
     ("TPOT ms", "tpot_mean", _milliseconds),
     ("goodput", "goodput", _percent),
-    ("imbalance work", "prefill_imbalance", "{:.2f}".format),
-    ("in flight", "in_flight_imbalance", "{:.2f}".format),
+    ("work max/mean", "prefill_imbalance", "{:.2f}".format),
+    ("in flight max/mean", "in_flight_imbalance", "{:.2f}".format),
     ("requests", "requests", "{:.0f}".format),
     ("failed", "failed", "{:.0f}".format),
     ("router µs", "router_microseconds", "{:.0f}".format),
 )
 
 
-def make_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+_FIRST_TO_GO: Final = (
+    "router_microseconds",
+    "prefill_imbalance",
+    "in_flight_imbalance",
+    "requests",
+    "ttft_p50",
+    "ttft_p90",
+)
+"""Where the terminal is too narrow. --json has everything."""
+_ENDLESS: Final = 10_000
+
+
+def print_table(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
+    columns: list[_Column] = [
+        column for column in _COLUMNS if column[1] != "failed" or any(row["failed"] for row in rows)
+    ]
+    if any("capacity" in row for row in rows):
+        columns.insert(0, (f"capacity {rows[0]['load_unit']}", "capacity", "{:.4g}".format))
+    table = _make_table(rows, title, columns)
+    for field in _FIRST_TO_GO:
+        if console.measure(table, options=console.options.update(max_width=_ENDLESS)).maximum <= console.width:
+            break
+        columns = [column for column in columns if column[1] != field]
+        table = _make_table(rows, title, columns)
+    console.print(table)
+
+
+def _make_table(rows: Sequence[dict[str, Any]], title: str, columns: Sequence[_Column]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    columns = _COLUMNS
-    if any("capacity" in row for row in rows):
-        columns = ((f"capacity {rows[0]['load_unit']}", "capacity", "{:.4g}".format), *_COLUMNS)
     for name, _, _ in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         spread = row.get("spread", {})
         cells = [_cell(row[field], spread.get(field), form) for _, field, form in columns]
