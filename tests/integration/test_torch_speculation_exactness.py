@@ -76,7 +76,7 @@ def requests(model_dir: Path) -> list[EngineRequest]:
             tokenizer.encode_now(tokenizer.render_chat([ChatMessage("user", job.question)])),
             job.sampling,
             60,
-            stop_token_ids=frozenset({0, 2}),
+            stop_token_ids=frozenset({0, 2}) if job.guide else frozenset(),  # the others are to be long
             guide=job.guide,
         )
         for index, job in enumerate(JOBS)
@@ -114,10 +114,9 @@ def test_answers_are_the_same_alone_together_preempted_and_resumed(
         assert same(together[name], answer), name
     load = bench.loop._load()
     assert load.num_accepted_tokens > 30
-    # Without a common beginning nothing is shared: every sequence needs another block, and there is one less than that.
+    # Without a common beginning nothing is shared: some sequences must give their blocks to others.
     apart = [dataclasses.replace(request, root_hash=index) for index, request in enumerate(requests)]
-    num_prompt_blocks = sum(-(-len(request.prompt_token_ids) // BLOCK_SIZE) for request in requests)
-    tight, bench = run(runner, compiler, apart, speculation, num_blocks=num_prompt_blocks + len(requests) - 1)
+    tight, bench = run(runner, compiler, apart, speculation, num_blocks=20)
     assert bench.scheduler.num_preemptions > 0
     for name, answer in expected.items():
         assert same(tight[name], answer), name
