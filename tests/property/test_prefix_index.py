@@ -17,7 +17,7 @@ SHARDS = ["a", "b", "c"]
 MAX_BLOCKS = 24
 hashes = st.integers(0, 31)
 chains = st.builds(lambda start, size: list(range(start, min(32, start + size))), hashes, st.integers(0, 20))
-hash_lists = st.one_of(chains, st.lists(hashes, max_size=12, unique=True))
+hash_lists = st.one_of(chains, st.lists(hashes, max_size=12, unique=True), st.lists(hashes, max_size=16))
 fates = st.sampled_from(["arrives"] * 4 + ["lost", "doubled", "delayed"])
 
 

@@ -175,3 +175,13 @@ def test_the_index_leaves_nothing_for_the_garbage_collector_to_walk():
     gc.collect()
     assert len(gc.get_objects()) - num_before < 200
     assert index.num_blocks == 60_000
+
+
+def test_placing_again_renews_the_belief():
+    """The second request keeps the blocks believed in, should the first one's prefill take its time."""
+    index = make_index("a")
+    index.place("a", [1, 2], 0.0)
+    index.place("a", [1, 2, 3], 20.0)
+    assert index.count_overlaps([1, 2, 3], 40.0) == {"a": 3}
+    assert index.count_overlaps([1, 2, 3], 50.0) == {}
+    assert index.num_blocks == 0
