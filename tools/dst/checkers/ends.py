@@ -118,7 +118,10 @@ def _does_not_fit(node: RouterNode, choice: SeenChoice) -> bool:
     shards = [shard for shard in node.witness.shards.values() if not shard.is_draining]
     model = choice.request.request.model
     windows = [s.description.max_model_len for s in shards if s.description.model == model]
-    return bool(windows) and max(windows) < choice.request.min_window
+    request = choice.request.request
+    longest = max(len(spec.output_token_ids) for spec in request.choices)
+    num_output_tokens = longest + 1 if request.max_tokens is None else request.max_tokens
+    return bool(windows) and max(windows) < len(request.prompt_token_ids) + num_output_tokens
 
 
 def _is_unscreenable(node: RouterNode, choice: SeenChoice) -> bool:
