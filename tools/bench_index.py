@@ -16,7 +16,6 @@ import psutil
 from kvloom.block_hash import block_hashes, root_hash
 from router.core.prefix_index import PrefixIndex
 from tools.index_bench_fill import FilledIndex, chain
-from tools.options import option
 
 BATCHES: Final = (1, 16, 512)
 _BATCH_RUNS: Final = 200
@@ -30,7 +29,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Fill an index, then measure look-ups, updates, snapshots and departures on it, one after the other.
 
-    All times are of this thread's CPU clock: they do not depend on what else runs, apart from shared caches.
+    All times are of this thread's CPU clock. They do not depend on what else runs, apart from what is shared: caches,
+    and cores that run two threads.
     """
     rss_before = _rss_bytes()
     fleet = FilledIndex(num_shards, num_blocks, num_prompt_tokens // block_size, seed=1)
@@ -184,16 +184,18 @@ def _rss_bytes() -> int:
 
 
 @click.command("index")
-@option("--shards", "num_shards", type=click.IntRange(1, 4096), default=256, show_default=True, scope="bench_index")
-@option(
+@click.option(
+    "--shards", "num_shards", type=click.IntRange(1, 4096), default=256, show_default=True, help="That share it."
+)
+@click.option(
     "--blocks",
     "num_blocks",
     type=click.IntRange(100_000, 50_000_000),
     default=1_000_000,
     show_default=True,
-    help="Held in all; 10000000 takes about two minutes.",
+    help="Held in all; 10000000 takes about a minute.",
 )
-@option(
+@click.option(
     "--prompt-tokens",
     "num_prompt_tokens",
     type=click.IntRange(256, 131_072),
@@ -201,8 +203,8 @@ def _rss_bytes() -> int:
     show_default=True,
     help="Of a looked-up prompt.",
 )
-@option("--block-size", type=click.IntRange(1, 128), default=16, show_default=True, help="Tokens in a block.")
-@option(
+@click.option("--block-size", type=click.IntRange(1, 128), default=16, show_default=True, help="Tokens in a block.")
+@click.option(
     "--snapshot-blocks",
     "snapshot_sizes",
     type=click.IntRange(1, 2_000_000),

@@ -38,6 +38,7 @@ def main() -> None:
     cls=LazyGroup,
     commands_at={
         "engine": "tools.bench_engine:bench_engine",
+        "index": "tools.bench_index:bench_index",
         "conversations": "tools.bench_conversations:bench_conversations",
         "routing": "tools.simulate.study:study_command",
     },
