@@ -16,7 +16,8 @@ AGING: Final = 0.25
 """Seconds of prefill that a second of waiting makes up for.
 
 A sequence can only be overtaken by those that arrive within (its own prefill seconds / AGING) after it, so none
-starves. Less aging lowers the mean at the price of the tail."""
+starves. Between 0.05 and 1 the mean TTFT hardly depends on it below capacity; above, less aging lowers the mean and
+more the tail, and 0.25 gives up little of either."""
 
 
 class EngineOrder(Protocol):
