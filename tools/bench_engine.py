@@ -20,6 +20,7 @@ from shard_server.engines.base import EngineError, EngineRequest, Sampling, Step
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sketch import Sketch
+from tools.bench_techniques import measure_guided, run_speculation
 from tools.failures import CommandError
 from tools.model_registry import ModelRegistry
 from tools.models import resolve_model
@@ -154,6 +155,8 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--no-deterministic", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0: greedy.")
 @option("--sketch", "with_sketch", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run.")
+@option("--speculation", "with_speculation", is_flag=True, help="Also what drafts by prompt lookup bring.")
+@option("--guided", "with_guided", is_flag=True, help="Also what a JSON schema costs per token.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_engine(
@@ -163,6 +166,8 @@ def bench_engine(
     no_deterministic: bool,
     temperature: float,
     with_sketch: bool,
+    with_speculation: bool,
+    with_guided: bool,
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
@@ -179,6 +184,10 @@ def bench_engine(
             with_sketch=with_sketch,
             temperature=temperature,
         )
+        if with_speculation:
+            report["speculation"] = run_speculation(model_dir, (1, 8), report["num_threads"], dtype)
+        if with_guided:
+            report["guided"] = measure_guided(model_dir, DEFAULT_BATCHES)
     except EngineError as error:
         raise CommandError(str(error)) from error
     if as_json:
@@ -202,3 +211,13 @@ def _print(report: dict[str, Any]) -> None:
         )
         if "sketch_tokens_per_second" in row:
             print(f"  sketch {row['sketch_tokens_per_second']:8.1f} tokens/s")
+    for row in report.get("speculation", ()):
+        print(
+            f"speculation, {row['text']}, batch {row['batch']}: {row['tokens_per_second']} tokens/s without, "
+            f"{row['with_speculation']} with ({row['speed_up']} times), acceptance {row['acceptance']}"
+        )
+    for row in report.get("guided", ()):
+        print(
+            f"guided, batch {row['batch']}, temperature {row['temperature']}: {row['added_us_per_token']} us a token "
+            f"(at most {row['added_us_per_token_max']}), compiled in {row['compile_ms']} ms"
+        )

@@ -228,7 +228,7 @@ class TorchEngine:
             on_progress=self._on_load_progress,
         )
         self._on_load_progress("vocabulary for guided decoding")
-        self._guides = _load_guides(self._model_dir, runner)
+        self._guides = _load_guides(self._model_dir, runner, self._on_load_progress)
         self._info = EngineInfo(
             engine="torch",
             model=self._model_name,
@@ -283,7 +283,7 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(callback, *args)
 
 
-def _load_guides(model_dir: Path, runner: ModelRunner) -> GuideCompiler | None:
+def _load_guides(model_dir: Path, runner: ModelRunner, on_progress: Callable[[str], None]) -> GuideCompiler | None:
     """Loading an engine must not fail for a vocabulary that only guided requests need."""
     path = model_dir / "tokenizer.json"
     if not path.exists():
@@ -295,7 +295,7 @@ def _load_guides(model_dir: Path, runner: ModelRunner) -> GuideCompiler | None:
     try:
         return GuideCompiler(path, runner.vocab_size, runner.eos_token_ids)
     except EngineError as error:
-        _log.warning("no guided decoding", error=str(error))
+        on_progress(f"no guided decoding: {error}")
         return None
 
 

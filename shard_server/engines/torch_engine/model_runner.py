@@ -18,6 +18,8 @@ from shard_server.engines.torch_engine.memory import check_memory
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.weights import OnProgress, load_weights
 
+_MAX_GATHERED_TOKENS = 4096
+"""For one sequence with drafts: beyond that, one product of all its rows over the context is cheaper."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -99,26 +101,43 @@ class ModelRunner:
         Returns float32 logits [rows, vocab_size]: 1 + num_drafts rows for every sequence with wants_logits, in batch
         order.
         """
-        decodes = [index for index, sequence in enumerate(batch) if len(sequence.token_ids) == 1]
-        decodes.sort(key=lambda index: batch[index].num_computed_tokens, reverse=True)
-        prefills = [index for index, sequence in enumerate(batch) if len(sequence.token_ids) > 1]
-        extents: dict[int, Extent] = {}
+        decodes: list[tuple[int, int]] = []  # (sequence, token in it): each a row that attends by itself
+        prefills: list[int] = []
+        for index, sequence in enumerate(batch):
+            if len(sequence.token_ids) == 1 or _attends_row_by_row(sequence):
+                decodes += [(index, offset) for offset in range(len(sequence.token_ids))]
+            else:
+                prefills.append(index)
+        decodes.sort(key=lambda row: batch[row[0]].num_computed_tokens + row[1], reverse=True)
+        row_of: dict[tuple[int, int], int] = {}
         token_ids: list[int] = []
         positions: list[int] = []
-        for index in (*decodes, *prefills):
+        decode_extents: list[Extent] = []
+        for index, offset in decodes:
+            sequence = batch[index]
+            position = sequence.num_computed_tokens + offset
+            row_of[index, offset] = len(token_ids)
+            decode_extents.append(Extent(len(token_ids), 1, position, sequence.block_table))
+            token_ids.append(sequence.token_ids[offset])
+            positions.append(position)
+        prefill_extents: list[Extent] = []
+        for index in prefills:
             sequence = batch[index]
             num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
-            extents[index] = Extent(len(token_ids), num_new, num_past, sequence.block_table)
+            for offset in range(num_new - 1 - sequence.num_drafts, num_new):
+                row_of[index, offset] = len(token_ids) + offset
+            prefill_extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
             token_ids += sequence.token_ids
             positions += range(num_past, num_past + num_new)
-        plan = self._attention.plan([extents[index] for index in decodes], [extents[index] for index in prefills])
+        plan = self._attention.plan(decode_extents, prefill_extents)
         plan.num_rows = self._rounded(plan.num_rows)
         padding = [0] * (plan.num_rows - len(token_ids))
-        logit_rows: list[int] = []
-        for index, sequence in enumerate(batch):
-            if sequence.wants_logits:
-                end = extents[index].first_row + extents[index].num_new
-                logit_rows += range(end - 1 - sequence.num_drafts, end)
+        logit_rows = [
+            row_of[index, offset]
+            for index, sequence in enumerate(batch)
+            if sequence.wants_logits
+            for offset in range(len(sequence.token_ids) - 1 - sequence.num_drafts, len(sequence.token_ids))
+        ]
         num_logits = len(logit_rows)
         logit_rows += [0] * (self._rounded(num_logits) - num_logits)
         logits = self._model.forward(
@@ -133,6 +152,13 @@ class ModelRunner:
 
     def _rounded(self, num_rows: int) -> int:
         return -(-num_rows // self._row_granularity) * self._row_granularity
+
+
+def _attends_row_by_row(sequence: ScheduledSequence) -> bool:
+    """Whether a decoding sequence's drafts are computed as if each were another sequence's next token: then they share
+    their kernels with the whole batch, at the price of gathering the context once for each."""
+    num_rows = len(sequence.token_ids)
+    return num_rows == 1 + sequence.num_drafts and num_rows * sequence.num_computed_tokens <= _MAX_GATHERED_TOKENS
 
 
 def _check_window(model_dir: Path, config: LlamaConfig, max_model_len: int) -> None:
