@@ -38,7 +38,7 @@ class Dispatcher:
         """Send all pending choices to one shard."""
         request = live.request
         window = shard.description.max_model_len - len(request.prompt_token_ids)
-        live.max_tokens = window if live.max_tokens is None else min(live.max_tokens, window)
+        max_tokens = window if request.max_tokens is None else min(request.max_tokens, window)
         live.num_attempts += 1
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
@@ -50,10 +50,10 @@ class Dispatcher:
             request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending)
         )
         self._reserve(live, shard, candidate, attempt, now)
-        specs = [self._assign_slot(choice, shard, attempt) for choice in live.pending]
+        specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
         live.hashes = {}
-        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, live.max_tokens))
+        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens))
 
     def end_slot(self, shard: Shard, slot: int) -> bool:
         """The shard has ended a slot, which is free again. False for a slot that was not in use."""
@@ -104,8 +104,9 @@ class Dispatcher:
         self._index.place(shard.shard_id, self._placer.hashes(live, block_size), now)
         self._placer.note_placed(live, shard)
 
-    def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt) -> ChoiceSpec:
+    def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:
         slot = shard.slots.allocate()
+        choice.max_tokens = max_tokens
         choice.shard_id = shard.shard_id
         choice.shard_slot = slot
         choice.num_attempts += 1

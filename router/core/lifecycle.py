@@ -132,7 +132,7 @@ class Lifecycle:
     def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
         """A shard failed it: it waits to go on elsewhere, behind the tokens it has. `choice` runs nowhere now."""
         live = choice.request
-        if live.max_tokens is not None and len(choice.output_token_ids) >= live.max_tokens:
+        if choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens:
             self.finish(choice, Finish(choice.client_slot, FinishReason.FINISH_REASON_LENGTH), now)
         elif choice.num_attempts >= self._max_attempts:
             self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)

@@ -126,6 +126,7 @@ class Choice:
         "index",
         "is_done",
         "is_screened",
+        "max_tokens",
         "num_attempts",
         "num_cached_tokens",
         "num_chars",
@@ -147,6 +148,8 @@ class Choice:
         """The client's own, then all that shards have emitted (delivered or held)."""
         self.num_given_tokens = len(self.output_token_ids)
         self.num_given_chars = spec.num_delivered_chars
+        self.max_tokens: int | None = None
+        """Of its last attempt: what was asked for, or what was left of that shard's window."""
         self.num_chars = 0
         """Of text that shards have emitted, delivered or held."""
         self.num_attempts = 0
@@ -179,7 +182,6 @@ class LiveRequest:
         "last_shard_id",
         "line_id",
         "max_held_tokens",
-        "max_tokens",
         "num_attempts",
         "num_cached_tokens",
         "num_open_choices",
@@ -213,8 +215,6 @@ class LiveRequest:
         """Why it waits for another shard."""
         self.hashes: dict[int, Sequence[int]] = {}
         """Block size → hashes of the prompt's blocks; kept only while the request waits."""
-        self.max_tokens = request.max_tokens
-        """None until the first dispatch decides it."""
         self.max_held_tokens = 0
         """Per choice."""
         self.num_attempts = 0
