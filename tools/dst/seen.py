@@ -22,7 +22,7 @@ class SeenChoice:
     __slots__ = (
         "emitted",
         "finish_reason",
-        "limits",
+        "limit",
         "num_attempts",
         "num_sent_tokens",
         "num_starts",
@@ -42,8 +42,8 @@ class SeenChoice:
         self.emitted: list[int] = []
         """By the attempts that were its current one."""
         self.num_attempts = 0
-        self.limits: set[int] = set()
-        """Of its attempts."""
+        self.limit: int | None = None
+        """Of its last attempt."""
         self.num_starts = 0
         self.num_sent_tokens = 0
         self.sent_text = ""
@@ -56,8 +56,7 @@ class SeenChoice:
 
     @property
     def is_at_limit(self) -> bool:
-        limit = self.request.limit
-        return limit is not None and self.num_tokens >= limit
+        return self.limit is not None and self.num_tokens >= self.limit
 
 
 class SeenRequest:
@@ -68,7 +67,6 @@ class SeenRequest:
         "deadline",
         "is_duplicate",
         "is_ending",
-        "limit",
         "num_attempts",
         "num_ends",
         "policy",
@@ -85,8 +83,6 @@ class SeenRequest:
         """Of the safety service when it came."""
         self.choices = [SeenChoice(self, spec) for spec in request.choices]
         self.num_attempts = 0
-        self.limit: int | None = None
-        """Output tokens of a choice, as the attempts so far say."""
         self.avoid_shard_id = ""
         """Where it failed last."""
         self.is_duplicate = False

@@ -169,13 +169,12 @@ class Witness:
 
     def _take_attempt(self, seen: SeenRequest, action: SubmitAttempt) -> None:
         seen.num_attempts += 1
-        seen.limit = action.max_tokens if seen.limit is None else min(seen.limit, action.max_tokens)
         shard = self.shards[action.shard_id]
         for spec in action.choices:
             choice = seen.choice(spec.index)
             choice.state = State.RUNNING
             choice.num_attempts += 1
-            choice.limits.add(action.max_tokens)
+            choice.limit = action.max_tokens
             choice.place = (action.shard_id, spec.slot)
             shard.open[spec.slot] = choice
 
