@@ -104,8 +104,8 @@ def begins_anew_elsewhere(patch: Patch) -> None:
     """A later attempt starts from the prompt, without the tokens that the client has."""
     original = Dispatcher._assign_slot
 
-    def assign_slot(self: Dispatcher, choice: Choice, shard: Shard, attempt: Any) -> Any:
-        spec = original(self, choice, shard, attempt)
+    def assign_slot(self: Dispatcher, *args: Any) -> Any:
+        spec = original(self, *args)
         return dataclasses.replace(spec, output_token_ids=(), num_delivered_chars=0)
 
     patch.setattr(Dispatcher, "_assign_slot", assign_slot)
