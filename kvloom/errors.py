@@ -45,6 +45,8 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_DUPLICATE_REQUEST_ID: ErrorKind(
         "ALREADY_EXISTS", 409, "invalid_request_error", "duplicate_request_id"
     ),
+    _R.ERROR_REASON_EVENTS_GONE: ErrorKind("OUT_OF_RANGE", 410, "invalid_request_error", "events_gone"),
+    _R.ERROR_REASON_STREAM_TAKEN_OVER: ErrorKind("ABORTED", 409, "invalid_request_error", "stream_taken_over"),
     _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
     _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),
