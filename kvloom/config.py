@@ -88,6 +88,8 @@ class SimConfig(Section):
 
     step_ms: Annotated[float, Meta(ge=0)] = 20.0
     prefill_tokens_per_second: PositiveFloat = 20_000.0
+    stamp_tokens: bool = False
+    """Tokens tell when they were made, for `kvloom bench data-plane`; answers then depend on the clock."""
 
 
 class SpeculationConfig(Section):

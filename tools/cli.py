@@ -40,6 +40,7 @@ def main() -> None:
         "engine": "tools.bench_engine:bench_engine",
         "index": "tools.bench_index:bench_index",
         "conversations": "tools.bench_conversations:bench_conversations",
+        "data-plane": "tools.bench_data_plane:bench_data_plane",
         "routing": "tools.simulate.study:study_command",
     },
 )

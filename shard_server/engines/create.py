@@ -11,6 +11,7 @@ from kvloom.config import KvloomConfig
 from kvloom.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import DEFAULT_MAX_MODEL_LEN, SimEngine
+from shard_server.engines.sim_stamps import stamp_token_ids
 
 log = structlog.get_logger()
 
@@ -43,6 +44,7 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
         _max_position_embeddings(model_dir),
+        stamps=stamp_token_ids(tokenizer.token_texts) if config.shard.sim.stamp_tokens else (),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from kvloom.config import ShardConfig
@@ -32,18 +32,23 @@ from shard_server.engines.base import (
 from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.sim_blocks import SimBlockPool
 from shard_server.engines.sim_sequence import SimSequence
+from shard_server.engines.sim_stamps import stamp_of
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, expected_token_id
 
 __all__ = ["SimEngine", "expected_token_id"]
 
 DEFAULT_NUM_BLOCKS: Final = 8192
 DEFAULT_MAX_MODEL_LEN: Final = 8192
+_CAPABILITIES: Final = frozenset(
+    {Capability.LOGPROBS, Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT, Capability.PREFIX_CACHING}
+)
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; further behind than this the clock starts anew."""
 
 
 class SimEngine:
-    """See the module. `max_model_len` is the model's window, for when the config does not set one."""
+    """See the module. `max_model_len` is the model's window, for when the config does not set one. `stamps`: emit these
+    tokens, by the clock (see sim_stamps)."""
 
     def __init__(
         self,
@@ -52,6 +57,8 @@ class SimEngine:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+        *,
+        stamps: Sequence[int] = (),
     ) -> None:
         if vocab_size <= max(WORD_TOKEN_IDS) or eos_token_ids.intersection(WORD_TOKEN_IDS):
             raise EngineError(f"the simulated engine's words are not plain tokens of {model_name}'s vocabulary")
@@ -65,19 +72,13 @@ class SimEngine:
             max_model_len=min(config.max_model_len or max_model_len, num_blocks * config.block_size),
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            capabilities=frozenset(
-                {
-                    Capability.LOGPROBS,
-                    Capability.SEEDED_RESUME,
-                    Capability.BATCH_INVARIANT,
-                    Capability.PREFIX_CACHING,
-                }
-            ),
+            capabilities=_CAPABILITIES if not stamps else frozenset({Capability.PREFIX_CACHING}),
         )
         self._step_seconds = config.sim.step_ms / 1000
         self._prefill_tokens_per_second = config.sim.prefill_tokens_per_second
         self._max_prefill_tokens = config.max_prefill_tokens_per_step
         self._queue_order = config.queue_order
+        self._stamps = stamps
         self._pool = SimBlockPool(num_blocks)
         self._live: dict[str, SimSequence] = {}
         self._waiting: deque[SimSequence] = deque()
@@ -236,7 +237,7 @@ class SimEngine:
             output.starts.append(
                 SequenceStart(request.request_id, sequence.num_cached_tokens, sequence.queue_time_seconds)
             )
-        token_id = sequence.emit()
+        token_id = sequence.emit(self._stamp(sequence) if self._stamps else None)
         output.request_ids.append(request.request_id)
         output.token_ids.append([token_id])
         if request.sampling.num_logprobs is not None:
@@ -245,6 +246,10 @@ class SimEngine:
             self._end(sequence, FinishReason.STOP, output)
         elif sequence.num_output_tokens >= request.max_tokens:
             self._end(sequence, FinishReason.LENGTH, output)
+
+    def _stamp(self, sequence: SimSequence) -> int:
+        now = time.monotonic()
+        return self._stamps[stamp_of(now if sequence.num_output_tokens else now - sequence.submitted_at)]
 
     def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
         request_id = sequence.request.request_id

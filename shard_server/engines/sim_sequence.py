@@ -99,9 +99,10 @@ class SimSequence:
         self.num_private_blocks -= full - first
         return hashes[first:full]
 
-    def emit(self) -> int:
-        """The next token, appended."""
-        token_id = token_at(self._key, self.num_output_tokens)
+    def emit(self, token_id: int | None = None) -> int:
+        """The next token, appended: the given one, else the one that is expected."""
+        if token_id is None:
+            token_id = token_at(self._key, self.num_output_tokens)
         self.token_ids.append(token_id)
         self.num_output_tokens += 1
         self.is_decoding = True

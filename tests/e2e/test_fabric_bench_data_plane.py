@@ -1,0 +1,40 @@
+"""`kvloom bench data-plane` measures a real fabric; here at a size that says nothing about speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fabric import kvloom_environment, run_kvloom
+
+
+@pytest.mark.timeout(300)  # two fabrics are started, one after the other
+def test_the_data_plane_bench_counts_every_process_and_loses_no_token(model_dir: Path, tmp_path: Path):
+    """A bench that miscounts would steer all tuning: requests complete, every role's CPU is seen, and the engine's
+    stamps are read back from the stream."""
+    done = run_kvloom(
+        *("bench", "data-plane", "--workload", "W1,W3", "--runs", "1", "--scale", "0.02", "--no-warm-up", "--json"),
+        *("--model", str(model_dir)),
+        env=kvloom_environment(tmp_path),
+        timeout_seconds=240.0,
+    )
+    assert done.returncode == 0, done.stderr
+    paced, short = json.loads(done.stdout)
+    assert (paced["workload"], short["workload"]) == ("W1", "W3")
+    assert (paced["requests"], short["requests"]) == (3, 40)
+    for report in (paced, short):
+        assert report["num_errors"] == 0, report["runs"]
+        assert report["cpu_us_per_token"].keys() >= {"edge", "router", "safety", "shard", "redis", "sum"}
+        assert all(report["cpu_us_per_request"][role] > 0 for role in ("edge", "router", "safety", "shard"))
+        assert report["added_ttft_ms"]["p50"] > 0
+    assert 0 < paced["transit_ms"]["p50"] <= paced["transit_ms"]["p99"]
+    assert paced["events_per_read"] >= 1
+
+
+def test_an_unknown_workload_is_named(tmp_path: Path):
+    """The message must say what there is."""
+    done = run_kvloom("bench", "data-plane", "--workload", "W9", env=kvloom_environment(tmp_path), timeout_seconds=60.0)
+    assert done.returncode == 2
+    assert "'W9' is none of W1," in done.stderr

@@ -1,0 +1,94 @@
+"""`kvloom bench data-plane`: what the fabric itself costs per token and per request, process by process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvloom.config import ModelConfig
+from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
+from tools.bench_data_plane_run import OURS, Plan, run_bench
+from tools.bench_data_plane_workloads import WORKLOADS
+from tools.models import resolve_model
+from tools.options import DEFAULT_DATA_DIR, data_dir_option
+
+
+@click.command("data-plane")
+@click.option(
+    "--workload",
+    "names",
+    default="W1",
+    show_default=True,
+    metavar="NAME,NAME|all",
+    help=f"Of {', '.join(WORKLOADS)}.",
+)
+@click.option("--runs", "num_runs", type=click.IntRange(1, 100), default=3, show_default=True, help="Of each workload.")
+@click.option("--no-safety", is_flag=True, help="Check no prompt and screen no answer.")
+@click.option(
+    "--scale",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Share of a workload's streams and requests.",
+)
+@click.option("--no-warm-up", is_flag=True, help="Measure from the first request on.")
+@click.option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Whose tokenizer and chat template.")
+@data_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
+def bench_data_plane(
+    names: str,
+    num_runs: int,
+    no_safety: bool,
+    scale: float,
+    no_warm_up: bool,
+    model: str,
+    data_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the fabric around simulated engines: CPU per token and request, added latency, memory."""
+    chosen = list(WORKLOADS) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in WORKLOADS:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(WORKLOADS)}", param_hint="--workload")
+
+    def report_progress(message: str) -> None:
+        click.echo(message, err=True)
+
+    found = resolve_model(model, (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models", report_progress)
+    plan = Plan(
+        model=ModelConfig(name=found.name, path=str(found.path)),
+        workloads=[WORKLOADS[name].scaled(scale) for name in dict.fromkeys(chosen)],
+        num_runs=num_runs,
+        with_safety=not no_safety,
+        is_warmed_up=not no_warm_up,
+    )
+    reports = run_bench(plan, report_progress)
+    click.echo(json.dumps(reports)) if as_json else _print(reports)
+
+
+def _print(reports: Sequence[dict[str, Any]]) -> None:
+    for report in reports:
+        runs = f"median of {report['num_runs']} runs (± half the spread)"
+        print(f"{report['workload']}: {report['about']}; safety {'on' if report['safety'] else 'off'}; {runs}")
+        for label, field in (("CPU-us a token", "cpu_us_per_token"), ("CPU-us a request", "cpu_us_per_request")):
+            values, spread = report[field], report["spread"][field]
+            roles = ", ".join(f"{role} {values[role]:.2f}" for role in OURS)
+            print(f"  {label:<22}{values['sum']:.2f} ±{spread['sum'] / 2:.2f}  ({roles}; shards {values['shard']:.2f})")
+        for label, field in (("added TTFT ms", "added_ttft_ms"), ("transit ms a token", "transit_ms")):
+            values, spread = report[field], report["spread"][field]
+            if values["p50"] is not None:
+                shown = " / ".join(f"{values[p]:.2f} ±{spread[p] / 2:.2f}" for p in ("p50", "p99"))
+                print(f"  {label:<22}{shown}  (p50 / p99)")
+        print(
+            f"  {'per second':<22}{report['tokens_per_second']:,.0f} tokens, {report['requests_per_second']:,.0f} "
+            f"requests; {report['events_per_read']:.2f} events a read"
+        )
+        print(f"  {'memory':<22}{report['rss_kb_per_stream']:.1f} kB a stream")
+        print(f"  {'errors':<22}{report['num_errors']}")
+        for run in report["runs"]:
+            for error, count in run["errors"].items():
+                print(f"    {count} x {error}")

@@ -1,0 +1,194 @@
+"""Runs the data plane's workloads against fabrics of real processes and reduces what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvloom.config import KvloomConfig, ModelConfig
+from tools.bench_data_plane_load import Order
+from tools.bench_data_plane_workloads import Workload
+from tools.child import bound_command
+from tools.child_fabric import child_fabric
+from tools.failures import CommandError
+from tools.state import RunFolder
+
+OURS: Final = ("edge", "router", "safety")
+"""What stands between client and engine."""
+_MARGIN_SECONDS: Final = 60.0
+_WARM_UP: Final = (
+    Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
+    Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),
+)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelConfig
+    workloads: Sequence[Workload]
+    num_runs: int = 3
+    with_safety: bool = True
+    is_warmed_up: bool = True
+
+
+def run_bench(plan: Plan, on_progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """One report a workload. Workloads that want the same pace of the engine share a fabric, and alternate. Raises
+    CommandError."""
+    reports: list[dict[str, Any]] = []
+    paces = dict.fromkeys(workload.step_ms for workload in plan.workloads)
+    for step_ms in paces:
+        workloads = [workload for workload in plan.workloads if workload.step_ms == step_ms]
+        reports += asyncio.run(_run_on_fresh_fabric(plan, workloads, on_progress))
+    return reports
+
+
+async def _run_on_fresh_fabric(
+    plan: Plan, workloads: Sequence[Workload], on_progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    data_dir = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
+    runs: dict[str, list[dict[str, Any]]] = {workload.name: [] for workload in workloads}
+    is_log_wanted = True
+    try:
+        on_progress(f"starting a fabric (engine step {workloads[0].step_ms:g} ms)")
+        async with child_fabric(_config(plan, workloads[0].step_ms, data_dir), data_dir) as url:
+            pids = _pids(data_dir)
+            if plan.is_warmed_up:
+                for workload in _WARM_UP:
+                    await _drive(plan, workload, url, pids, seed=0)
+            for run in range(plan.num_runs):
+                for workload in workloads:
+                    on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {workload.about}")
+                    raw = await _drive(plan, workload, url, pids, seed=1 + run)
+                    runs[workload.name].append(_figures(workload, raw))
+        is_log_wanted = False
+    finally:
+        if not is_log_wanted:
+            shutil.rmtree(data_dir, ignore_errors=True)
+    return [_report(workload, runs[workload.name], plan) for workload in workloads]
+
+
+def _config(plan: Plan, step_ms: float, data_dir: Path) -> KvloomConfig:
+    """The engine is never what a request waits for, apart from its steps: room for all, and prefill in no time."""
+    config = KvloomConfig(model=plan.model)
+    config.shard.engine = "sim"
+    config.shard.num_shards = 2
+    config.shard.max_batch = 4096
+    config.shard.num_blocks = 65_536
+    config.shard.max_prefill_tokens_per_step = 1 << 20
+    config.shard.sim.step_ms = step_ms
+    config.shard.sim.prefill_tokens_per_second = 1e9
+    config.shard.sim.stamp_tokens = True
+    if not plan.with_safety:
+        config.safety.answer_mode = "off"
+        policy_path = data_dir / "no-rules.toml"
+        policy_path.write_text("")
+        config.safety.policy_file = str(policy_path)
+    return config
+
+
+def _pids(data_dir: Path) -> dict[str, list[int]]:
+    pids: dict[str, list[int]] = {}
+    for process in RunFolder(data_dir).require_running().processes:
+        if process.pid is not None:
+            pids.setdefault(process.role, []).append(process.pid)
+    return pids
+
+
+async def _drive(plan: Plan, workload: Workload, url: str, pids: dict[str, list[int]], seed: int) -> dict[str, Any]:
+    """One run, by a client process. Raises CommandError."""
+    address = urlsplit(url)
+    order = Order(
+        host=address.hostname or "127.0.0.1",
+        port=address.port or 80,
+        model=plan.model.name,
+        model_path=plan.model.path,
+        workload=workload,
+        seed=seed,
+        pids=pids,
+    )
+    command = bound_command((sys.executable, "-P", "-m", "tools.bench_data_plane_load"))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    try:
+        async with asyncio.timeout(workload.timeout_seconds + _MARGIN_SECONDS):
+            said, errors = await process.communicate(msgspec.json.encode(order))
+    except TimeoutError as error:
+        raise CommandError(f"{workload.name}: the load client did not end") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise CommandError(f"{workload.name}: the load client failed: {errors.decode(errors='replace')[-2000:]}")
+    return msgspec.json.decode(said)
+
+
+def _figures(workload: Workload, raw: dict[str, Any]) -> dict[str, Any]:
+    """Of one run. Costs per request are of those that were answered whole; memory is what a stream adds."""
+    num_requests = max(1, raw["num_complete"])
+    num_tokens = num_requests * workload.num_tokens
+    cpu_us = raw["cpu_us"] | {"sum": sum(raw["cpu_us"].get(role, 0.0) for role in OURS)}
+    switches = raw["switches"] | {"sum": sum(raw["switches"].get(role, 0) for role in OURS)}
+    rss = sum(raw["rss_bytes"].get(role, 0) for role in OURS)
+    return {
+        "cpu_us_per_token": {role: round(value / num_tokens, 3) for role, value in cpu_us.items()},
+        "cpu_us_per_request": {role: round(value / num_requests, 2) for role, value in cpu_us.items()},
+        "switches_per_token": {role: round(value / num_tokens, 4) for role, value in switches.items()},
+        "added_ttft_ms": _percentiles_ms(raw["first_token_seconds"]),
+        "transit_ms": _percentiles_ms(raw["transit_seconds"]),
+        "tokens_per_second": round(num_tokens / raw["wall_seconds"], 1),
+        "requests_per_second": round(num_requests / raw["wall_seconds"], 1),
+        "events_per_read": round(raw["num_events"] / max(1, raw["num_reads"]), 2),
+        "rss_kb_per_stream": round(rss / 1000 / workload.num_streams, 2),
+        "client_cpu_us_per_token": round(raw["client_cpu_us"] / num_tokens, 3),
+        "requests": raw["num_complete"],
+        "num_errors": raw["num_errors"],
+        "errors": raw["errors"],
+    }
+
+
+def _percentiles_ms(ordered: Sequence[float]) -> dict[str, float | None]:
+    def at(share: float) -> float | None:
+        return round(1e3 * ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) if ordered else None
+
+    return {"p50": at(0.50), "p99": at(0.99)}
+
+
+def _report(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+    """The median of every figure over the runs, its `spread` (highest less lowest), and the runs."""
+    return {
+        "workload": workload.name,
+        "about": workload.about,
+        "safety": plan.with_safety,
+        "num_runs": len(runs),
+        **_merged(runs, statistics.median),
+        "num_errors": sum(run["num_errors"] for run in runs),
+        "spread": _merged(runs, lambda values: max(values) - min(values)),
+        "runs": list(runs),
+    }
+
+
+def _merged(runs: Sequence[dict[str, Any]], reduce: Callable[[Sequence[float]], float]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for name, value in runs[0].items():
+        if name == "errors":
+            continue
+        if isinstance(value, dict):
+            merged[name] = {key: _reduced((run[name].get(key) for run in runs), reduce) for key in value}
+        else:
+            merged[name] = _reduced((run[name] for run in runs), reduce)
+    return merged
+
+
+def _reduced(values: Iterable[float | None], reduce: Callable[[Sequence[float]], float]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(reduce(known), 4) if known else None

@@ -1,0 +1,141 @@
+"""The data plane's workloads: what clients ask of the fabric, and how fast the simulated engine answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Final
+
+import msgspec
+
+# fmt: off
+_WORDS: Final = (
+    "about", "above", "after", "again", "along", "among", "animal", "answer", "around", "because", "before", "began",
+    "between", "book", "carry", "change", "children", "city", "close", "country", "different", "earth", "enough",
+    "every", "example", "family", "father", "follow", "found", "great", "group", "house", "important", "large",
+    "learn", "letter", "light", "little", "might", "mother", "mountain", "never", "night", "number", "often", "paper",
+    "people", "picture", "place", "plant", "point", "river", "school", "second", "sentence", "should", "small",
+    "something", "sometimes", "sound", "spell", "state", "still", "story", "study", "those", "thought", "together",
+    "under", "until", "water", "where", "while", "white", "without", "world", "would", "write", "young",
+)
+# fmt: on
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Closed loop: each connection sends its next request when the answer to the last one is complete."""
+
+    name: str
+    about: str
+    num_streams: int
+    num_requests: int
+    num_tokens: int
+    """Of every answer."""
+    step_ms: float
+    """Of the engine; 0: as fast as it can."""
+    prompt_bytes: int = 200
+    num_groups: int = 0
+    """Prompts whose first three quarters are the same within a group; 0: no two prompts are alike."""
+    stagger_seconds: float = 0.0
+    """The connections' first requests are spread over this."""
+    settle_seconds: float | None = None
+    """When memory is measured: behind the first request. None: at the end."""
+    timeout_seconds: float = 120.0
+
+    def scaled(self, share: float) -> Workload:
+        """A smaller one of the same kind."""
+        if share == 1:
+            return self
+        return msgspec.structs.replace(
+            self,
+            num_streams=max(1, round(self.num_streams * share)),
+            num_requests=max(1, round(self.num_requests * share)),
+            stagger_seconds=self.stagger_seconds * share,
+            settle_seconds=None,
+        )
+
+
+WORKLOADS: Final = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="W1",
+            about="64 streams of 256 tokens, one every 20 ms",
+            num_streams=64,
+            num_requests=128,
+            num_tokens=256,
+            step_ms=20.0,
+            stagger_seconds=0.5,
+        ),
+        Workload(
+            name="W1x512",
+            about="512 streams of 256 tokens, one every 20 ms",
+            num_streams=512,
+            num_requests=512,
+            num_tokens=256,
+            step_ms=20.0,
+            stagger_seconds=2.0,
+        ),
+        Workload(
+            name="W2",
+            about="16 streams of 512 tokens, unpaced",
+            num_streams=16,
+            num_requests=160,
+            num_tokens=512,
+            step_ms=0.0,
+        ),
+        Workload(
+            name="W3",
+            about="32 streams of one-token answers",
+            num_streams=32,
+            num_requests=2000,
+            num_tokens=1,
+            step_ms=0.0,
+        ),
+        Workload(
+            name="W4",
+            about="16 streams, prompts of 32 kB of which three quarters are shared by 25 requests, 16 tokens",
+            num_streams=16,
+            num_requests=500,
+            num_tokens=16,
+            step_ms=0.0,
+            prompt_bytes=32_000,
+            num_groups=20,
+        ),
+        Workload(
+            name="W5",
+            about="4000 streams of 44 tokens, one every 500 ms",
+            num_streams=4000,
+            num_requests=4000,
+            num_tokens=44,
+            step_ms=500.0,
+            stagger_seconds=8.0,
+            settle_seconds=16.0,
+            timeout_seconds=180.0,
+        ),
+    )
+}
+
+
+def request_bodies(workload: Workload, model: str, seed: int) -> list[bytes]:
+    """All requests' JSON. Another seed has other prompts, groups included."""
+    draw = random.Random(seed)
+    shared_bytes = workload.prompt_bytes * 3 // 4 if workload.num_groups else 0
+    prefixes = [_text(draw, shared_bytes) for _ in range(workload.num_groups)]
+    bodies: list[bytes] = []
+    for number in range(workload.num_requests):
+        own = f"{draw.getrandbits(48)} {_text(draw, workload.prompt_bytes - shared_bytes)}"
+        prefix = f"{prefixes[number % len(prefixes)]} " if prefixes else ""
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": prefix + own}],
+            "max_tokens": workload.num_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        bodies.append(json.dumps(body).encode())
+    return bodies
+
+
+def _text(draw: random.Random, num_bytes: int) -> str:
+    """Words; the average one has 6.5 bytes with its space."""
+    return " ".join(draw.choices(_WORDS, k=num_bytes * 2 // 13))
