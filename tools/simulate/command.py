@@ -16,10 +16,11 @@ from rich.console import Console
 from router.core.placement import POLICIES
 from tools.failures import CommandError
 from tools.options import option
+from tools.simulate.decisions import RECORDED, Replay, read_decision_log
 from tools.simulate.parallel import perform_all
 from tools.simulate.plot import check_plot_file, draw
 from tools.simulate.profiles import load_profile
-from tools.simulate.rows import combine
+from tools.simulate.rows import combine, recorded_row
 from tools.simulate.runs import (
     BOUND,
     CapacitySpec,
@@ -35,6 +36,8 @@ from tools.simulate.table import print_table
 from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, TraceFormat, guess_format
 
 DEFAULT_USERS: Final = 80
+DEFAULT_SHARDS: Final = 8
+DEFAULT_PROFILE: Final = "70b"
 _MAX_SEEDS: Final = 100
 _FILE_WIDTH: Final = 200
 """Columns of a table that goes to no terminal."""
@@ -45,9 +48,15 @@ _FILE_WIDTH: Final = 200
     "--trace",
     "trace_file",
     scope="simulate",
-    required=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Recorded calls; may be gzipped.",
+)
+@option(
+    "--decisions",
+    "decision_file",
+    scope="simulate",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Instead of a trace: a router's decision file, for requests, shards and speeds. FILE.1 is read too.",
 )
 @option(
     "--format",
@@ -56,21 +65,25 @@ _FILE_WIDTH: Final = 200
     type=click.Choice(FORMATS),
     help="Of the trace. By default told by the file's name.",
 )
-@option("--shards", scope="simulate", type=click.IntRange(1, 4096), default=8, show_default=True)
+@option(
+    "--shards",
+    scope="simulate",
+    type=click.IntRange(1, 4096),
+    help=f"[default: {DEFAULT_SHARDS}, or as in the decision file]",
+)
 @option(
     "--profile",
     "profile_name",
     scope="simulate",
-    default="70b",
-    show_default=True,
     metavar="8b|70b|FILE",
-    help="Model and machine of a shard; FILE: as JSON or TOML.",
+    help="Model and machine of a shard; FILE: as JSON or TOML.  "
+    f"[default: {DEFAULT_PROFILE}, or as in the decision file]",
 )
 @option(
     "--rate",
     scope="simulate",
     type=click.FloatRange(0, 1e6, min_open=True),
-    help="Times the recorded rate (mooncake, azure).  [default: 1]",
+    help="Times the recorded rate (mooncake, azure, decisions).  [default: 1]",
 )
 @option(
     "--users",
@@ -175,10 +188,11 @@ _FILE_WIDTH: Final = 200
 @option("--jobs", scope="simulate", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
 @option("--json", "as_json", scope="simulate", is_flag=True, help="Print a JSON array, an object for each policy.")
 def simulate_command(
-    trace_file: Path,
+    trace_file: Path | None,
+    decision_file: Path | None,
     trace_format: TraceFormat | None,
-    shards: int,
-    profile_name: str,
+    shards: int | None,
+    profile_name: str | None,
     rate: float | None,
     users: int | None,
     max_think_seconds: float,
@@ -201,41 +215,52 @@ def simulate_command(
     as_json: bool,
 ) -> None:
     """Replay a trace through the router's own core and modelled shards, in virtual time."""
-    trace_format = trace_format or guess_format(trace_file)
     if plot_file is not None:
         check_plot_file(plot_file)
+    source = _choose_source(trace_file, decision_file, trace_format, block_size, max_think_seconds)
+    load = _choose_load(source, rate, users)
+    replay = None
+    if decision_file is not None:
+        if block_size is not None:
+            raise CommandError("--block-size is for azure traces: decisions have blocks of their own")
+        replay = read_decision_log(decision_file)
+        _tell_notes(replay)
+    num_shards = shards or (replay.fleet.num_shards if replay else DEFAULT_SHARDS)
     run = RunSpec(
-        trace=TraceSource(
-            path=str(trace_file), format=trace_format, block_size=block_size, max_think_seconds=max_think_seconds
-        ),
-        load=_choose_load(trace_format, rate, users),
+        trace=source,
+        load=load,
         policy="",
-        profile=load_profile(profile_name),
-        num_shards=shards,
+        profile=replay.fleet.profile if replay and not profile_name else load_profile(profile_name or DEFAULT_PROFILE),
+        num_shards=num_shards,
         max_requests=max_requests,
         num_routers=routers,
-        capacity_blocks=capacity_blocks,
+        capacity_blocks=capacity_blocks or (replay.fleet.capacity_blocks if replay else None),
         staleness_seconds=staleness_seconds,
         engine_order=engine_order,
         peer_fetch_bytes_per_second=peer_fetch_gbps * 1e9,
-        speed_factors=_parse_speed_factors(speed_factors, shards),
+        speed_factors=_choose_speed_factors(speed_factors, num_shards, replay),
         slo=Slo(slo_ttft, slo_tpot),
         with_curves=plot_file is not None,
     )
-    policies = _parse_policies(policy_names)
+    in_force = replay.policy if replay and replay.policy in POLICIES else None
+    policies = _parse_policies(f"{in_force},{policy_names}" if in_force else policy_names)
     chosen_seeds = range(seed, seed + seeds)
     num_processes = jobs or os.cpu_count() or 1
     measure = _measure_capacities if with_capacity else _measure_runs
     rows, first_runs = measure(run, policies, chosen_seeds, num_processes)
+    if replay is not None:
+        recorded = recorded_row(RECORDED, replay.recorded(run.slo, max_requests), with_capacity=with_capacity)
+        rows = [recorded, *({**row, "in_force": row["policy"] == in_force} for row in rows)]
+    fleet = f"{Path(source.path).name}, {num_shards} × {run.profile.name}"
     if as_json:
         click.echo(json.dumps(rows))
     else:
-        load = f"rate ×{run.load:g}" if trace_format != "weka" else f"{run.load:.0f} users"
-        title = f"{trace_file.name}, {shards} × {run.profile.name}" + ("" if with_capacity else f", {load}")
+        shown_load = f"{load:.0f} users" if source.format == "weka" else f"rate ×{load:g}"
+        title = fleet if with_capacity else f"{fleet}, {shown_load}"
         print_table(rows, title, Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False))
     if plot_file is not None:
         curves = {policy: report.curves for policy, report in first_runs.items() if report.curves is not None}
-        draw(plot_file, curves, f"{trace_file.name}, {shards} × {run.profile.name}, seed {seed}")
+        draw(plot_file, curves, f"{fleet}, seed {seed}")
 
 
 def _measure_runs(
@@ -262,14 +287,51 @@ def _measure_capacities(
     return rows, {policy: report.runs[0] for policy, report in zip(policies, reports, strict=True)}
 
 
-def _choose_load(trace_format: TraceFormat, rate: float | None, users: int | None) -> float:
-    if trace_format == "weka":
+def _choose_source(
+    trace_file: Path | None,
+    decision_file: Path | None,
+    trace_format: TraceFormat | None,
+    block_size: int | None,
+    max_think_seconds: float,
+) -> TraceSource:
+    if decision_file is not None:
+        if trace_file is not None or trace_format is not None:
+            raise CommandError("--decisions is instead of --trace and --format")
+        return TraceSource(path=str(decision_file), format="decisions")
+    if trace_file is None:
+        raise click.UsageError("give one of --trace and --decisions")
+    return TraceSource(
+        path=str(trace_file),
+        format=trace_format or guess_format(trace_file),
+        block_size=block_size,
+        max_think_seconds=max_think_seconds,
+    )
+
+
+def _choose_load(source: TraceSource, rate: float | None, users: int | None) -> float:
+    if source.format == "weka":
         if rate is not None:
-            raise CommandError("--rate is for mooncake and azure traces; the load of a weka trace is --users")
+            raise CommandError("--rate is for mooncake, azure and decisions; the load of weka is --users")
         return float(users or DEFAULT_USERS)
     if users is not None:
-        raise CommandError(f"--users is for weka traces; the load of a {trace_format} trace is --rate")
+        raise CommandError(f"--users is for weka traces; the load of {source.format} is --rate")
     return rate or 1.0
+
+
+def _tell_notes(replay: Replay) -> None:
+    notes = list(replay.notes)
+    if replay.policy not in POLICIES:
+        notes.append(f"the policy in force, {replay.policy!r}, is none of this kvloom's: it is not replayed")
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def _choose_speed_factors(text: str | None, num_shards: int, replay: Replay | None) -> tuple[float, ...]:
+    """More shards than were recorded are as the recorded ones, over again."""
+    if text is not None or replay is None:
+        return _parse_speed_factors(text, num_shards)
+    recorded = replay.fleet.speed_factors
+    return tuple(recorded[index % len(recorded)] for index in range(num_shards)) if recorded else ()
 
 
 def _parse_policies(names: str) -> list[str]:

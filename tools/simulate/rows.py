@@ -28,6 +28,12 @@ def combine(policy: str, seeds: Sequence[Statistics]) -> dict[str, Any]:
     return row
 
 
+def recorded_row(name: str, recorded: Statistics, *, with_capacity: bool) -> dict[str, Any]:
+    """What really happened, beside what was simulated; null where there is no record."""
+    row = {**combine(name, [recorded]), "router_microseconds": None, "in_force": False}
+    return {**row, "capacity": None, "load_unit": "rate"} if with_capacity else row
+
+
 def _mean(values: Sequence[float]) -> float | None:
     if not values:
         return None

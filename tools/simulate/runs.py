@@ -11,9 +11,11 @@ import msgspec
 
 from tools.simulate.bound import simulate_bound
 from tools.simulate.capacity import find_capacity
+from tools.simulate.decisions import read_decision_log
 from tools.simulate.fleet_model import Profile
 from tools.simulate.statistics import Slo, Statistics, measured_outcomes, summarise, without_warm_up
 from tools.simulate.traces import MAX_THINK_SECONDS, Trace, TraceFormat, read_trace
+from tools.simulate.traces.reading import ReadFraction
 from tools.simulate.workload import ShardSample, SimulationResult
 from tools.simulate.world import FleetOptions, simulate
 
@@ -28,7 +30,7 @@ TellProgress = Callable[[str, float], None]
 
 class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
     path: str
-    format: TraceFormat
+    format: TraceFormat | Literal["decisions"]
     block_size: int | None = None
     max_think_seconds: float = MAX_THINK_SECONDS
 
@@ -124,16 +126,23 @@ def _read_once(source: TraceSource, tell_progress: TellProgress) -> Trace:
     """The last trace stays in memory: a process performs many runs of one."""
     if source not in _last_trace:
         tell_progress("reading", 0.0)
-        trace = read_trace(
-            Path(source.path),
-            source.format,
-            block_size=source.block_size,
-            max_think_seconds=source.max_think_seconds,
-            on_fraction=lambda share: tell_progress("reading", share),
-        )
+        trace = _read(source, lambda share: tell_progress("reading", share))
         _last_trace.clear()
         _last_trace[source] = trace
     return _last_trace[source]
+
+
+def _read(source: TraceSource, on_fraction: ReadFraction) -> Trace:
+    path = Path(source.path)
+    if source.format == "decisions":
+        return read_decision_log(path, on_fraction).trace
+    return read_trace(
+        path,
+        source.format,
+        block_size=source.block_size,
+        max_think_seconds=source.max_think_seconds,
+        on_fraction=on_fraction,
+    )
 
 
 _last_trace: dict[TraceSource, Trace] = {}

@@ -76,7 +76,7 @@ def _make_table(rows: Sequence[dict[str, Any]], title: str, columns: Sequence[_C
     for row in rows:
         spread = row.get("spread", {})
         cells = [_cell(row[field], spread.get(field), form) for _, field, form in columns]
-        table.add_row(row["policy"], *cells)
+        table.add_row(f"{row['policy']} (in force)" if row.get("in_force") else row["policy"], *cells)
     return table
 
 
