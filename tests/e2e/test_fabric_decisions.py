@@ -1,0 +1,94 @@
+"""From a running fabric's decision log to `kvloom simulate --decisions`: the same requests, other policies."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fabric import RunningFabric, run_kvloom
+
+NUM_CONVERSATIONS = 12
+NUM_TURNS = 3
+NUM_TOKENS = 4
+CONFIG = """
+[shard]
+engine = "sim"
+num_shards = 2
+[shard.sim]
+step_ms = 5
+[router.decision_log]
+path = "decisions.jsonl"
+"""
+
+
+@pytest.fixture(scope="module")
+def decisions(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """(the file that a fabric left behind, the usage of each answer). The fabric is gone: its log is whole."""
+    folder = tmp_path_factory.mktemp("decisions")
+    (folder / "kvloom.toml").write_text(CONFIG)
+    fabric = RunningFabric.start(folder / "data", "--config", str(folder / "kvloom.toml"))
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda index: converse(fabric, index), range(NUM_CONVERSATIONS)))
+    finally:
+        fabric.stop()
+    return folder / "decisions.jsonl", [usage for usages in answers for usage in usages]
+
+
+def converse(fabric: RunningFabric, index: int) -> list[dict[str, Any]]:
+    """Each turn begins with all that was said before."""
+    text = f"Conversation {index}. " + "What was said first stays the same. " * 12
+    usages: list[dict[str, Any]] = []
+    for turn in range(NUM_TURNS):
+        body = {
+            "model": "smollm2-135m-instruct",
+            "max_tokens": NUM_TOKENS,
+            "messages": [{"role": "user", "content": text}],
+        }
+        request = urllib.request.Request(
+            f"{fabric.http_url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            usages.append(json.load(answer)["usage"])
+        text += f"And then, as number {turn}, came this. " * 8
+    return usages
+
+
+def simulate(decisions: Path, *args: str) -> str:
+    env = {"KVLOOM_SIMULATE_JOBS": "1"}
+    done = run_kvloom("simulate", "--decisions", str(decisions), *args, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_recorded_row_is_what_clients_were_told(decisions: tuple[Path, list[dict[str, Any]]]):
+    """The log's hit rate is that of the answers' usage, and the replay of the policy in force comes close to it."""
+    path, usages = decisions
+    rows = json.loads(simulate(path, "--policy", "all", "--json"))
+    by_policy = {row["policy"]: row for row in rows}
+    assert (rows[0]["policy"], rows[-1]["policy"]) == ("recorded", "bound")
+    assert [row["policy"] for row in rows if row["in_force"]] == [rows[1]["policy"]] == ["ect"]
+    cached = sum((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) for usage in usages)
+    told = cached / sum(usage["prompt_tokens"] for usage in usages)
+    assert told > 0.2, "conversations share prefixes"
+    assert rows[0]["hit_rate"] == pytest.approx(told)
+    assert by_policy["ect"]["hit_rate"] == pytest.approx(told, abs=0.1)
+    num_behind_warm_up = len(usages) - len(usages) // 10
+    assert {row["requests"] for row in rows} == {num_behind_warm_up}
+    for row in rows:
+        assert row["failed"] == 0
+        assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
+
+
+def test_the_table_names_what_was_and_what_would_have_been(decisions: tuple[Path, list[dict[str, Any]]]):
+    """The command as it is in the documentation, and as a what-if with another fleet."""
+    path, _ = decisions
+    title, _, *rows = simulate(path, "--policy", "round_robin").splitlines()
+    assert title.strip() == "decisions.jsonl, 2 × recorded, rate ×1"
+    assert [row.split("  ")[0] for row in rows if row.strip()] == ["recorded", "ect (in force)", "round_robin", "bound"]
+    assert "3 × recorded, rate ×2" in simulate(path, "--shards", "3", "--rate", "2")
