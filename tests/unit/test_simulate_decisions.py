@@ -58,7 +58,7 @@ def request(index: int, *, in_flight: int = 0, outcome: dict[str, Any] | None = 
         "error": "",
         "shard_id": f"s{index % 2}",
         "num_attempts": 1,
-        "num_cached_tokens": 16,
+        "num_cached_tokens": 16 if index > 3 else 0,
         "num_output_tokens": 5,
         "queue_time_seconds": 0.0,
         "ttft_seconds": 0.03,
@@ -119,7 +119,7 @@ def test_what_is_recorded_is_what_the_outcomes_say(tmp_path: Path):
     """The first row must be no estimate: hit rate and TTFT are those of the lines."""
     lines = [request(index, outcome={"ttft_seconds": 0.01 * (index + 1)}) for index in range(5)]
     recorded = read(tmp_path, fleet(), *lines).recorded(Slo(ttft_seconds=0.035, tpot_seconds=1.0))
-    assert recorded.hit_rate == pytest.approx(5 * 16 / sum(line.num_prompt_tokens for line in lines))
+    assert recorded.hit_rate == pytest.approx(16 / sum(line.num_prompt_tokens for line in lines))
     assert (recorded.ttft_mean, recorded.ttft_p50) == (pytest.approx(0.03), pytest.approx(0.03))
     assert (recorded.goodput, recorded.requests, recorded.failed) == (0.6, 5, 0)
 
@@ -147,8 +147,8 @@ def test_a_usual_request_takes_what_the_router_has_learned(tmp_path: Path):
     assert (found.num_shards, found.capacity_blocks, found.speed_factors) == (2, 1000, ())
     assert (found.profile.max_batch, found.profile.step_floor_seconds) == (8, 0.02)
     assert found.profile.capacity_tokens == 1000 * BLOCK_SIZE
-    num_computed_tokens = 67 - 16
-    assert num_computed_tokens * found.profile.seconds_per_prefill_token == pytest.approx(0.01 + 51e-4)
+    num_computed_tokens = 67
+    assert num_computed_tokens * found.profile.seconds_per_prefill_token == pytest.approx(0.01 + 67e-4)
     assert found.profile.seconds_per_attention_pair == 1e-9
 
 
@@ -195,6 +195,13 @@ def test_missing_load_is_noticed(tmp_path: Path):
     assert any("only about 2" in note and "--rate 4" in note for note in notes), notes
     whole = [request(index, in_flight=min(index, 10), outcome=busy) for index in range(40)]
     assert not read(tmp_path, fleet(), *whole).notes
+
+
+def test_hits_out_of_nowhere_are_noticed(tmp_path: Path):
+    """Of a conversation whose first turns were not sampled the replay finds nothing cached, whatever the policy."""
+    lines = [request(index, outcome={"num_cached_tokens": 64 if index > 3 else 0}) for index in range(8)]
+    assert not read(tmp_path, fleet(), *lines).notes
+    assert any("43% of the prompt tokens" in note for note in read(tmp_path, fleet(), *lines[3:5]).notes)
 
 
 def test_the_rotated_file_is_read_first(tmp_path: Path):

@@ -29,8 +29,10 @@ RECORDED: Final = "recorded"
 """Stands where a policy's name does."""
 MIN_LOAD_SHARE: Final = 0.8
 """What of the load is seen below which the file is said to lack some: counts of the moment scatter."""
-MIN_IN_FLIGHT: Final = 100
+MIN_IN_FLIGHT: Final = 30
 """Summed over the decisions; with less there is no telling."""
+MAX_UNEXPLAINED_HITS: Final = 0.02
+"""Share of the prompt tokens that were cached without any earlier prompt of the file."""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -124,6 +126,7 @@ def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Re
         raise CommandError(f"{path}: no request in it got a token: nothing to replay")
     fleet = _fleet(path, fleets, served, notes)
     _note_missing_load(chosen, notes)
+    _note_missing_prompts(served, notes)
     first = served[0].arrived_at
     trace = OpenTrace(
         [request.call for request in served],
@@ -280,4 +283,22 @@ def _note_missing_load(requests: Sequence[RecordedRequest], notes: list[str]) ->
             f"the file has only about {share:.0%} of the load that the shards had (sample_share, other routers, "
             f"dropped lines): the replay finds them too idle. --rate {1 / share:.2g} makes up for the load, not for "
             "the prompts that are missing in the caches"
+        )
+
+
+def _note_missing_prompts(served: Sequence[RecordedRequest], notes: list[str]) -> None:
+    """Hits that no earlier request of the file explains: from before it began, or left out of it."""
+    seen: set[int] = set()
+    num_explained = 0
+    for request in served:
+        hashes = request.call.block_hashes
+        num_known = next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
+        num_explained += min(num_known * request.block_size, request.num_cached_tokens)
+        seen.update(hashes)
+    num_prompt_tokens = sum(request.call.num_prompt_tokens for request in served)
+    unexplained = (sum(request.num_cached_tokens for request in served) - num_explained) / num_prompt_tokens
+    if unexplained > MAX_UNEXPLAINED_HITS:
+        notes.append(
+            f"{unexplained:.0%} of the prompt tokens were cached by requests that are not in the file (sample_share, "
+            "other routers, before it began): the replay has fewer hits than there were"
         )
