@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import xxhash
 from aiohttp import web
 
 from kvloom.errors import KvloomError, invalid_argument
@@ -35,6 +36,11 @@ async def read_json_body(request: web.BaseRequest, max_bytes: int) -> bytes:
     except web.RequestPayloadError as error:
         raise invalid_argument("The body is not framed as its headers say.") from error
     return b"".join(chunks)
+
+
+def digest_of(raw: bytes) -> str:
+    """Tells bodies of one client apart."""
+    return xxhash.xxh3_128_hexdigest(raw)
 
 
 def _check_headers(request: web.BaseRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from edge_http.body import read_json_body
+from edge_http.body import digest_of, read_json_body
 from edge_http.edge import Edge
 from edge_http.generation import Job, envelope_for, generate, wants_usage
 from edge_http.guide import guide_of
@@ -16,7 +16,7 @@ from edge_http.shapes import ChatShape
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    with edge.admitted():
+    with edge.admitted() as place:
         raw = await read_json_body(request, edge.config.max_body_bytes)
         body = decode_chat(raw, edge.config.max_messages)
         model = edge.find_model(body.model)
@@ -37,7 +37,8 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
             stream=bool(body.stream),
             include_usage=wants_usage(body),
             session_key=key,
+            body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )
         envelope = envelope_for(job, "chatcmpl-")
-        return await generate(edge, request, job, ChatShape(envelope, model.tokenizer), envelope.id)
+        return await generate(edge, request, place, job, ChatShape(envelope, model.tokenizer), envelope.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from edge_http.body import read_json_body
+from edge_http.body import digest_of, read_json_body
 from edge_http.edge import Edge
 from edge_http.generation import Job, envelope_for, generate, wants_usage
 from edge_http.guide import guide_of
@@ -16,8 +16,9 @@ from edge_http.shapes import CompletionShape
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    with edge.admitted():
-        body = decode_completion(await read_json_body(request, edge.config.max_body_bytes))
+    with edge.admitted() as place:
+        raw = await read_json_body(request, edge.config.max_body_bytes)
+        body = decode_completion(raw)
         model = edge.find_model(body.model)
         n = num_choices(body)
         guide = guide_of(body)
@@ -35,7 +36,8 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
             stream=bool(body.stream),
             include_usage=wants_usage(body),
             session_key=key,
+            body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )
         envelope = envelope_for(job, "cmpl-")
-        return await generate(edge, request, job, CompletionShape(envelope, model.tokenizer), envelope.id)
+        return await generate(edge, request, place, job, CompletionShape(envelope, model.tokenizer), envelope.id)

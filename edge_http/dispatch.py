@@ -16,6 +16,7 @@ from edge_http.health import health, metrics, ready, version
 from edge_http.json_response import error_response
 from edge_http.models import get_model, list_models
 from edge_http.page import PAGE_ROUTES
+from edge_http.resume import cancel_response, resume_stream
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -23,6 +24,8 @@ log = structlog.get_logger()
 
 Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
 MODEL_ROUTE: Final = "/v1/models/{id}"
+CHAT_ROUTE: Final = "/v1/chat/completions/{id}"
+COMPLETION_ROUTE: Final = "/v1/completions/{id}"
 UNKNOWN_ROUTE: Final = "unknown"
 
 ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
@@ -30,6 +33,10 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/v1/completions": {"POST": completions},
     "/v1/models": {"GET": list_models, "HEAD": list_models},
     MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
+    CHAT_ROUTE: {"GET": resume_stream},
+    CHAT_ROUTE + "/cancel": {"POST": cancel_response},
+    COMPLETION_ROUTE: {"GET": resume_stream},
+    COMPLETION_ROUTE + "/cancel": {"POST": cancel_response},
     "/health": {"GET": health, "HEAD": health},
     "/live": {"GET": health, "HEAD": health},
     "/ready": {"GET": ready, "HEAD": ready},
@@ -76,7 +83,12 @@ class Dispatcher:
 def _route(path: str) -> str:
     if path in ROUTES:
         return path
-    return MODEL_ROUTE if len(path) > len("/v1/models/") and path.startswith("/v1/models/") else UNKNOWN_ROUTE
+    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE):
+        folder = route.removesuffix("{id}")
+        if path.startswith(folder) and len(path) > len(folder):
+            cancel_route = route + "/cancel"
+            return cancel_route if cancel_route in ROUTES and path.endswith("/cancel") else route
+    return UNKNOWN_ROUTE
 
 
 def _handler(request: web.BaseRequest, route: str) -> Handler:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from edge_http.metrics import EdgeMetrics
+from edge_http.resume_table import ResumeTable
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link import RouterLink
@@ -31,6 +32,16 @@ class ServedModel:
     system_fingerprint: str
 
 
+class Place:
+    """One of the places for running requests. Whoever sets `handed_over` has to give it up."""
+
+    __slots__ = ("give_up", "handed_over")
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self.give_up = give_up
+        self.handed_over = False
+
+
 class Edge:
     """State of one edge process. Lives on the event loop."""
 
@@ -39,6 +50,7 @@ class Edge:
         self.link = link
         self.models = models
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
+        self.resume = ResumeTable(config.resume, self.metrics)
         self.num_running = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -57,7 +69,7 @@ class Edge:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self) -> Iterator[Place]:
         """Holds one of the places for running requests. Raises KvloomError (DRAINING, QUEUE_FULL)."""
         if self._draining:
             raise KvloomError(
@@ -73,12 +85,17 @@ class Edge:
             )
         self.num_running += 1
         self._idle.clear()
+        place = Place(self._give_up_place)
         try:
-            yield
+            yield place
         finally:
-            self.num_running -= 1
-            if not self.num_running:
-                self._idle.set()
+            if not place.handed_over:
+                place.give_up()
+
+    def _give_up_place(self) -> None:
+        self.num_running -= 1
+        if not self.num_running:
+            self._idle.set()
 
     def find_model(self, name: str) -> ServedModel:
         """Raises KvloomError (MODEL_NOT_FOUND)."""

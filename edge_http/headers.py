@@ -17,6 +17,11 @@ DETAILS: Final = "x-kvloom-details"
 EXPLAIN: Final = "x-kvloom-explain"
 SHARD: Final = "x-kvloom-shard"
 CACHED_TOKENS: Final = "x-kvloom-cached-tokens"
+RESPONSE_ID: Final = "x-kvloom-response-id"
+RESUME: Final = "x-kvloom-resume"
+IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+LAST_EVENT_ID: Final = "Last-Event-ID"
+MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"
 MAX_SESSION_KEY_CHARS: Final = 256
 _REQUEST_ID_KEY: Final = web.RequestKey("request_id", str)
@@ -62,6 +67,38 @@ def wants_details(request: web.BaseRequest) -> bool:
 
 def wants_explanation(request: web.BaseRequest) -> bool:
     return request.headers.get(EXPLAIN, "").lower() in ("1", "true")
+
+
+def wants_resume(request: web.BaseRequest) -> bool | None:
+    """What the client says about resuming its stream; None when nothing. Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers.get(RESUME)
+    if given is None:
+        return None
+    if given.lower() not in ("on", "off"):
+        raise invalid_argument(f"{RESUME} must be on or off.", RESUME)
+    return given.lower() == "on"
+
+
+def idempotency_key(request: web.BaseRequest) -> str:
+    """The client's name for its request; "" when it gave none. Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers.get(IDEMPOTENCY_KEY, "")
+    if given and not _SAFE_ID.fullmatch(given):
+        message = f"{IDEMPOTENCY_KEY} must have at most 128 letters, digits or ._:/+=@-"
+        raise invalid_argument(message, IDEMPOTENCY_KEY)
+    return given
+
+
+def last_event_id(request: web.BaseRequest) -> int | None:
+    """The last event that the client has; None when it does not say. Raises KvloomError (INVALID_ARGUMENT)."""
+    given = request.headers.get(LAST_EVENT_ID, "")
+    return event_number(given, LAST_EVENT_ID) if given else None
+
+
+def event_number(given: str, field: str) -> int:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    if not (given.isascii() and given.isdigit() and len(given) <= 16 and int(given) <= MAX_EVENT_NUMBER):
+        raise invalid_argument(f"{field} must be the number of an event, or 0.", field)
+    return int(given)
 
 
 def explanation(start: SequenceStart | None) -> dict[str, str]:

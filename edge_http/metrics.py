@@ -43,6 +43,23 @@ class EdgeMetrics:
             "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry=registry
         )
         self._events = Counter("kvloom_edge_sse_events", "Server-sent events written.", registry=registry)
+        self._resumed = Counter(
+            "kvloom_edge_resumed_streams", "Streams taken up again by their client.", registry=registry
+        )
+        self._replayed = Counter(
+            "kvloom_edge_replayed_events", "Events sent again, or late, to clients that resumed.", registry=registry
+        )
+        self._expired = Counter(
+            "kvloom_edge_expired_responses", "Answers cancelled because no client came back.", registry=registry
+        )
+        self._evicted = Counter(
+            "kvloom_edge_evicted_responses", "Answers whose events were forgotten to keep others'.", registry=registry
+        )
+        self._unclaimed = Counter(
+            "kvloom_edge_unclaimed_events",
+            "Events of expired answers that came after their client had left: work for nobody.",
+            registry=registry,
+        )
         running = Gauge("kvloom_edge_running_requests", "Generation requests under way.", registry=registry)
         running.set_function(num_running)
         connected = Gauge("kvloom_edge_router_connected", "1 while the link to the router is up.", registry=registry)
@@ -82,6 +99,34 @@ class EdgeMetrics:
 
     def on_disconnect(self) -> None:
         self._disconnects.inc()
+
+    def watch_resumable(
+        self, num_kept: Callable[[], float], num_unattended: Callable[[], float], num_bytes: Callable[[], float]
+    ) -> None:
+        """Gauges of the resumable responses."""
+        for name, text, function in (
+            ("kvloom_edge_resumable_responses", "Responses that can be resumed.", num_kept),
+            ("kvloom_edge_unattended_responses", "Of those, running ones that no client reads.", num_unattended),
+            ("kvloom_edge_resume_bytes", "Held for resumable responses.", num_bytes),
+        ):
+            Gauge(name, text, registry=self._registry).set_function(function)
+
+    def on_resumed(self) -> None:
+        self._resumed.inc()
+
+    def on_replayed(self, num_events: int) -> None:
+        self._replayed.inc(num_events)
+
+    def on_slow_resumable_client(self) -> None:
+        self._slow_clients.inc()
+
+    def on_expired(self, num_unclaimed_events: int) -> None:
+        """An answer was cancelled because no client came back; so many events came after the last had left."""
+        self._expired.inc()
+        self._unclaimed.inc(num_unclaimed_events)
+
+    def on_evicted(self) -> None:
+        self._evicted.inc()
 
     def on_answer(self, operation: str, model: str, answer: Answer, num_prompt_tokens: int, num_events: int) -> None:
         """An answer that was submitted is over, well or not. `model` is the served model's name."""

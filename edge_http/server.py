@@ -98,4 +98,5 @@ class EdgeServer:
 
     async def stop(self) -> None:
         """Close all connections; what still runs is cancelled, in the engine too."""
+        await self._edge.resume.close()
         await self._runner.cleanup()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -23,6 +23,44 @@ _HEAD: Final = (
     b"X-Accel-Buffering: no\r\n"  # nginx would collect the events otherwise
 )
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+class EventSink(Protocol):
+    """Where a streamed answer goes. Nothing here raises or blocks."""
+
+    @property
+    def num_events(self) -> int: ...
+
+    @property
+    def begun(self) -> bool:
+        """The status line is out, or would be if a client were there."""
+        ...
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """Send status 200 and the headers. Values must be free of line breaks."""
+        ...
+
+    def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
+        """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
+        ...
+
+    def end(self) -> None:
+        """The answer is complete."""
+        ...
+
+    def break_off(self, last_payload: bytes, linger_seconds: float) -> None:
+        """End with one more event, then close the connection."""
+        ...
+
+
+def frame_event(number: int, prefix: bytes, payload: bytes, suffix: bytes) -> bytes:
+    """An event as HTTP/1.1 sends it: in a chunk of its own."""
+    event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+def _unframed(framed: bytes) -> bytes:
+    return framed[framed.index(b"\r\n") + 2 : -2]
 
 
 class EventStream:
@@ -67,6 +105,20 @@ class EventStream:
         transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
         return True
 
+    def write_framed(self, framed: bytes) -> bool:
+        """Send an event that `frame_event` made. False: the reader is too slow, the event was not sent."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or self.ended:
+            return True
+        if transport.get_write_buffer_size() > self._max_buffered_bytes:
+            return False
+        transport.write(framed if self._chunked else _unframed(framed))
+        return True
+
+    def write_all_framed(self, framed: Sequence[bytes]) -> None:
+        """Send events that `frame_event` made, however much is buffered."""
+        self._write(b"".join(framed if self._chunked else map(_unframed, framed)))
+
     def end(self) -> None:
         """Complete the response; the connection can serve the next request."""
         if self.begun and not self.ended:
@@ -75,10 +127,9 @@ class EventStream:
 
     def break_off(self, last_payload: bytes, linger_seconds: float) -> None:
         """End with one more event whatever is buffered, then close: within `linger_seconds` if the reader does not
-        take what is there."""
+        take what is there. The event has no id: it is about the connection and no part of the answer."""
         self._keep_alive = False
-        self._num_events += 1
-        event = b"id: %d\ndata: %b\n\n" % (self._num_events, last_payload)
+        event = b"data: %b\n\n" % last_payload
         self._write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
         self.end()
         if self._transport is not None and not self._transport.is_closing():

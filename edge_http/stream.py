@@ -8,7 +8,7 @@ from typing import Final
 from edge_http.answer import Answer
 from edge_http.headers import explanation
 from edge_http.shapes import Shape, encode_json
-from edge_http.sse import DONE, EventStream
+from edge_http.sse import DONE, EventSink
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
@@ -27,7 +27,7 @@ class StreamedAnswer(Answer):
         prompt_sizes: Sequence[int],
         n: int,
         shape: Shape,
-        events: EventStream,
+        events: EventSink,
         headers: Mapping[str, str],
         *,
         include_usage: bool,
@@ -44,7 +44,7 @@ class StreamedAnswer(Answer):
         self._opened = [False] * self.num_choices
 
     @property
-    def events(self) -> EventStream:
+    def events(self) -> EventSink:
         return self._events
 
     @property

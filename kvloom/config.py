@@ -37,6 +37,20 @@ class ModelConfig(Section):
     """Of the model's files (`kvloom models add` prints it); checked before they are loaded. Empty: not checked."""
 
 
+class ResumeConfig(Section):
+    """Streams that can be taken up again after their connection was lost (docs/http-api.md)."""
+
+    grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    """How long a response waits for its client to come back; then it is cancelled and forgotten. 0: never waits."""
+    by_default: bool = False
+    """Whether streams are resumable without `x-kvloom-resume: on`. Clients that break off for good cost up to
+    `grace_seconds` of generation then."""
+    max_response_bytes: Annotated[int, Meta(ge=4096)] = 4 * 2**20
+    """Events kept of one response; the oldest are forgotten first."""
+    max_bytes: Annotated[int, Meta(ge=4096)] = 256 * 2**20
+    """Events kept of all responses of an edge."""
+
+
 class EdgeConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8080
@@ -48,6 +62,7 @@ class EdgeConfig(Section):
     max_concurrent_requests: PositiveInt = 8192
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
+    resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
 
 
 class PlacementConfig(Section):

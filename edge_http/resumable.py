@@ -1,0 +1,272 @@
+"""A streamed answer that outlives its connection: it is written to a log, and from there to whoever reads it now.
+
+It has at most one reader. One that comes later takes over. While it has none, a timer runs; when that ends, so does
+the response. One rule for all cases: a client has `grace_seconds` from the moment its connection was lost, whether or
+not the answer is complete by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from aiohttp.abc import AbstractStreamWriter
+
+from edge_http.event_log import EventLog
+from edge_http.shapes import encode_json
+from edge_http.sse import EventStream, frame_event
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+CATCH_UP_BYTES: Final = 64 * 2**10
+"""Replayed at once; then the reader has to take it before there is more."""
+CATCH_UP_SECONDS: Final = 30.0
+"""How long a reader may take for that much."""
+LINGER_SECONDS: Final = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResponseName:
+    """What a response is found by."""
+
+    id: str
+    caller: bytes
+    idempotency_key: str = ""
+    """Given by the client, so that it can name the response before it has heard of it; "" without."""
+    body_digest: str = ""
+    """Of the request's body: the same key with another body is another request."""
+
+
+class Reader:
+    """A connection that reads a response."""
+
+    __slots__ = ("error", "events", "num_replayed", "over")
+
+    def __init__(self, events: EventStream) -> None:
+        self.events = events
+        self.error: KvloomError | None = None
+        """Why it was broken off."""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when nothing more will be written to it."""
+        self.num_replayed = 0
+
+    def finish(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def break_off(self, error: KvloomError) -> None:
+        """End it before its time. What it missed is still in the log."""
+        if self.over.done():
+            return
+        self.error = error
+        if self.events.begun:
+            self.events.break_off(encode_json(error.to_openai()), LINGER_SECONDS)
+        self.finish()
+
+
+class ResumableStream:
+    """An EventSink that remembers. `on_abandoned` is called when no client can or did come back in time."""
+
+    __slots__ = (
+        "_grace_seconds",
+        "_headers",
+        "_live",
+        "_num_sent",
+        "_on_abandoned",
+        "_on_slow_reader",
+        "_reader",
+        "_timer",
+        "begun",
+        "ended",
+        "error",
+        "log",
+        "name",
+    )
+
+    def __init__(
+        self,
+        name: ResponseName,
+        log: EventLog,
+        grace_seconds: float,
+        on_abandoned: Callable[[ResumableStream], None],
+        on_slow_reader: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._grace_seconds = grace_seconds
+        self._on_abandoned = on_abandoned
+        self._on_slow_reader = on_slow_reader
+        self._headers: Mapping[str, str] = {}
+        self._reader: Reader | None = None
+        self._live: EventStream | None = None
+        """The reader's connection, once it has caught up."""
+        self._num_sent = 0
+        """The last event that any reader may have."""
+        self._timer: asyncio.TimerHandle | None = None
+        self.begun = False
+        self.ended = False
+        self.error: KvloomError | None = None
+        """Why it was refused: it ended before it began."""
+
+    @property
+    def is_attended(self) -> bool:
+        return self._reader is not None
+
+    @property
+    def num_unclaimed(self) -> int:
+        """Events that no reader was sent."""
+        return self.log.num_events - self._num_sent
+
+    # --- EventSink
+
+    @property
+    def num_events(self) -> int:
+        return self.log.num_events
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        self.begun = True
+        self._headers = headers
+        if self._live is not None:
+            self._live.begin(headers)
+
+    def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
+        """Always True: a reader that is too slow loses its connection, not its answer."""
+        log = self.log
+        framed = frame_event(log.num_events + 1, prefix, payload, suffix)
+        log.append(framed)
+        live = self._live
+        if live is None:
+            if self._reader is None and not log.holds(self._num_sent):
+                self._abandon_soon()  # nobody could be given a whole answer any more
+        elif not live.write_framed(framed):
+            self._cut_off_slow_reader()
+        return True
+
+    def end(self) -> None:
+        self.ended = True
+        if self._live is not None and self._reader is not None:
+            self._live.end()
+            self._reader.finish()
+
+    def break_off(self, last_payload: bytes, linger_seconds: float) -> None:  # noqa: ARG002
+        self.send(b"", last_payload, b"")
+        self.end()
+
+    # --- readers
+
+    def refuse(self, error: KvloomError) -> None:
+        """It ended before it began: its readers get the error, with its HTTP status."""
+        self.error = error
+        self.ended = True
+        if self._reader is not None:
+            self._reader.finish()
+
+    def attach(self, reader: Reader, after: int) -> None:
+        """Make `reader` the one that reads, from event `after` + 1 on; it then has to `follow`. Raises KvloomError
+        (INVALID_ARGUMENT, EVENTS_GONE), and then nothing has changed."""
+        if after > self.log.num_events:
+            message = f"The response has no event {after} yet; the latest is {self.log.num_events}."
+            raise invalid_argument(message, "starting_after")
+        self._check_holds(after)
+        self._stop_timer()
+        previous, self._reader, self._live = self._reader, reader, None
+        if previous is not None:
+            message = "Another connection has taken this stream over."
+            previous.break_off(KvloomError(ErrorReason.ERROR_REASON_STREAM_TAKEN_OVER, message))
+
+    async def follow(self, reader: Reader, after: int, writer: AbstractStreamWriter) -> None:
+        """Write to an attached reader what it missed and then what comes, until it is over. Raises KvloomError when
+        nothing was written."""
+        try:
+            if self.begun:
+                reader.events.begin(self._headers)
+                await self._catch_up(reader, after, writer)
+            if self._reader is reader:
+                self._live = reader.events
+                if self.ended:
+                    self.end()
+            await reader.over
+        finally:
+            self._detach(reader)
+        error = reader.error or self.error
+        if error is not None and not reader.events.begun:
+            raise error.with_traceback(None)
+
+    async def _catch_up(self, reader: Reader, after: int, writer: AbstractStreamWriter) -> None:
+        """Returns without having awaited anything since it looked whether there is more."""
+        position = after
+        try:
+            while self._reader is reader and position < self.log.num_events:
+                self._check_holds(position)
+                missed = self.log.read(position, CATCH_UP_BYTES)
+                reader.events.write_all_framed(missed)
+                position += len(missed)
+                reader.num_replayed += len(missed)
+                self._num_sent = max(self._num_sent, position)
+                async with asyncio.timeout(CATCH_UP_SECONDS):
+                    await writer.drain()
+        except TimeoutError:
+            self._cut_off_slow_reader()
+        except KvloomError as error:
+            self._reader = None
+            reader.break_off(error)
+
+    def _check_holds(self, after: int) -> None:
+        if not self.log.holds(after):
+            message = (
+                f"Events {after + 1} to {self.log.num_forgotten} of this response are no longer kept; "
+                "it cannot be resumed from there."
+            )
+            raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
+
+    def _detach(self, reader: Reader) -> None:
+        if self._live is reader.events:
+            self._num_sent = self.log.num_events
+        if self._reader is reader or self._reader is None:
+            self._reader = self._live = None
+            self._start_timer()
+
+    def _cut_off_slow_reader(self) -> None:
+        reader = self._reader
+        if reader is None:
+            return
+        self._num_sent = self.log.num_events
+        self._reader = self._live = None
+        self._on_slow_reader()
+        message = "The connection was closed because the client reads it too slowly. The stream can be resumed."
+        reader.break_off(KvloomError(ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW, message))
+
+    # --- nobody reads
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        if not self.begun and not self.name.idempotency_key:
+            # No client has learned the id.
+            self._abandon_soon()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(self._grace_seconds, self._abandon)
+
+    def _abandon_soon(self) -> None:
+        """Not at once: the caller may be in the middle of an event."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(0, self._abandon)
+
+    def _abandon(self) -> None:
+        self._timer = None
+        self._on_abandoned(self)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._stop_timer()
+        self.log.close()
+        if self._reader is not None:
+            message = "The response is no longer kept."
+            self._reader.break_off(KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message))

@@ -1,0 +1,93 @@
+"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}): take a stream up again.
+POST .../{id}/cancel: end it for good."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from edge_http.caller import caller_of
+from edge_http.edge import Edge
+from edge_http.headers import (
+    IDEMPOTENCY_KEY,
+    LAST_EVENT_ID,
+    event_number,
+    last_event_id,
+)
+from edge_http.json_response import json_response
+from edge_http.resumable import Reader, ResponseName, ResumableStream
+from edge_http.resume_table import not_kept
+from edge_http.sse import EventStream
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+
+async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """The events behind the last one that the client has, and then those that come. 204 when there is none and none
+    will come, which ends the attempts of an EventSource."""
+    after = _starting_after(request)
+    stream = edge.resume.find(_response_id(request), caller_of(request))
+    edge.metrics.on_resumed()
+    if stream.ended and after == stream.num_events:
+        return web.Response(status=204)
+    return await deliver(edge, request, stream, after)
+
+
+async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Without this, an answer that its client gave up goes on until its grace period is over."""
+    response_id = _response_id(request)
+    stream = edge.resume.find(response_id, caller_of(request))
+    edge.resume.cancel(stream)
+    return json_response({"id": response_id, "cancelled": True})
+
+
+async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream, after: int) -> web.StreamResponse:
+    """Write the events after that number to this connection. Raises KvloomError as long as nothing was sent."""
+    reader = Reader(EventStream(request, edge.config.max_buffered_bytes))
+    stream.attach(reader, after)
+    try:
+        await stream.follow(reader, after, request.writer)
+    except (asyncio.CancelledError, ConnectionError):
+        edge.metrics.on_disconnect()
+        raise
+    finally:
+        edge.metrics.on_replayed(reader.num_replayed)
+    return reader.events.response()
+
+
+def begun_before(edge: Edge, name: ResponseName, after: int | None) -> ResumableStream | None:
+    """The stream that an earlier request with the same idempotency key began; None for a new request. `after`: the
+    last event that the client says it has. Raises KvloomError when there is none to have events of."""
+    if not name.idempotency_key:
+        if after is not None:
+            message = f"{LAST_EVENT_ID} goes with GET, or with the {IDEMPOTENCY_KEY} that the stream was begun with."
+            raise invalid_argument(message, LAST_EVENT_ID)
+        return None
+    stream = edge.resume.find_by_key(name.caller, name.idempotency_key)
+    if stream is None:
+        if after:
+            raise not_kept()
+        return None
+    if stream.name.body_digest != name.body_digest:
+        message = f"The {IDEMPOTENCY_KEY} was used for another request."
+        raise KvloomError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID, message, field=IDEMPOTENCY_KEY)
+    edge.metrics.on_resumed()
+    return stream
+
+
+def _starting_after(request: web.BaseRequest) -> int:
+    """The header wins: a browser's EventSource sends it with the URL that it was made with."""
+    if request.query.get("stream", "").lower() != "true":
+        raise invalid_argument("Only streams can be taken up again: ask with stream=true.", "stream")
+    by_header = last_event_id(request)
+    return event_number(request.query.get("starting_after", "0"), "starting_after") if by_header is None else by_header
+
+
+def _response_id(request: web.BaseRequest) -> str:
+    """/v1/chat/completions/{id} and /v1/completions/{id}, each for its own kind of ids."""
+    path = request.path.removesuffix("/cancel")
+    parent, _, response_id = path.rpartition("/")
+    if response_id.startswith("chatcmpl-") != (parent == "/v1/chat/completions"):
+        raise not_kept()
+    return response_id

@@ -1,0 +1,148 @@
+"""The resumable responses of this edge: who may find them, how long they are kept, and how much of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from edge_http.event_log import ByteBudget, EventLog
+from edge_http.metrics import EdgeMetrics
+from edge_http.resumable import ResponseName, ResumableStream
+from kvloom.config import ResumeConfig
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Job:
+    """What makes a response."""
+
+    task: asyncio.Task[None]
+    cancel: Callable[[KvloomError], None]
+
+
+class ResumeTable:
+    """Lives on the event loop and owns the tasks of its responses."""
+
+    def __init__(self, config: ResumeConfig, metrics: EdgeMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._budget = ByteBudget(config.max_bytes, self._make_room)
+        self._streams: dict[str, ResumableStream] = {}
+        self._by_key: dict[tuple[bytes, str], ResumableStream] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._running: OrderedDict[str, ResumableStream] = OrderedDict()
+        """By how long ago they were made to forget: the next to be asked comes first."""
+        self._ended: OrderedDict[str, ResumableStream] = OrderedDict()
+        metrics.watch_resumable(
+            lambda: len(self._streams),
+            lambda: sum(not stream.is_attended for stream in self._running.values()),
+            lambda: self._budget.num_bytes,
+        )
+
+    @property
+    def grace_seconds(self) -> float:
+        return self._config.grace_seconds
+
+    def is_wanted(self, header: bool | None) -> bool:
+        """Whether a stream is to be resumable; `header` is what the client said, if it did."""
+        return self._config.grace_seconds > 0 and (self._config.by_default if header is None else header)
+
+    def open(self, name: ResponseName) -> ResumableStream:
+        """A new response. Its job has to be started next."""
+        log = EventLog(self._config.max_response_bytes, self._budget)
+        stream = ResumableStream(
+            name, log, self._config.grace_seconds, self._on_abandoned, self._metrics.on_slow_resumable_client
+        )
+        self._streams[name.id] = self._running[name.id] = stream
+        if name.idempotency_key:
+            self._by_key[name.caller, name.idempotency_key] = stream
+        return stream
+
+    def start(
+        self, stream: ResumableStream, job: Coroutine[Any, Any, None], cancel: Callable[[KvloomError], None]
+    ) -> None:
+        """`job` ends once the response has; it must not raise. `cancel` makes it end with an error."""
+        task = asyncio.create_task(job, name=f"response {stream.name.id}")
+        self._jobs[stream.name.id] = _Job(task, cancel)
+        task.add_done_callback(lambda _: self._on_job_done(stream))
+
+    def find(self, response_id: str, caller: bytes) -> ResumableStream:
+        """Raises KvloomError (NOT_FOUND), the same whether there is none or it is another caller's."""
+        stream = self._streams.get(response_id)
+        if stream is None or not hmac.compare_digest(stream.name.caller, caller):
+            raise not_kept()
+        return stream
+
+    def find_by_key(self, caller: bytes, idempotency_key: str) -> ResumableStream | None:
+        return self._by_key.get((caller, idempotency_key))
+
+    def cancel(self, stream: ResumableStream) -> None:
+        """End it for good, as its client asked."""
+        job = self._jobs.get(stream.name.id)
+        if job is not None:
+            job.cancel(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
+
+    async def close(self) -> None:
+        """End all responses; what still runs is cancelled in the engine too."""
+        tasks = [job.task for job in self._jobs.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self._streams.values()):
+            self._remove(stream)
+
+    def _on_job_done(self, stream: ResumableStream) -> None:
+        self._jobs.pop(stream.name.id, None)
+        self._running.pop(stream.name.id, None)
+        if stream.error is not None:
+            self._remove(stream)  # refused: the same request may succeed when it is made again
+        elif stream.name.id in self._streams:
+            self._ended[stream.name.id] = stream
+
+    def _on_abandoned(self, stream: ResumableStream) -> None:
+        job = self._jobs.get(stream.name.id)
+        if job is not None:
+            self._metrics.on_expired(stream.num_unclaimed)
+            job.cancel(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client did not come back."))
+        self._remove(stream)
+
+    def _remove(self, stream: ResumableStream) -> None:
+        name = stream.name
+        if self._streams.pop(name.id, None) is None:
+            return
+        self._running.pop(name.id, None)
+        self._ended.pop(name.id, None)
+        if self._by_key.get((name.caller, name.idempotency_key)) is stream:
+            del self._by_key[name.caller, name.idempotency_key]
+        stream.close()
+
+    def _make_room(self) -> None:
+        """The oldest answers go first, complete ones before those that are being written."""
+        budget = self._budget
+        while budget.num_bytes > budget.max_bytes and self._ended:
+            _, stream = self._ended.popitem(last=False)
+            self._metrics.on_evicted()
+            if stream.is_attended:
+                stream.log.forget()  # its reader is told
+            else:
+                self._remove(stream)
+        for _ in range(len(self._running)):
+            if budget.num_bytes <= budget.max_bytes:
+                return
+            stream = next(iter(self._running.values()))
+            self._running.move_to_end(stream.name.id)
+            self._metrics.on_evicted()
+            stream.log.forget()
+
+
+def not_kept() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_NOT_FOUND,
+        "There is no such response, or it is no longer kept: only streams begun as resumable can be taken up again, "
+        "and only for a limited time.",
+    )
