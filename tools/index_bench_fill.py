@@ -11,8 +11,8 @@ from router.core.prefix_index import PrefixIndex
 
 PREFILL_BLOCKS: Final = 128
 """What one engine step stores of a prompt: a chunk of 2,048 tokens in blocks of 16."""
-GENERATED_SHARE: Final = 1 / 8
-"""Of a conversation's blocks: stored one by one, between those of other conversations."""
+GENERATED_SHARE: Final = 1 / 16
+"""Of a conversation's blocks, the last answer: stored one by one, between those of other conversations."""
 DECODING_TOGETHER: Final = 16
 
 

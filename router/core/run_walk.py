@@ -65,11 +65,14 @@ def leading_blocks(
         if not data:
             data = pack(hashes)
         packed = packed_runs[run]
-        if data.startswith(packed, 8 * index):
+        mask = uniform[run]
+        start = 8 * index
+        if data.startswith(packed, start):
             first, count = 0, len(packed) >> 3
+        elif mask and packed.find(data[start : start + 16]) < 0:
+            first, count = 0, 1  # its neighbour is elsewhere, and where in the run it is does not matter
         else:
             first, count = locate(packed, data, index)
-        mask = uniform[run]
         if mask:
             masks, step = (mask,), count
         else:
