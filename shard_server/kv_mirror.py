@@ -12,7 +12,8 @@ from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStore
 class KvMirror:
     def __init__(self) -> None:
         self._number = 0
-        self._cached: set[int] = set()
+        self._cached: dict[int, None] = {}
+        """In the order of storing: routers read neighbours faster."""
 
     @property
     def num_cached_blocks(self) -> int:
@@ -31,10 +32,11 @@ class KvMirror:
     def _apply(self, event: KvEvent) -> kv_event_pb2.KvEvent:
         match event:
             case BlockStored(hashes):
-                self._cached.update(hashes)
+                self._cached.update(dict.fromkeys(hashes))
                 return kv_event_pb2.KvEvent(block_stored=kv_event_pb2.BlockStored(block_hashes=hashes))
             case BlockRemoved(hashes):
-                self._cached.difference_update(hashes)
+                for block_hash in hashes:
+                    self._cached.pop(block_hash, None)
                 return kv_event_pb2.KvEvent(block_removed=kv_event_pb2.BlockRemoved(block_hashes=hashes))
             case AllBlocksCleared():
                 self._cached.clear()

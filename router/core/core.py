@@ -297,7 +297,7 @@ class RouterCore:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
-        lost = self._dispatcher.end_all_slots(shard)
+        lost = self._dispatcher.end_all_slots(shard, now)
         self._dispatcher.queue.dissolve_line(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
@@ -321,8 +321,10 @@ class RouterCore:
             self._outbox.add(WantKvSnapshot(event.shard_id))
 
     def _on_kv_snapshot(self, event: ev.KvSnapshotArrived) -> None:
-        if event.shard_id in self._fleet.shards:
-            self._index.apply_snapshot(event.shard_id, event.number, event.block_hashes)
+        if event.shard_id in self._fleet.shards and self._index.apply_snapshot(
+            event.shard_id, event.number, event.block_hashes
+        ):
+            self._outbox.add(WantKvSnapshot(event.shard_id))
 
     def _on_load_reported(self, event: ev.LoadReported) -> None:
         shard = self._fleet.shards.get(event.shard_id)
@@ -342,6 +344,7 @@ class RouterCore:
         self._screening.set_up(screens_prompts=event.screens_prompts, screens_answers=event.screens_answers)
 
     def _on_tick(self, now: float) -> None:
+        self._index.settle()
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:

@@ -55,30 +55,30 @@ class Dispatcher:
         live.hashes = {}
         self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens))
 
-    def end_slot(self, shard: Shard, slot: int) -> bool:
+    def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
         """The shard has ended a slot, which is free again. False for a slot that was not in use."""
         attempt = shard.attempts.pop(slot, None)
         if attempt is None:
             return False
         shard.slots.free(slot)
-        self._end_one(attempt)
+        self._end_one(attempt, now)
         self.queue.stir(shard.shard_id)
         return True
 
-    def end_all_slots(self, shard: Shard) -> list[Choice]:
+    def end_all_slots(self, shard: Shard, now: float) -> list[Choice]:
         """The shard is gone. Returns the choices that were running there."""
         for attempt in shard.attempts.values():
-            self._end_one(attempt)
+            self._end_one(attempt, now)
         shard.attempts.clear()
         lost = list(shard.choices.values())
         for choice in lost:
             shard.detach(choice)
         return lost
 
-    def _end_one(self, attempt: Attempt) -> None:
+    def _end_one(self, attempt: Attempt, now: float) -> None:
         attempt.num_open_slots -= 1
         if not attempt.num_open_slots:
-            self._ledger.release(attempt.key)
+            self._ledger.release(attempt.key, now)
 
     def _tell_decision(self, live: LiveRequest, shard: Shard, now: float) -> None:
         request = live.request
@@ -102,7 +102,7 @@ class Dispatcher:
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, self._placer.hashes(live, block_size), now)
-        self._placer.note_placed(live, shard)
+        self._placer.note_placed(live, shard, now)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:
         slot = shard.slots.allocate()

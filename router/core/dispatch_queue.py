@@ -18,7 +18,7 @@ from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.waiting_lines import WaitingLines
 
-REPLACE_SECONDS: Final = 0.5
+REPLACE_SECONDS: Final = 1.0
 """How often those who wait are placed anew: shards are faster or slower than they seemed, or hang."""
 MAX_REPLACED: Final = 64
 """At a time."""
@@ -57,12 +57,7 @@ class DispatchQueue:
         if picked is None:
             self.lines.push(live, LineId(live.request.model))
             return
-        shard, candidate = picked
-        if self._hold is None or live.num_attempts or self._is_open(shard, now):
-            # One that has already run has a client that has begun to read.
-            self._send(live, shard, candidate, now)
-        else:
-            self._wait_for(live, shard, candidate, now)
+        self._settle(live, *picked, now)
 
     def wait_for_any(self, live: LiveRequest) -> None:
         """It failed where it was; `serve` will place it."""
@@ -124,10 +119,20 @@ class DispatchQueue:
 
     # -- lines of shards ------------------------------------------------------------------------------------------
 
+    def _settle(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        """It goes there, now or later."""
+        if self._hold is None or live.num_attempts or self._is_open(shard, now):
+            # One that has already run has a client that has begun to read.
+            self._send(live, shard, candidate, now)
+        else:
+            self._wait_for(live, shard, candidate, now)
+
     def _is_open(self, shard: Shard, now: float) -> bool:
         assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
-        return shard.has_room and view.queue_seconds(now) <= self._hold.backlog_seconds
+        if view.num_queued_prefill_tokens > self._hold.backlog_tokens:
+            return shard.has_room and view.queue_seconds(now) <= self._hold.backlog_seconds
+        return shard.has_room
 
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
@@ -183,23 +188,33 @@ class DispatchQueue:
         longest = max(others, key=lambda line_id: sum(self._ledger.view(line_id.shard_id).held.values()))
         waiting = sorted(self.lines.line(longest), key=lambda live: live.own_seconds)
         for live in waiting[:MAX_STOLEN_LOOKS]:
-            self.leave(live)
-            picked = self._placer.pick(live, now)
-            if picked is not None and picked[0] is shard:
+            if self._placer.fits(live, shard) and self._pick_anew(live, [shard], now)[0] is shard:
+                self.leave(live)
                 return live
-            self._return(live, longest)
         return None
 
-    def _return(self, live: LiveRequest, line_id: LineId) -> None:
-        self.lines.push(live, line_id)
-        self._ledger.view(line_id.shard_id).held[live.request.request_id] = live.own_seconds
+    def _pick_anew(self, live: LiveRequest, others: list[Shard], now: float) -> tuple[Shard, Candidate]:
+        """Where it would go if it came now, to the shard that it waits for or to one of `others`: it does not queue
+        behind itself."""
+        assert live.line_id is not None
+        target = self._fleet.shards[live.line_id.shard_id]
+        held = self._ledger.view(target.shard_id).held
+        own_seconds = held.pop(live.request.request_id)
+        picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
+        held[live.request.request_id] = own_seconds
+        return picked
 
     def _place_anew(self, now: float) -> None:
-        """Those who have waited since their last placement for long, the earliest first."""
+        """Those who have waited since their last placement for long, the earliest first. Who stays keeps their turn."""
         before = now - REPLACE_SECONDS
         due = [v for v in self.lines if v.line_id is not None and v.line_id.shard_id and v.placed_at <= before]
         due.sort(key=lambda live: live.placed_at)
         for live in due[:MAX_REPLACED]:
-            self.leave(live)
-            self.enter(live, now)
+            assert live.line_id is not None
+            live.placed_at = now
+            open_shards = [shard for shard in self._placer.eligible(live) if shard.has_room]
+            shard, candidate = self._pick_anew(live, open_shards, now)
+            if shard.shard_id != live.line_id.shard_id:
+                self.leave(live)
+                self._settle(live, shard, candidate, now)
         self._replace_at = now + REPLACE_SECONDS if self.lines else math.inf

@@ -8,6 +8,7 @@ matters, and with several each sees the others' work as of the last report.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,6 +18,10 @@ from router.core.speed_model import PrefillWork, SpeedModel
 ReservationKey = tuple[str, int]
 """(request_id, attempt_id): what one dispatch reserves can only be released by the same dispatch."""
 
+RESIDENCE_SMOOTHING: Final = 0.05
+"""Weight of a sequence in the moving average of how long sequences hold their blocks."""
+RATE_SECONDS: Final = 60.0
+"""Time constant of the moving averages of arrivals and of work."""
 SHARING_SMOOTHING: Final = 0.2
 """Weight of a new report in the moving average of how much KV sequences share."""
 
@@ -41,10 +46,29 @@ class Reservation:
         return self.num_prefill_tokens + self.num_cached_tokens
 
 
+class Rate:
+    """What came per second, over about the last minutes."""
+
+    __slots__ = ("_at", "_sum")
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._sum = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum = self._sum * math.exp((self._at - now) / RATE_SECONDS) + amount
+        self._at = now
+
+    def per_second(self, now: float) -> float:
+        return self._sum * math.exp((self._at - now) / RATE_SECONDS) / RATE_SECONDS
+
+
 class LoadView:
     """A shard's load. `own_*` is this router's, `foreign_*` other routers'."""
 
     __slots__ = (
+        "bound_arrivals",
+        "busy",
         "fleet_speed",
         "foreign_context_tokens",
         "foreign_queued_tokens",
@@ -59,6 +83,8 @@ class LoadView:
         "queued",
         "queued_work",
         "report",
+        "residence_seconds",
+        "running",
         "sharing",
         "speed",
         "started_at",
@@ -72,8 +98,16 @@ class LoadView:
         self.queued: dict[ReservationKey, Reservation] = {}
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
+        self.bound_arrivals = Rate()
+        """Own attempts placed there, each as much as its share of cached tokens: those that had to come here."""
+        self.busy = Rate()
+        """Their seconds of prefill: the share of its time that the shard is busy with them."""
         self.held: dict[str, float] = {}
         """request_id → seconds of own prefill, of requests that wait in the router to be sent there."""
+        self.running: dict[ReservationKey, float] = {}
+        """Own attempts with a first token → when it came."""
+        self.residence_seconds = 0.0
+        """From first token to end, moving average."""
         self.own_waiting = 0
         self.own_running = 0
         self.own_context_tokens = 0
@@ -112,6 +146,13 @@ class LoadView:
         if self.own_blocks:
             return self.own_blocks * self.sharing
         return float(self.num_blocks - self.report.num_available_blocks) if self.foreign_running else 0.0
+
+    def memory_wait_seconds(self, num_new_blocks: int) -> float:
+        """How long until blocks for one more request are free, when sequences end as they usually do. What is merely
+        cached is free."""
+        used = self.num_used_blocks
+        excess = used + num_new_blocks - self.num_blocks
+        return 0.0 if excess <= 0 or not used else self.residence_seconds * min(excess / used, 1.0)
 
     def learn_sharing(self) -> None:
         """Compare the blocks that the shard says are in use with those of the own sequences that it has admitted."""
@@ -183,6 +224,8 @@ class LoadLedger:
         self._reservations[key] = reservation
         view.queued[key] = reservation
         view.queued_work += reservation.work
+        view.bound_arrivals.add(reservation.num_cached_tokens / reservation.num_context_tokens, reservation.placed_at)
+        view.busy.add(view.speed.seconds(reservation.work, view.num_context_tokens), reservation.placed_at)
         view.own_waiting += reservation.num_sequences
         view.own_blocks += reservation.num_blocks
 
@@ -200,6 +243,7 @@ class LoadLedger:
                 continue
             work += reservation.work
             began_at = min(began_at, reservation.placed_at + queue_time_seconds)
+            view.running[key] = now
             view.own_waiting -= reservation.num_sequences
             view.own_running += reservation.num_sequences
             view.own_context_tokens += reservation.num_context_tokens
@@ -212,7 +256,7 @@ class LoadLedger:
             view.fleet_speed.observe(work, num_context_tokens, seconds)
         view.started_at = now
 
-    def release(self, key: ReservationKey) -> None:
+    def release(self, key: ReservationKey, now: float) -> None:
         reservation = self._reservations.pop(key)
         view = self._views[reservation.shard_id]
         view.own_blocks -= reservation.num_blocks
@@ -220,6 +264,8 @@ class LoadLedger:
             view.queued_work -= reservation.work
             view.own_waiting -= reservation.num_sequences
         else:
+            seconds = now - view.running.pop(key)
+            view.residence_seconds += RESIDENCE_SMOOTHING * (seconds - view.residence_seconds)
             view.own_running -= reservation.num_sequences
             view.own_context_tokens -= reservation.num_context_tokens
 
@@ -233,6 +279,7 @@ class LoadLedger:
             reserved = {key: r for key, r in self._reservations.items() if r.shard_id == shard_id}
             running = [r for key, r in reserved.items() if key not in view.queued]
             assert view.queued.items() <= reserved.items()
+            assert view.running.keys() == reserved.keys() - view.queued.keys()
             assert view.own_waiting == sum(r.num_sequences for r in view.queued.values())
             assert view.own_running == sum(r.num_sequences for r in running)
             assert view.own_context_tokens == sum(r.num_context_tokens for r in running)

@@ -25,7 +25,7 @@ from router.core.events import KvChange
 from router.core.shard_bits import ShardBits
 
 PLACED_TTL_SECONDS: Final = 30.0
-STORE_RATE_SECONDS: Final = 60.0
+STORE_RATE_SECONDS: Final = 300.0
 """Time constant of the moving average of blocks stored a second."""
 
 

@@ -141,7 +141,7 @@ class Relay:
         choice = shard.choices.get(finish.slot)
         if choice is not None:
             shard.detach(choice)
-        self._dispatcher.end_slot(shard, finish.slot)
+        self._dispatcher.end_slot(shard, finish.slot, now)
         if choice is None:
             return
         error = finish.error

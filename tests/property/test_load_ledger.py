@@ -50,9 +50,9 @@ class LoadLedgerMachine(RuleBasedStateMachine):
         """Only what is held can be released: a late frame of an earlier attempt releases nothing."""
         if key not in self.held:
             with pytest.raises(KeyError):
-                self.ledger.release(key)
+                self.ledger.release(key, self.now)
             return
-        self.ledger.release(key)
+        self.ledger.release(key, self.now)
         del self.held[key]
         self.started.discard(key)
 

@@ -21,10 +21,13 @@ CANDIDATE = Candidate(
     num_context_tokens=5000,
     num_used_blocks=400.0,
     num_evicted_blocks=10,
-    tail_age_seconds=0.0,
+    reuse_probability=0.5,
     queue_seconds=0.2,
+    memory_wait_seconds=0.0,
     own_seconds=0.1,
     seconds_per_token=1e-4,
+    bound_arrival_rate=1.0,
+    utilisation=0.5,
 )
 ARRIVAL = Arrival("r", "", 1600, tuple(range(100)))
 
@@ -50,6 +53,7 @@ def test_every_term_has_a_name(policy: str) -> None:
         ("ect", {"own_seconds": 0.2}),
         ("ect", {"queue_seconds": 0.3}),
         ("ect", {"num_waiting": 3}),
+        ("ect", {"memory_wait_seconds": 0.1}),
         ("ect", {"num_evicted_blocks": 11}),
         ("conductor", {"own_seconds": 0.2}),
         ("conductor", {"queue_seconds": 0.3}),
@@ -72,9 +76,9 @@ def test_cost_rises_with_every_burden(policy: str, worse: dict[str, float]) -> N
     assert burdened > better
 
 
-def test_old_blocks_are_cheap_to_evict() -> None:
-    """Blocks that nobody has used for long are unlikely to be missed."""
-    prices = cost("ect", *(other(tail_age_seconds=age) for age in (0.0, 120.0, float("inf"))))
+def test_blocks_that_nobody_will_use_are_free_to_evict() -> None:
+    """The price of an eviction is what it will cost to compute the blocks again."""
+    prices = cost("ect", *(other(reuse_probability=probability) for probability in (0.9, 0.1, 0.0)))
     assert prices[0] > prices[1] > prices[2] == sum(cost("ect", other(num_evicted_blocks=0)))
 
 

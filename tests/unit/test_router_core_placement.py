@@ -71,12 +71,13 @@ def test_tenants_do_not_share_a_prefix() -> None:
 
 
 def test_requests_with_one_new_prefix_go_together() -> None:
-    """The second of two concurrent requests finds the prefix that the first is only about to compute."""
+    """The second of two concurrent requests waits for the prefix that the first is only about to compute."""
     rig = CoreRig()
     for shard_id in ("s0", "s1"):
         rig.add_shard(shard_id, max_model_len=9999, num_blocks=9999)
-    first, _ = submitted(rig.submit("a", slots=(1,), prompt_token_ids=[*PROMPT * 100, 1]))
-    second, _ = submitted(rig.submit("b", slots=(2,), prompt_token_ids=[*PROMPT * 100, 2]))
+    first, (slot,) = submitted(rig.submit("a", slots=(1,), prompt_token_ids=[*PROMPT * 100, 1]))
+    assert not has(rig.submit("b", slots=(2,), prompt_token_ids=[*PROMPT * 100, 2]), SubmitAttempt)
+    second, _ = submitted(rig.start(first, slot))
     assert second == first
 
 

@@ -7,33 +7,47 @@ chosen, and what they do on traces that they were not chosen on.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from router.core.placement.policy import Arrival, Candidate, Hold, Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EctWeights:
-    lost_capacity: float = 1.0
+    lost_capacity: float = 0.5
     """Prefill that a cache hit elsewhere would have saved is time that the fleet loses, whoever has to wait for it."""
     delay_of_waiting: float = 1.0
-    """The busier a shard, the more requests will queue up behind this one's prefill."""
-    delay_of_running: float = 0.0
+    """The more requests wait there, the busier a shard is likely to be while this one's prefill runs."""
+    delay_of_running: float = 0.05
     """Sequences that decode share their steps with this prefill."""
-    eviction: float = 0.5
-    """Share of evicted blocks that would be used again, were they just used."""
-    eviction_age_seconds: float = 120.0
-    """Blocks that nobody has used for so long are e times less likely to be used again."""
-    memory_wait: float = 0.0
-    """Weight of the wait for KV blocks that running sequences hold."""
+    delay_of_coming: float = 0.5
+    """Requests that will come for what is cached there, while the shard is busy, wait for this one's prefill too.
+    M/G/1: work delays all arrivals up to the end of the busy period, 1 / (1 - utilisation) times what is queued.
+    Requests that are free to go elsewhere do not count: they will."""
+    eviction: float = 1.0
+    """Time to compute evicted blocks again, times the probability that somebody will ask for them."""
+    memory_wait: float = 1.0
+    """Until running sequences have freed enough blocks."""
+
+
+MAX_UTILISATION: Final = 0.9
+"""Beyond it the busy period is not what decides any more."""
+DEFAULT_HOLD: Final = Hold(backlog_seconds=0.05, backlog_tokens=1024, aging=0.1)
 
 
 class Ect(Policy):
-    terms: ClassVar = ("queue", "own_prefill", "lost_capacity", "delay_of_others", "eviction", "memory")
+    terms: ClassVar = (
+        "queue",
+        "own_prefill",
+        "lost_capacity",
+        "delay_of_others",
+        "delay_of_coming",
+        "eviction",
+        "memory",
+    )
 
-    def __init__(self, weights: EctWeights | None = None, hold: Hold | None = None) -> None:
+    def __init__(self, weights: EctWeights | None = None, hold: Hold | None = DEFAULT_HOLD) -> None:
         self._weights = weights or EctWeights()
         self.hold = hold
 
@@ -43,21 +57,16 @@ class Ect(Policy):
     def _cost(self, c: Candidate) -> tuple[float, ...]:
         w = self._weights
         own = c.own_seconds
-        eviction = 0.0
-        if c.num_evicted_blocks:
-            recompute_seconds = c.num_evicted_blocks * c.block_size * c.seconds_per_token
-            eviction = w.eviction * recompute_seconds * math.exp(-c.tail_age_seconds / w.eviction_age_seconds)
-        memory = 0.0
-        if w.memory_wait:
-            excess = c.num_used_blocks + c.num_new_blocks - c.num_blocks
-            if excess > 0:
-                memory = w.memory_wait * excess * c.block_size * c.seconds_per_token
         num_waiting = c.num_waiting + len(c.held_seconds)
+        num_coming = c.bound_arrival_rate * (c.queue_seconds + own / 2) / (1 - min(c.utilisation, MAX_UTILISATION))
+        # Every block that is computed pushes one out, which would take about as long to compute again.
+        num_lost_blocks = c.num_evicted_blocks * c.reuse_probability
         return (
             c.queue_seconds + c.held_ahead_seconds,
             own,
             w.lost_capacity * own,
             own * (c.num_held_behind + w.delay_of_waiting * num_waiting + w.delay_of_running * c.num_running),
-            eviction,
-            memory,
+            own * w.delay_of_coming * num_coming,
+            own * w.eviction * num_lost_blocks / c.num_new_blocks,
+            w.memory_wait * c.memory_wait_seconds,
         )

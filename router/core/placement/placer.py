@@ -17,6 +17,7 @@ from router.core.placement import POLICIES
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Hold
 from router.core.prefix_index import PrefixIndex
+from router.core.reuse_curve import ReuseCurve
 from router.core.speed_model import PrefillWork
 
 COST_EPSILON: Final = 1e-9
@@ -33,12 +34,17 @@ class Placer:
         self._index = index
         self._ledger = ledger
         self._policy = POLICIES[policy]()
+        self._reuse = ReuseCurve()
         self._seed = seed
-        self._num_picks = 0
+        self._num_placed = 0
 
     @property
     def hold(self) -> Hold | None:
         return self._policy.hold
+
+    def fits(self, live: LiveRequest, shard: Shard) -> bool:
+        """Whether that ready shard could run it."""
+        return shard.description.max_model_len >= live.min_window and shard.shard_id != live.avoid_shard_id
 
     def eligible(self, live: LiveRequest) -> list[Shard]:
         """Ready shards that could run it, with room or without; not the one where it just failed, if there is
@@ -56,26 +62,29 @@ class Placer:
     def pick(self, live: LiveRequest, now: float) -> tuple[Shard, Candidate] | None:
         """The cheapest shard with room, as the request saw it. None when no shard has room."""
         shards = [shard for shard in self.eligible(live) if shard.has_room]
-        if not shards:
-            return None
+        return self.pick_among(shards, live, now) if shards else None
+
+    def pick_among(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
+        """The cheapest of `shards`."""
         candidates = self._candidates(shards, live, now)
         if len(candidates) == 1:
             best = candidates[0]
         else:
             costs = [sum(terms) for terms in self._policy.costs(self._arrival(live, shards), candidates)]
             best = candidates[self._cheapest(costs, candidates, live)]
-        shard = self._fleet.shards[best.shard_id]
-        self._num_picks += 1
-        shard.turn = self._num_picks
-        return shard, best
+        return self._fleet.shards[best.shard_id], best
 
     def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
         """One shard as the request sees it."""
         return self._candidates([shard], live, now)[0]
 
-    def note_placed(self, live: LiveRequest, shard: Shard) -> None:
+    def note_placed(self, live: LiveRequest, shard: Shard, now: float) -> None:
         """The picked request is on its way."""
-        self._policy.placed(self._arrival(live, [shard]), shard.shard_id)
+        self._num_placed += 1
+        shard.turn = self._num_placed
+        arrival = self._arrival(live, [shard])
+        self._reuse.note_prompt(arrival.block_hashes, now)
+        self._policy.placed(arrival, shard.shard_id)
 
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Plan:
         """The plan as it was when that shard was just picked; to be called before anything is reserved for it."""
@@ -160,10 +169,13 @@ class Placer:
             num_context_tokens=num_context_tokens,
             num_used_blocks=view.num_used_blocks,
             num_evicted_blocks=max(0, num_new_blocks - num_free_blocks),
-            tail_age_seconds=self._index.tail_age_seconds(shard_id, now),
+            reuse_probability=self._reuse.probability(self._index.tail_age_seconds(shard_id, now)),
             queue_seconds=view.queue_seconds(now),
+            memory_wait_seconds=view.memory_wait_seconds(num_new_blocks),
             own_seconds=view.speed.seconds(PrefillWork.of(num_prefill_tokens, num_overlap_tokens), num_context_tokens),
             seconds_per_token=view.speed.seconds_per_token,
+            bound_arrival_rate=view.bound_arrivals.per_second(now),
+            utilisation=view.busy.per_second(now),
             held_seconds=list(view.held.values()) if view.held else (),
         )
 

@@ -14,7 +14,7 @@ class Candidate:
 
     shard_id: str
     turn: int
-    """When it was last picked, as a count of picks; 0: never."""
+    """When it was last sent a request, as a count of requests; 0: never."""
     block_size: int
     num_blocks: int
     num_overlap_tokens: int
@@ -33,14 +33,20 @@ class Candidate:
     """Held by running and waiting sequences; what is merely cached does not count."""
     num_evicted_blocks: int
     """Cached blocks that the request would push out."""
-    tail_age_seconds: float
-    """How long ago the blocks were used that would be pushed out first."""
+    reuse_probability: float
+    """That those would have been used again."""
     queue_seconds: float
     """Until the prefill before this request is done."""
+    memory_wait_seconds: float
+    """Until sequences that run have freed enough blocks for this request."""
     own_seconds: float
     """Prefill of the request itself, at the shard's learned speed and its present decode load."""
     seconds_per_token: float
     """Of short prefills."""
+    bound_arrival_rate: float
+    """Requests per second that lately came for what is cached there, each counted as its cached share."""
+    utilisation: float
+    """Share of its time that it was busy with their prefill."""
     held_seconds: Sequence[float] = ()
     """Own prefill of each request that waits in the router to be sent there."""
 
@@ -78,11 +84,15 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hold:
-    """Requests wait in the router while their shard has enough to do, and go shortest prefill first."""
+    """Requests wait in the router while their shard has enough to do, and go shortest prefill first.
+
+    A shard gets more when its queued prefill is below either bound: more than the way there and back takes, so that it
+    never runs dry, and enough short prompts to fill one of its steps; otherwise little, so that few requests are bound
+    to a place in its queue before they need be.
+    """
 
     backlog_seconds: float
-    """Prefill that a shard may have queued when another request is sent: more than the way there and back takes, so
-    that it never runs dry; little, so that few requests are bound before they need be."""
+    backlog_tokens: int
     aging: float
     """Seconds of prefill that a second of waiting makes up for."""
 

@@ -36,9 +36,9 @@ def keeps_reservations_of_cancelled_sequences(patch: Patch) -> None:
     """What a cancelled sequence had reserved is never released."""
     original = Dispatcher.end_slot
 
-    def end_slot(self: Dispatcher, shard: Shard, slot: int) -> bool:
+    def end_slot(self: Dispatcher, shard: Shard, slot: int, now: float) -> bool:
         if slot in shard.choices or slot not in shard.attempts:
-            return original(self, shard, slot)
+            return original(self, shard, slot, now)
         del shard.attempts[slot]
         shard.slots.free(slot)
         return True
@@ -51,17 +51,18 @@ def never_forgets_a_placement(patch: Patch) -> None:
     """The ledger drops a reservation, but not the load that it stood for."""
     original = LoadLedger.release
 
-    def release(self: LoadLedger, key: Any) -> None:
-        shard_id = self._reservations[key].shard_id
-        view = self.view(shard_id)
-        original(self, key)
-        view.report = dataclasses.replace(view.report, num_running=view.report.num_running + 1)
+    def release(self: LoadLedger, key: Any, now: float) -> None:
+        view = self.view(self._reservations[key].shard_id)
+        original(self, key, now)
+        view.foreign_running += 1
 
     original_report = LoadLedger.report
 
-    def report(self: LoadLedger, shard_id: str, load: ShardLoad, *rest: Any) -> None:
-        load = dataclasses.replace(load, num_running=load.num_running + self.view(shard_id).report.num_running)
-        original_report(self, shard_id, load, *rest)
+    def report(self: LoadLedger, shard_id: str, load: ShardLoad) -> None:
+        view = self.view(shard_id)
+        num_running = view.foreign_running
+        original_report(self, shard_id, load)
+        view.foreign_running = max(view.foreign_running, num_running)
 
     patch.setattr(LoadLedger, "release", release)
     patch.setattr(LoadLedger, "report", report)

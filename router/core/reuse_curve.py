@@ -1,0 +1,92 @@
+"""How likely it is that cached blocks which nobody has used for a while will be used again: what evicting costs.
+
+Learned from the requests themselves. A prompt that goes on where an earlier one ended is a reuse, after the time
+between the two; a prompt that nobody has gone on from yet may be one later. So, with all counts decaying alike,
+
+    P(reused | idle for `age`) = reuses with a longer gap / (reuses with a longer gap + prompts never gone on from)
+
+which is close to 1 for agents that call every few seconds, and low for one-off questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+MAX_REMEMBERED_PROMPTS: Final = 65_536
+MAX_NEW_BLOCKS: Final = 4096
+"""How far behind the end of a prompt an earlier one's end is looked for."""
+BINS_PER_OCTAVE: Final = 2
+NUM_BINS: Final = 40
+FIRST_BIN_SECONDS: Final = 0.25
+"""Bins reach from here to about three days."""
+DECAY: Final = 0.9995
+"""Of counts, per prompt: about the last 2,000 count."""
+PRIOR_REUSES: Final = 5.0
+PRIOR_ENDS: Final = 5.0
+"""Before anything is known, half of all prompts are gone on from."""
+_SQRT_HALF: Final = 0.5**0.5
+
+
+class ReuseCurve:
+    def __init__(self) -> None:
+        self._last_used: OrderedDict[int, float] = OrderedDict()
+        """Hash of a prompt's last full block → when the prompt came."""
+        self._gaps = [0.0] * NUM_BINS
+        self._num_prompts = 0.0
+        self._longer = [PRIOR_REUSES] * (NUM_BINS + 1)
+        """Reuses with a gap in a bin or in a later one, with the prior."""
+        self._ends = PRIOR_ENDS
+        self._is_stale = False
+
+    def note_prompt(self, block_hashes: Sequence[int], now: float) -> None:
+        """A prompt with these full blocks was placed."""
+        if not block_hashes:
+            return
+        last_used = self._last_used
+        self._decay()
+        self._num_prompts += 1.0
+        for index in range(len(block_hashes) - 1, max(-1, len(block_hashes) - 1 - MAX_NEW_BLOCKS), -1):
+            used_at = last_used.pop(block_hashes[index], None)
+            if used_at is not None:
+                self._gaps[_bin(now - used_at)] += 1.0
+                break
+        last_used[block_hashes[-1]] = now
+        if len(last_used) > MAX_REMEMBERED_PROMPTS:
+            last_used.popitem(last=False)
+        self._is_stale = True
+
+    def probability(self, age_seconds: float) -> float:
+        """That blocks idle for so long are used again."""
+        if self._is_stale:
+            self._sum_up()
+        longer = self._longer[_bin(age_seconds)]
+        return longer / (longer + self._ends)
+
+    def _decay(self) -> None:
+        # Scaling the newest up would be cheaper, but 40 multiplications are little beside hashing a prompt.
+        self._gaps = [count * DECAY for count in self._gaps]
+        self._num_prompts *= DECAY
+
+    def _sum_up(self) -> None:
+        total = 0.0
+        for index in range(NUM_BINS - 1, -1, -1):
+            total += self._gaps[index]
+            self._longer[index] = total
+        num_reuses = total
+        self._ends = PRIOR_ENDS + max(0.0, self._num_prompts - num_reuses)
+        share = PRIOR_REUSES / NUM_BINS
+        for index in range(NUM_BINS):
+            self._longer[index] += share * (NUM_BINS - index)
+        self._is_stale = False
+
+
+def _bin(seconds: float) -> int:
+    if seconds <= FIRST_BIN_SECONDS:
+        return 0
+    if seconds >= FIRST_BIN_SECONDS * 2 ** (NUM_BINS // BINS_PER_OCTAVE):
+        return NUM_BINS - 1
+    mantissa, exponent = math.frexp(seconds / FIRST_BIN_SECONDS)
+    return min(NUM_BINS - 1, BINS_PER_OCTAVE * (exponent - 1) + (mantissa >= _SQRT_HALF))
