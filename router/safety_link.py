@@ -14,6 +14,7 @@ from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
 from router.dispatcher import Dispatcher
+from router.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of, raise_if_cancelled
 
 log = structlog.get_logger()
@@ -32,8 +33,8 @@ class SafetyLink:
         self._address = address
         self._dispatcher = dispatcher
         self._prompts: list[CheckPrompt] = []
-        self._deltas: dict[int, str] = {}
-        self._close_slots: list[int] = []
+        self._answers = PrefilteredAnswers()
+        self._outgoing = Outgoing()
         self._num_waiting_chars = 0
         self._policy: safety_service_pb2.PolicyState | None = None
         self._wake = asyncio.Event()
@@ -65,12 +66,12 @@ class SafetyLink:
         self._wake.set()
 
     def screen_answers(self, answers: ScreenAnswers) -> None:
-        waiting = self._deltas
-        for slot, delta in zip(answers.slots, answers.deltas, strict=True):
-            waiting[slot] = waiting[slot] + delta if slot in waiting else delta
-            self._num_waiting_chars += len(delta)
-        self._close_slots.extend(answers.close_slots)
-        self._wake.set()
+        known = self._answers.take(answers.slots, answers.deltas, answers.close_slots, self._outgoing)
+        if self._outgoing:
+            self._num_waiting_chars += sum(map(len, answers.deltas))
+            self._wake.set()
+        if known is not None:
+            self._dispatcher.dispatch(known)  # behind the event at hand
 
     # -- one connection -----------------------------------------------------------------------------------------------
 
@@ -108,10 +109,12 @@ class SafetyLink:
     def _on_frame(self, frame: safety_service_pb2.ScreenResponse) -> None:
         if frame.HasField("policy"):
             self._policy = frame.policy
+            self._answers.prefilter = Prefilter.from_policy(frame.policy)
             self._dispatcher.dispatch(SafetyUp(frame.policy.screens_prompts, frame.policy.screens_answers))
         for verdict in frame.prompts:
             self._dispatcher.dispatch(convert.verdict_from_proto(verdict))
         if frame.slots or frame.halts or frame.closed_slots:
+            self._answers.note(frame)
             self._dispatcher.dispatch(convert.screened_from_proto(frame))
 
     async def _write_frames(self, call: ScreenCall) -> None:
@@ -122,7 +125,7 @@ class SafetyLink:
                 if self._num_waiting_chars > MAX_WAITING_CHARS:
                     log.error("the safety service does not keep up", num_waiting_chars=self._num_waiting_chars)
                     break
-                while self._prompts or self._deltas or self._close_slots:
+                while self._prompts or self._outgoing:
                     await call.write(self._take_frame())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same break
@@ -132,8 +135,7 @@ class SafetyLink:
 
     def _take_frame(self) -> safety_service_pb2.ScreenRequest:
         """All answers' text and as many prompts as fit."""
-        deltas, self._deltas = self._deltas, {}
-        close_slots, self._close_slots = self._close_slots, []
+        outgoing, self._outgoing = self._outgoing, Outgoing()
         num_chars = num_prompts = 0
         for check in self._prompts:
             num_chars += len(check.text)
@@ -147,15 +149,19 @@ class SafetyLink:
                 safety_service_pb2.PromptCheck(check_id=check.check_id, text=check.text, tenant=check.tenant)
                 for check in prompts
             ],
-            slots=list(deltas),
-            deltas=list(deltas.values()),
-            close_slots=close_slots,
+            slots=list(outgoing.deltas),
+            deltas=list(outgoing.deltas.values()),
+            close_slots=outgoing.close_slots,
+            skips=[
+                safety_service_pb2.Skip(slot=slot, num_chars=num_chars, last_char=last_char)
+                for slot, (num_chars, last_char) in outgoing.skips.items()
+            ],
         )
 
     def _forget_waiting(self) -> None:
         """What was meant for an earlier connection."""
         self._prompts.clear()
-        self._deltas.clear()
-        self._close_slots.clear()
+        self._answers.forget_all()
+        self._outgoing = Outgoing()
         self._num_waiting_chars = 0
         self._wake.clear()

@@ -20,10 +20,12 @@ from kvloom.v1.safety_service_pb2 import (
     PromptVerdict,
     ScreenRequest,
     ScreenResponse,
+    Skip,
 )
 from safety_svc.metrics import ANSWERS, PROMPTS
 from safety_svc.policy import Hit, Policy, Rule
 from safety_svc.policy_file import PolicyFile
+from safety_svc.prefilter import prefilter
 from safety_svc.screen import CHARS_PER_TURN, AnswerScreener, check_long_prompt, check_prompt
 
 MAX_OPEN_ANSWERS: Final = 65_536
@@ -90,6 +92,8 @@ class ScreenConnection:
             else:
                 hit = check_prompt(self._policy_file.current.prompt, check.text)
                 response.prompts.append(self._verdict(check, hit))
+        for skip in frame.skips:
+            self._skip(skip)
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
             screener = self._screener(slot)
             if screener is None:
@@ -117,6 +121,14 @@ class ScreenConnection:
             check = await self._long_prompts.get()
             hit = await check_long_prompt(self._policy_file.current.prompt, check.text)
             await self._write(ScreenResponse(prompts=[self._verdict(check, hit)]))
+
+    def _skip(self, skip: Skip) -> None:
+        screener = self._screener(skip.slot)
+        if screener is None:
+            return
+        if not screener.is_clear or not skip.num_chars or len(skip.last_char) != 1:
+            raise protocol_violation("Only clear text is followed by text that is skipped.")
+        screener.skip(skip.num_chars, skip.last_char)
 
     def _screener(self, slot: int) -> AnswerScreener | None:
         if slot in self._answers:
@@ -162,5 +174,8 @@ def finding(rule: Rule) -> Finding:
 
 def policy_state(policy: Policy) -> PolicyState:
     return PolicyState(
-        revision=policy.revision, screens_prompts=bool(policy.prompt), screens_answers=bool(policy.answer)
+        revision=policy.revision,
+        screens_prompts=bool(policy.prompt),
+        screens_answers=bool(policy.answer),
+        answer_prefilter=prefilter(policy.answer),
     )

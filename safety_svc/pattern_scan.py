@@ -45,6 +45,12 @@ class PatternScan:
         self._start = start - kept_from
         return hit
 
+    def skip(self, num_chars: int, last_char: str) -> None:
+        """Text that is known to be clear went by, and the text before it was clear."""
+        self._total += num_chars
+        self._text, self._start = last_char, 1
+        self.num_clear = self._total
+
     def _find(self, *, is_end: bool) -> Hit | None:
         text, end, base = self._text, len(self._text), self._total - len(self._text)
         hit: Hit | None = None

@@ -43,6 +43,14 @@ class PhraseScan:
         self._advance(is_end=is_end)
         return hit
 
+    def skip(self, num_chars: int, last_char: str) -> None:
+        """Text that is known to be clear went by, and the text before it was clear."""
+        self._total += num_chars
+        folded, offsets = fold(last_char)
+        if folded:
+            self._text, self._offsets, self._start = folded[-1], [self._total - 1 + offsets[-1]], 1
+        self.num_clear = self._total
+
     def _find(self, *, is_end: bool) -> Hit | None:
         text, found = self._text, None
         for end, phrases in self._rules.automaton.iter(text, self._start):

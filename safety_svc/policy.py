@@ -103,6 +103,7 @@ class RuleSet:
     """The compiled rules for one target, prompts or answers."""
 
     def __init__(self, phrases: Sequence[Phrase], patterns: Sequence[Pattern]) -> None:
+        self.phrases = tuple(phrases)
         self.patterns = tuple(patterns)
         self.automaton: Any = None
         self.first_characters = frozenset(phrase.text[0] for phrase in phrases)

@@ -65,6 +65,19 @@ class AnswerScreener:
         """Take in the next characters."""
         self._judge(delta, is_end=False)
 
+    @property
+    def is_clear(self) -> bool:
+        """Nothing is held back."""
+        return self.num_clear_chars == self._num_chars
+
+    def skip(self, num_chars: int, last_char: str) -> None:
+        """Text went by that cannot hold anything forbidden, nor its beginning; `is_clear` was true before it."""
+        self._num_chars += num_chars
+        self.num_clear_chars = self._num_chars
+        for scan in (self._phrases, self._patterns):
+            if scan is not None:
+                scan.skip(num_chars, last_char)
+
     def close(self) -> None:
         """The answer is complete: what was held back is judged as it stands."""
         self._judge("", is_end=True)

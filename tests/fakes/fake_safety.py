@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 
@@ -12,10 +13,15 @@ FORBIDDEN = "forbidden"
 
 
 class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
-    def __init__(self, *, screens_answers: bool = False) -> None:
+    def __init__(self, *, screens_answers: bool = False, beginnings: Sequence[str] = ()) -> None:
+        """`beginnings`: announced as a prefilter, if there are any."""
         self.policy = safety_service_pb2.PolicyState(
             revision="1", screens_prompts=True, screens_answers=screens_answers
         )
+        if beginnings:
+            self.policy.answer_prefilter.beginnings.extend(beginnings)
+        self.sent: list[tuple[str, str]] = []
+        """Answers' texts as they came, each with the last of the characters that were skipped before it."""
         self.prompts: list[str] = []
         self.address = ""
         self.num_streams = 0
@@ -62,7 +68,11 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
                 decision=safety_service_pb2.DECISION_BLOCK if blocked else safety_service_pb2.DECISION_ALLOW,
                 finding=finding if blocked else None,
             )
+        for skip in frame.skips:
+            texts[skip.slot] = texts.get(skip.slot, "") + skip.last_char * skip.num_chars
+        last_chars = {skip.slot: skip.last_char for skip in frame.skips}
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
+            self.sent.append((last_chars.get(slot, ""), delta))
             texts[slot] = texts.get(slot, "") + delta
             response.slots.append(slot)
             response.num_clear_chars.append(len(texts[slot]))

@@ -77,6 +77,26 @@ async def test_screened_answers_arrive_whole(world: RouterWorld) -> None:
         assert answer.token_ids[0] == expected_tokens([i], 0, 30)
 
 
+async def test_text_that_can_begin_nothing_is_not_sent_to_be_screened(world: RouterWorld) -> None:
+    """The prefilter spares the way to the service for all but what is suspicious, which arrives with its context; the
+    answer is the same."""
+    text = expected_text([1], 0, 30)
+    suspicious = expected_text([1], 0, 11)[-2:]
+    safety = await world.start_safety(screens_answers=True, beginnings=[suspicious])
+    await world.start_shard("shard-0")
+    await world.start_router()
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    answer = await world.ask(link, [1], 30, prompt_text="fine")
+    assert answer.texts[0] == text
+    assert answer.token_ids[0] == expected_tokens([1], 0, 30)
+    sent = "".join(delta for _, delta in safety.sent)
+    assert suspicious in sent
+    assert len(sent) < len(text)
+    last_char, first = safety.sent[0]
+    assert last_char + first in text
+
+
 async def test_without_its_safety_service_the_router_refuses_and_recovers(world: RouterWorld) -> None:
     """Fail-closed is what was configured, and a restart of the sidecar heals it."""
     safety = await world.start_safety()

@@ -24,6 +24,7 @@ from kvloom.v1.safety_service_pb2 import (
     PromptCheck,
     ScreenRequest,
     ScreenResponse,
+    Skip,
 )
 from kvloom.v1.safety_service_pb2_grpc import SafetyServiceStub, add_SafetyServiceServicer_to_server
 from safety_svc.connection import MAX_INLINE_CHARS
@@ -273,3 +274,32 @@ async def test_a_process_that_cannot_start_says_why(tmp_path: Path, config: dict
     assert output == b""
     assert says in errors.decode()
     assert "Traceback" not in errors.decode()
+
+
+async def test_skipped_text_counts_and_keeps_word_boundaries(rig: Rig):
+    """What a router cleared by the prefilter is not sent, but what comes behind it is judged as if it had been."""
+    screen = await rig.screen()
+    assert screen.policy is not None
+    assert (
+        list(screen.policy.answer_prefilter.beginnings),
+        list(screen.policy.answer_prefilter.folded_beginnings),
+    ) == (
+        ["AKIA"],
+        ["laun"],
+    )
+    skips = [Skip(slot=1, num_chars=5, last_char="x"), Skip(slot=2, num_chars=5, last_char=" ")]
+    await screen.call.write(ScreenRequest(skips=skips, slots=[1, 2], deltas=["launch code ", "launch code "]))
+    frame = await screen.read()
+    assert (list(frame.slots), list(frame.num_clear_chars)) == ([1], [17])
+    assert [(halt.slot, halt.num_clear_chars) for halt in frame.halts] == [(2, 5)]
+
+
+async def test_held_text_cannot_be_skipped(rig: Rig):
+    """A router that passes text by while some is held would show what must not be seen: its stream ends."""
+    screen = await rig.screen()
+    await screen.call.write(ScreenRequest(slots=[1], deltas=["the launch"]))
+    assert list((await screen.read()).num_clear_chars) == [4]
+    await screen.call.write(ScreenRequest(skips=[Skip(slot=1, num_chars=1, last_char=" ")]))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await screen.read()
+    assert from_rpc_error(raised.value).reason == ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION

@@ -1,0 +1,178 @@
+"""Clears at once what text of answers the safety service need not see (see Prefilter in safety_service.proto).
+
+A token's way to the service and back is three wake-ups; most tokens cannot begin anything forbidden. Nothing is judged
+here: text that might be the beginning of something, and all that follows it until the service has cleared it, is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
+
+from kvloom.v1 import safety_service_pb2
+from router.core.events import AnswersScreened
+
+_SEPARATOR: Final = "\0"
+_END: Final = r"(?:\x00|\Z)"
+_Tree: TypeAlias = "dict[str, _Tree]"
+"""Beginnings, character by character."""
+
+
+class Prefilter:
+    """Tells text in which something may begin. Exact in one direction: what it lets pass is clear."""
+
+    __slots__ = ("_folded", "_plain")
+
+    def __init__(self, beginnings: Iterable[str], folded_beginnings: Iterable[str]) -> None:
+        self._plain = _expression(beginnings, space=re.escape(" "))
+        self._folded = _expression(folded_beginnings, space=r"\s+")
+
+    @classmethod
+    def from_policy(cls, policy: safety_service_pb2.PolicyState) -> Prefilter | None:
+        """None: every text may begin something."""
+        if not policy.HasField("answer_prefilter"):
+            return None
+        prefilter = policy.answer_prefilter
+        return cls(prefilter.beginnings, prefilter.folded_beginnings)
+
+    def is_suspicious(self, text: str) -> bool:
+        """`text` may be several deltas joined by NUL characters."""
+        if not text.isascii():
+            return True
+        if self._plain is not None and self._plain.search(text) is not None:
+            return True
+        return self._folded is not None and self._folded.search(text.lower()) is not None
+
+
+class PrefilteredAnswers:
+    """The answers that are being screened over one connection, by slot."""
+
+    def __init__(self) -> None:
+        self.prefilter: Prefilter | None = None
+        """The present policy's. An answer goes by the one under which the service first heard of it."""
+        self._answers: dict[int, _Answer] = {}
+
+    def forget_all(self) -> None:
+        """The connection is a new one."""
+        self._answers.clear()
+        self.prefilter = None
+
+    def take(
+        self, slots: Sequence[int], deltas: Sequence[str], close_slots: Sequence[int], outgoing: Outgoing
+    ) -> AnswersScreened | None:
+        """Put what must be screened into `outgoing`; returns what is known at once, None if that is nothing."""
+        current = self.prefilter
+        is_plain = current is not None and not current.is_suspicious(_SEPARATOR.join(deltas))
+        answers = self._answers
+        clear_slots: list[int] = []
+        num_clear_chars: list[int] = []
+        for slot, delta in zip(slots, deltas, strict=True):
+            answer = answers.get(slot)
+            if answer is None:
+                answer = answers[slot] = _Answer()
+            answer.num_chars += len(delta)
+            if answer.is_clear:
+                own = answer.prefilter if answer.is_open else current
+                if (is_plain and own is current) or (own is not None and not own.is_suspicious(delta)):
+                    answer.num_skipped += len(delta)
+                    answer.last_char = delta[-1]
+                    clear_slots.append(slot)
+                    num_clear_chars.append(answer.num_chars)
+                    continue
+            self._send(slot, answer, delta, outgoing)
+        closed_slots = [slot for slot in close_slots if self._close(slot, outgoing)]
+        if not clear_slots and not closed_slots:
+            return None
+        return AnswersScreened(clear_slots, num_clear_chars, halts=[], closed_slots=closed_slots)
+
+    def note(self, response: safety_service_pb2.ScreenResponse) -> None:
+        """What the service has cleared and closed."""
+        for slot, num_clear_chars in zip(response.slots, response.num_clear_chars, strict=True):
+            answer = self._answers.get(slot)
+            if answer is not None:
+                answer.is_clear = num_clear_chars == answer.num_chars
+        for slot in response.closed_slots:
+            self._answers.pop(slot, None)
+
+    def _send(self, slot: int, answer: _Answer, delta: str, outgoing: Outgoing) -> None:
+        if not answer.is_open:
+            answer.is_open = True
+            answer.prefilter = self.prefilter
+        answer.is_clear = False
+        if answer.num_skipped:
+            outgoing.skip(slot, answer.num_skipped, answer.last_char)
+            answer.num_skipped = 0
+        outgoing.add(slot, delta)
+
+    def _close(self, slot: int, outgoing: Outgoing) -> bool:
+        """Whether it is closed at once: the service has never heard of it."""
+        answer = self._answers.get(slot)
+        if answer is not None and not answer.is_open:
+            del self._answers[slot]
+            return True
+        outgoing.close(slot)
+        return False
+
+
+class Outgoing:
+    """What the next frame to the service takes along of answers: each one's text joined."""
+
+    def __init__(self) -> None:
+        self.deltas: dict[int, str] = {}
+        self.skips: dict[int, tuple[int, str]] = {}
+        """Slot → (characters, the last of them), before its delta."""
+        self.close_slots: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.deltas or self.close_slots)
+
+    def skip(self, slot: int, num_chars: int, last_char: str) -> None:
+        self.skips[slot] = (num_chars, last_char)
+
+    def add(self, slot: int, delta: str) -> None:
+        self.deltas[slot] = self.deltas[slot] + delta if slot in self.deltas else delta
+
+    def close(self, slot: int) -> None:
+        self.close_slots.append(slot)
+
+
+class _Answer:
+    __slots__ = ("is_clear", "is_open", "last_char", "num_chars", "num_skipped", "prefilter")
+
+    def __init__(self) -> None:
+        self.prefilter: Prefilter | None = None
+        self.num_chars = 0
+        self.num_skipped = 0
+        """Of these, the last ones that the service has not been told of."""
+        self.last_char = ""
+        self.is_open = False
+        """The service knows of it."""
+        self.is_clear = True
+        """All that was sent has been cleared."""
+
+
+def _expression(beginnings: Iterable[str], space: str) -> re.Pattern[str] | None:
+    """Finds, in ASCII text, one of these strings or as much of its beginning as there is before the end."""
+    tree: _Tree = {}
+    for beginning in beginnings:
+        node = tree
+        for character in beginning:
+            node = node.setdefault(character, {})
+        node[_SEPARATOR] = {}  # complete: whatever follows
+    alternatives = _alternatives(tree, space)
+    return re.compile("|".join(alternatives)) if alternatives else None
+
+
+def _alternatives(tree: _Tree, space: str) -> list[str]:
+    """A character outside ASCII stands nowhere in the text."""
+    found: list[str] = []
+    for character, rest in tree.items():
+        if not character.isascii():
+            continue
+        own = space if character == " " else re.escape(character)
+        if _SEPARATOR in rest:
+            found.append(own)
+        else:
+            found.append(f"{own}(?:{'|'.join([*_alternatives(rest, space), _END])})")
+    return found

@@ -1,0 +1,150 @@
+"""The router's prefilter is exact: what it spares the safety service changes no verdict, whatever the policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+
+import re2
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvloom.v1.safety_service_pb2 import PolicyState, ScreenResponse
+from router.prefilter import Outgoing, Prefilter, PrefilteredAnswers
+from safety_svc.folding import fold
+from safety_svc.policy import Pattern, Phrase, Rule, RuleSet
+from safety_svc.prefilter import MAX_BEGINNINGS, prefilter
+from safety_svc.screen import AnswerScreener
+
+RULE = Rule("rule", "No.")
+SLOT = 7
+CHARACTERS = [*"aAbBcé \n\x1c\u200b\u0301ß\x00ﬁfi-", "  "]
+texts = st.lists(st.sampled_from([*CHARACTERS, "abc", "a b", "xyz"]), max_size=14).map("".join)
+words = st.lists(st.sampled_from(CHARACTERS), min_size=1, max_size=6).map("".join)
+prefixes = st.lists(st.sampled_from("aAb-é"), min_size=1, max_size=3).map("".join)
+anchors = st.sampled_from(["", r"\b", "(?m)^"])
+deltas_of = st.lists(texts.filter(bool) | st.sampled_from("aAbB -"), max_size=10)
+
+
+@st.composite
+def rule_sets(draw: st.DrawFn) -> RuleSet:
+    phrases = [
+        Phrase(RULE, folded, draw(st.booleans()))
+        for text in draw(st.lists(words, max_size=4))
+        if (folded := fold(text)[0].strip())
+    ]
+    patterns = [
+        Pattern(RULE, re2.compile(f"{draw(anchors)}{prefix}[bc]{{1,2}}"), (prefix,), 6)
+        for prefix in draw(st.lists(prefixes, max_size=2))
+    ]
+    return RuleSet(phrases, patterns)
+
+
+@dataclasses.dataclass
+class Service:
+    """One slot of the safety service, fed by frames."""
+
+    rules: RuleSet
+    screener: AnswerScreener | None = None
+
+    def answer(self, outgoing: Outgoing) -> ScreenResponse:
+        response = ScreenResponse()
+        self.screener = screener = self.screener or AnswerScreener(self.rules)
+        if SLOT in outgoing.skips:
+            assert screener.is_clear
+            screener.skip(*outgoing.skips[SLOT])
+        if SLOT in outgoing.deltas and screener.hit is None:
+            screener.push(outgoing.deltas[SLOT])
+            if screener.hit is None:
+                response.slots.append(SLOT)
+                response.num_clear_chars.append(screener.num_clear_chars)
+        if outgoing.close_slots:
+            if screener.hit is None:
+                screener.close()
+            response.closed_slots.append(SLOT)
+        return response
+
+
+def screen(rules: RuleSet, deltas: list[str], delays: list[int]) -> tuple[list[int], int, bool]:
+    """Characters shown after each delta, in the end, and whether the answer was halted. `delays`: after which deltas
+    the service is slow, so that text piles up."""
+    answers, service, outgoing, shown = PrefilteredAnswers(), Service(rules), Outgoing(), 0
+    announced = prefilter(rules)
+    answers.prefilter = Prefilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
+    history: list[int] = []
+    late = deque(delays)
+
+    def exchange() -> None:
+        nonlocal outgoing, shown
+        response = service.answer(outgoing)
+        outgoing = Outgoing()
+        answers.note(response)
+        assert service.screener is not None
+        shown = max(shown, service.screener.num_clear_chars)
+
+    for delta in deltas:
+        known = answers.take([SLOT], [delta], [], outgoing)
+        if known is not None:
+            shown = max(shown, *known.num_clear_chars)
+        if outgoing and not (late and late.popleft() % 3 == 0):
+            exchange()
+        history.append(shown)
+        if service.screener is not None and service.screener.hit is not None:
+            break
+    known = answers.take([], [], [SLOT], outgoing)
+    if known is None or SLOT not in known.closed_slots:
+        exchange()
+    is_halted = service.screener is not None and service.screener.hit is not None
+    return history, shown if is_halted else sum(map(len, deltas)), is_halted
+
+
+def screen_fully(rules: RuleSet, deltas: list[str]) -> tuple[list[int], int, bool]:
+    screener = AnswerScreener(rules)
+    history: list[int] = []
+    for delta in deltas:
+        screener.push(delta)
+        history.append(screener.num_clear_chars)
+        if screener.hit is not None:
+            break
+    if screener.hit is None:
+        screener.close()
+    return history, screener.num_clear_chars, screener.hit is not None
+
+
+@settings(max_examples=400, deadline=None)
+@given(rule_sets(), deltas_of)
+@example(RuleSet([Phrase(RULE, "a b", True)], []), ["xa", "  ", "b"])
+@example(RuleSet([Phrase(RULE, "ab", True)], []), ["x", "ab", " "])
+@example(RuleSet([Phrase(RULE, "fi", False)], []), ["x", "ﬁ"])
+def test_a_prefiltered_answer_is_shown_exactly_as_a_screened_one(rules: RuleSet, deltas: list[str]):
+    """After every delta the same characters are clear, and the same answers are halted in the same place."""
+    assert screen(rules, deltas, []) == screen_fully(rules, deltas)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rule_sets(), deltas_of, st.lists(st.integers(0, 2), max_size=10))
+def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str], delays: list[int]):
+    """While a verdict is out nothing is passed by, so that nothing forbidden is ever shown; the end is the same."""
+    history, shown, is_halted = screen(rules, deltas, delays)
+    full_history, fully_shown, is_fully_halted = screen_fully(rules, deltas)
+    assert is_halted == is_fully_halted
+    assert shown == fully_shown
+    if is_halted:
+        assert max(history, default=0) <= fully_shown
+    for slow, at_once in itertools.zip_longest(history[: len(full_history)], full_history):
+        assert is_halted or slow <= at_once
+
+
+def test_a_long_deny_list_is_told_in_fewer_characters():
+    """The prefilter's size is bounded however long the list is."""
+    phrases = [Phrase(RULE, f"{i:06x}", True) for i in range(5000)]
+    announced = prefilter(RuleSet([Phrase(RULE, "zebra", True), *phrases], []))
+    assert announced is not None
+    assert len(announced.folded_beginnings) <= MAX_BEGINNINGS
+    assert any("zebra".startswith(beginning) for beginning in announced.folded_beginnings)
+
+
+def test_a_pattern_that_can_begin_anywhere_rules_the_prefilter_out():
+    """Nothing can be said of what its matches begin with."""
+    assert prefilter(RuleSet([], [Pattern(RULE, re2.compile("[0-9]{3}"), (), 3)])) is None
