@@ -11,6 +11,7 @@ import xxhash
 
 from edge_http.edge import Edge, ServedModel
 from edge_http.health import VERSION
+from edge_http.peers import Peers, join_peers
 from edge_http.server import EdgeServer
 from kvloom.config import KvloomConfig, load_config
 from kvloom.router_link import GrpcRouterLink
@@ -26,15 +27,22 @@ async def serve(config_path: Path, name: str, port: int | None) -> None:
     stop = stop_event()
     model = await asyncio.to_thread(load_model, config)
     link = GrpcRouterLink(f"{config.router.host}:{config.router.port}", name)
-    server = EdgeServer(Edge(config.edge, link, {model.name: model}))
+    edge = Edge(config.edge, link, {model.name: model})
+    server = EdgeServer(edge)
+    peers: Peers | None = None
     await link.start()
     try:
         address = await server.start(config.edge.host, config.edge.port if port is None else port)
+        peers = join_peers(edge, config.redis, address)
         announce_ready(address, metrics_address=address)
         await stop.wait()
         await server.drain()
+        if peers is not None:
+            await peers.stop_publishing()
         await server.stop()
     finally:
+        if peers is not None:
+            await peers.close()
         await link.close()
         model.tokenizer.close()
 

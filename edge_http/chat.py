@@ -40,5 +40,5 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )
-        envelope = envelope_for(job, "chatcmpl-")
+        envelope = envelope_for(edge, job, "chatcmpl-")
         return await generate(edge, request, place, job, ChatShape(envelope, model.tokenizer), envelope.id)

@@ -39,5 +39,5 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )
-        envelope = envelope_for(job, "cmpl-")
+        envelope = envelope_for(edge, job, "cmpl-")
         return await generate(edge, request, place, job, CompletionShape(envelope, model.tokenizer), envelope.id)

@@ -8,7 +8,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from edge_http.elsewhere import Elsewhere
 from edge_http.metrics import EdgeMetrics
+from edge_http.resume_journal import new_tag
 from edge_http.resume_table import ResumeTable
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
@@ -51,6 +53,10 @@ class Edge:
         self.models = models
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
         self.resume = ResumeTable(config.resume, self.metrics)
+        self.tag = new_tag()
+        """Of this process; part of its responses' ids."""
+        self.elsewhere: Elsewhere | None = None
+        """The way to other edges' responses; None without Redis."""
         self.num_running = 0
         self._draining = False
         self._idle = asyncio.Event()

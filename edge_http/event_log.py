@@ -37,8 +37,10 @@ class EventLog:
         """Where the kept events begin in `_events`; what lies before is forgotten."""
         self.num_events = 0
         """All that were ever appended: the number of the last."""
-        self.num_bytes = 0
-        self._take(LOG_OVERHEAD_BYTES)
+        self.num_bytes = LOG_OVERHEAD_BYTES
+        budget.num_bytes += LOG_OVERHEAD_BYTES
+        if budget.num_bytes > budget.max_bytes:
+            budget.on_exceeded()
 
     @property
     def first_number(self) -> int:
@@ -53,7 +55,15 @@ class EventLog:
         """`event` gets the number `num_events` + 1."""
         self._events.append(event)
         self.num_events += 1
-        self._take(len(event) + EVENT_OVERHEAD_BYTES)
+        # For every token: no calls but these.
+        budget = self._budget
+        size_bytes = len(event) + EVENT_OVERHEAD_BYTES
+        self.num_bytes += size_bytes
+        budget.num_bytes += size_bytes
+        if self.num_bytes > self._max_bytes:
+            self._forget_oldest()
+        if budget.num_bytes > budget.max_bytes:
+            budget.on_exceeded()
 
     def holds(self, after: int) -> bool:
         """Whether all events after that number are kept."""
@@ -70,6 +80,10 @@ class EventLog:
             end += 1
         return events[begin:end]
 
+    def read_all(self, after: int) -> Sequence[bytes]:
+        """As `read`, without a bound but the log's own."""
+        return self._events[self._head + after - self.num_forgotten :]
+
     def forget(self) -> None:
         """Forget all events; numbers go on."""
         freed_bytes = self.num_bytes - LOG_OVERHEAD_BYTES
@@ -81,15 +95,6 @@ class EventLog:
         """Nothing is appended any more, and nothing read."""
         self.forget()
         self._give_back(self.num_bytes)
-
-    def _take(self, size_bytes: int) -> None:
-        self.num_bytes += size_bytes
-        budget = self._budget
-        budget.num_bytes += size_bytes
-        if self.num_bytes > self._max_bytes:
-            self._forget_oldest()
-        if budget.num_bytes > budget.max_bytes:
-            budget.on_exceeded()
 
     def _give_back(self, size_bytes: int) -> None:
         self.num_bytes -= size_bytes

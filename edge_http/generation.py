@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -33,6 +32,7 @@ from edge_http.prompt import Prompt
 from edge_http.requests import GenerationBody
 from edge_http.resumable import ResponseName, ResumableStream
 from edge_http.resume import begun_before, deliver
+from edge_http.resume_journal import new_response_id
 from edge_http.sampling import check_window
 from edge_http.shapes import Envelope, Shape
 from edge_http.sse import EventSink, EventStream
@@ -81,10 +81,10 @@ def wants_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def envelope_for(job: Job, id_prefix: str) -> Envelope:
+def envelope_for(edge: Edge, job: Job, id_prefix: str) -> Envelope:
     """`id_prefix`: "chatcmpl-" or "cmpl-". The id also names the request inside the fabric."""
     return Envelope(
-        id=id_prefix + secrets.token_hex(12),
+        id=new_response_id(id_prefix, edge.tag),
         model=job.model.name,
         system_fingerprint=job.model.system_fingerprint,
         num_choices=len(job.prompts) * job.n,

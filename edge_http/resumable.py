@@ -16,7 +16,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from edge_http.event_log import EventLog
 from edge_http.shapes import encode_json
-from edge_http.sse import EventStream, frame_event
+from edge_http.sse import EventStream
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -79,10 +79,12 @@ class ResumableStream:
         "_reader",
         "_timer",
         "begun",
+        "end_published",
         "ended",
         "error",
         "log",
         "name",
+        "num_published",
     )
 
     def __init__(
@@ -109,6 +111,9 @@ class ResumableStream:
         self.ended = False
         self.error: KvloomError | None = None
         """Why it was refused: it ended before it began."""
+        self.num_published = 0
+        """The last event that other edges can know of; the publisher's."""
+        self.end_published = False
 
     @property
     def is_attended(self) -> bool:
@@ -134,7 +139,8 @@ class ResumableStream:
     def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
         """Always True: a reader that is too slow loses its connection, not its answer."""
         log = self.log
-        framed = frame_event(log.num_events + 1, prefix, payload, suffix)
+        event = b"id: %d\ndata: %b%b%b\n\n" % (log.num_events + 1, prefix, payload, suffix)
+        framed = b"%x\r\n%b\r\n" % (len(event), event)
         log.append(framed)
         live = self._live
         if live is None:

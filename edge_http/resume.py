@@ -27,7 +27,12 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
     """The events behind the last one that the client has, and then those that come. 204 when there is none and none
     will come, which ends the attempts of an EventSource."""
     after = _starting_after(request)
-    stream = edge.resume.find(_response_id(request), caller_of(request))
+    response_id, caller = _response_id(request), caller_of(request)
+    stream = edge.resume.find(response_id, caller)
+    if stream is None:
+        if edge.elsewhere is None:
+            raise not_kept()
+        return await edge.elsewhere.resume(request, response_id, caller, after)
     edge.metrics.on_resumed()
     if stream.ended and after == stream.num_events:
         return web.Response(status=204)
@@ -38,6 +43,10 @@ async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamRes
     """Without this, an answer that its client gave up goes on until its grace period is over."""
     response_id = _response_id(request)
     stream = edge.resume.find(response_id, caller_of(request))
+    if stream is None:
+        if edge.elsewhere is None:
+            raise not_kept()
+        return await edge.elsewhere.cancel(request, response_id)
     edge.resume.cancel(stream)
     return json_response({"id": response_id, "cancelled": True})
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import hmac
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from edge_http.event_log import ByteBudget, EventLog
@@ -48,6 +48,11 @@ class ResumeTable:
     def grace_seconds(self) -> float:
         return self._config.grace_seconds
 
+    @property
+    def streams(self) -> Mapping[str, ResumableStream]:
+        """All that can be resumed, by response id."""
+        return self._streams
+
     def is_wanted(self, header: bool | None) -> bool:
         """Whether a stream is to be resumable; `header` is what the client said, if it did."""
         return self._config.grace_seconds > 0 and (self._config.by_default if header is None else header)
@@ -71,11 +76,11 @@ class ResumeTable:
         self._jobs[stream.name.id] = _Job(task, cancel)
         task.add_done_callback(lambda _: self._on_job_done(stream))
 
-    def find(self, response_id: str, caller: bytes) -> ResumableStream:
-        """Raises KvloomError (NOT_FOUND), the same whether there is none or it is another caller's."""
+    def find(self, response_id: str, caller: bytes) -> ResumableStream | None:
+        """None whether there is none or it is another caller's: nobody learns which."""
         stream = self._streams.get(response_id)
         if stream is None or not hmac.compare_digest(stream.name.caller, caller):
-            raise not_kept()
+            return None
         return stream
 
     def find_by_key(self, caller: bytes, idempotency_key: str) -> ResumableStream | None:

@@ -53,10 +53,16 @@ class EventSink(Protocol):
         ...
 
 
-def frame_event(number: int, prefix: bytes, payload: bytes, suffix: bytes) -> bytes:
-    """An event as HTTP/1.1 sends it: in a chunk of its own."""
-    event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
-    return b"%x\r\n%b\r\n" % (len(event), event)
+def split_framed(framed: bytes) -> list[bytes]:
+    """Events in chunks of their own, as HTTP/1.1 sends them, apart again. Raises ValueError."""
+    events: list[bytes] = []
+    begin = 0
+    while begin < len(framed):
+        size_end = framed.index(b"\r\n", begin)
+        end = size_end + 2 + int(framed[begin:size_end], 16) + 2
+        events.append(framed[begin:end])
+        begin = end
+    return events
 
 
 def _unframed(framed: bytes) -> bytes:
@@ -106,7 +112,7 @@ class EventStream:
         return True
 
     def write_framed(self, framed: bytes) -> bool:
-        """Send an event that `frame_event` made. False: the reader is too slow, the event was not sent."""
+        """Send an event that is in its HTTP/1.1 chunk already. False: the reader is too slow, it was not sent."""
         transport = self._transport
         if transport is None or transport.is_closing() or self.ended:
             return True
@@ -116,7 +122,7 @@ class EventStream:
         return True
 
     def write_all_framed(self, framed: Sequence[bytes]) -> None:
-        """Send events that `frame_event` made, however much is buffered."""
+        """Send events that are in their chunks already, however much is buffered."""
         self._write(b"".join(framed if self._chunked else map(_unframed, framed)))
 
     def end(self) -> None:

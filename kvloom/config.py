@@ -49,6 +49,11 @@ class ResumeConfig(Section):
     """Events kept of one response; the oldest are forgotten first."""
     max_bytes: Annotated[int, Meta(ge=4096)] = 256 * 2**20
     """Events kept of all responses of an edge."""
+    max_journal_bytes: Annotated[int, Meta(ge=2 * 2**20)] = 32 * 2**20
+    """Of an edge's latest events in Redis, for the time when it has died."""
+    advertised_address: str = ""
+    """host:port where the other edges reach this one. Empty: where it listens; set it when `edge.host` is a wildcard,
+    else only this edge can resume its streams."""
 
 
 class EdgeConfig(Section):

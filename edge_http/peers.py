@@ -1,0 +1,50 @@
+"""This edge's membership among the edges that share a Redis: it publishes its resumable responses and finds others'."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from edge_http.edge import Edge
+from edge_http.elsewhere import Elsewhere
+from edge_http.relay import Relay
+from edge_http.resume_journal import EdgeRecord, ResumeJournal
+from edge_http.resume_publisher import ResumePublisher
+from kvloom.config import RedisConfig
+
+log = structlog.get_logger()
+
+_WILDCARDS: Final = ("", "0.0.0.0", "::")
+
+
+class Peers:
+    """Owns the connections to Redis and to the other edges, and the task that publishes."""
+
+    def __init__(self, edge: Edge, redis: RedisConfig, address: str) -> None:
+        resume = edge.config.resume
+        self._journal = ResumeJournal(redis.url, redis.key_prefix)
+        self._relay = Relay(edge.config.max_concurrent_requests)
+        self._publisher = ResumePublisher(edge.resume, self._journal, resume, EdgeRecord(address), edge.tag)
+        edge.elsewhere = Elsewhere(self._journal, self._relay, edge.tag, edge.config.max_buffered_bytes)
+        self._publisher.start()
+
+    async def stop_publishing(self) -> None:
+        """What has been written until now can be replayed by others once this process is gone."""
+        await self._publisher.stop()
+
+    async def close(self) -> None:
+        await self._publisher.stop()
+        await self._relay.close()
+        await self._journal.close()
+
+
+def join_peers(edge: Edge, redis: RedisConfig, listening_at: str) -> Peers | None:
+    """None when there is nothing to share: no Redis, no resuming, or no address that others could use."""
+    resume = edge.config.resume
+    if not redis.url or not resume.grace_seconds:
+        return None
+    if not resume.advertised_address and listening_at.rpartition(":")[0].strip("[]") in _WILDCARDS:
+        log.warning("edge.resume.advertised_address is not set: other edges cannot resume streams of this one")
+        return None
+    return Peers(edge, redis, resume.advertised_address or listening_at)

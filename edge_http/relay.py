@@ -1,0 +1,69 @@
+"""Passes a request on to another edge, and its answer back as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from edge_http.headers import LAST_EVENT_ID
+
+RELAYED: Final = "x-kvloom-relayed"
+CONNECT_SECONDS: Final = 2.0
+ANSWER_SECONDS: Final = 5.0
+"""Until the status line: an edge has it ready, so one that takes longer does not live."""
+_TO_OWNER: Final = ("Authorization", LAST_EVENT_ID, "x-request-id", "traceparent")
+_TO_CLIENT: Final = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "x-request-id", "Retry-After")
+_OURS: Final = "x-kvloom-"
+
+
+class OwnerLostError(Exception):
+    """The other edge does not answer; nothing was sent to the client."""
+
+
+class Relay:
+    """Connections to the other edges."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=max_connections),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            auto_decompress=False,
+        )
+
+    async def pass_on(self, request: web.BaseRequest, address: str) -> web.StreamResponse:
+        """Raises OwnerLostError. When the other edge dies in the middle, the client's connection is closed: it will
+        come back, and be answered by somebody else."""
+        headers = {name: request.headers[name] for name in _TO_OWNER if name in request.headers} | {RELAYED: "1"}
+        url = f"http://{address}{request.rel_url}"
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answer = await self._session.request(request.method, url, headers=headers, allow_redirects=False)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise OwnerLostError(str(error)) from error
+        async with answer:
+            return await _copy(answer, request)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def _copy(answer: aiohttp.ClientResponse, request: web.BaseRequest) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status)
+    for name, value in answer.headers.items():
+        if name.lower().startswith(_OURS) or name in _TO_CLIENT:
+            response.headers[name] = value
+    if answer.status != 204:
+        response.content_length = answer.content_length
+    await response.prepare(request)
+    try:
+        while piece := await answer.content.readany():
+            await response.write(piece)
+    except aiohttp.ClientError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the other edge is gone") from error
+    await response.write_eof()
+    return response

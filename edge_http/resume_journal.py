@@ -1,0 +1,116 @@
+"""What the edges tell each other through Redis, so that any of them can take up a stream that another one began.
+
+One key per edge says where it listens; its tag is part of the ids of its responses, so a response needs no key. One
+Redis stream per edge, the journal, has the latest events of its resumable responses: all that came since the last
+flush is one entry, whatever the number of responses. It is read only when its edge has died.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+import redis.asyncio
+import redis.asyncio.retry
+import redis.backoff
+
+TAG_CHARS: Final = 8
+TIMEOUT_SECONDS: Final = 2.0
+_ENTRIES_PER_READ: Final = 32
+_FIELD: Final = b"e"
+
+
+class EdgeRecord(msgspec.Struct, frozen=True):
+    address: str
+    """host:port where the other edges reach it."""
+
+
+class JournalEntry(msgspec.Struct, array_like=True):
+    """New events of one response."""
+
+    response_id: str
+    caller: bytes
+    first_number: int
+    num_events: int
+    framed: bytes
+    """The events, each in its HTTP/1.1 chunk."""
+    ended: bool
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(list[JournalEntry]).decode
+
+
+def new_tag() -> str:
+    """Random: no two edges of a fabric have the same."""
+    return secrets.token_hex(TAG_CHARS // 2)
+
+
+def new_response_id(prefix: str, tag: str) -> str:
+    """`prefix`: "chatcmpl-" or "cmpl-". Cannot be guessed."""
+    return f"{prefix}{tag}{secrets.token_hex(8)}"
+
+
+def tag_of(response_id: str) -> str:
+    """Of the edge that made the id; "" when none did."""
+    tag = response_id.rpartition("-")[2][:TAG_CHARS]
+    return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""
+
+
+class ResumeJournal:
+    """Raises redis.exceptions.RedisError when the server cannot be reached."""
+
+    def __init__(self, url: str, key_prefix: str) -> None:
+        # Callers try again by themselves; the client's own retries would only hide the outage.
+        retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
+        self._redis = redis.asyncio.Redis.from_url(
+            url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS, retry=retry
+        )
+        self._prefix = key_prefix
+
+    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float) -> None:
+        """Announce the edge and keep its journal for the next `ttl_seconds`, also when it dies meanwhile."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._edge_key(tag), msgspec.json.encode(record), px=_ms(ttl_seconds))
+            pipe.pexpire(self._journal_key(tag), _ms(ttl_seconds))
+            await pipe.execute()
+
+    async def find_edge(self, tag: str) -> EdgeRecord | None:
+        value = await self._redis.get(self._edge_key(tag))
+        return None if value is None else msgspec.json.decode(value, type=EdgeRecord)
+
+    async def append(self, tag: str, entry: bytes, max_entries: int) -> None:
+        """Add an encoded entry, and forget the oldest ones beyond that number."""
+        await self._redis.xadd(self._journal_key(tag), {_FIELD: entry}, maxlen=max_entries, approximate=False)
+
+    async def read(self, tag: str) -> dict[str, list[JournalEntry]]:
+        """The whole journal by response, in the order of writing."""
+        found: dict[str, list[JournalEntry]] = {}
+        begin = "-"
+        while True:
+            rows: Any = await self._redis.xrange(self._journal_key(tag), min=begin, count=_ENTRIES_PER_READ)
+            for row_id, fields in rows:
+                begin = "(" + row_id.decode()
+                for entry in _decode(fields[_FIELD]):
+                    found.setdefault(entry.response_id, []).append(entry)
+            if len(rows) < _ENTRIES_PER_READ:
+                return found
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    def _edge_key(self, tag: str) -> str:
+        return f"{self._prefix}:edge:{tag}"
+
+    def _journal_key(self, tag: str) -> str:
+        return f"{self._prefix}:edge:{tag}:events"
+
+
+def encode_entries(entries: Iterable[JournalEntry]) -> bytes:
+    return _encode(list(entries))
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

