@@ -107,6 +107,7 @@ def submit_to_proto(attempt: SubmitAttempt) -> shard_service_pb2.ShardSubmit:
         choices=[_choice_to_proto(choice) for choice in attempt.choices],
         cache_salt=request.tenant,
         traceparent=request.traceparent,
+        num_expected_cached_tokens=attempt.num_expected_cached_tokens,
     )
     submit.stop.max_tokens = attempt.max_tokens
     return submit

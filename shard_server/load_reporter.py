@@ -38,7 +38,7 @@ class LoadReporter:
     def on_submit(self, request: EngineRequest) -> None:
         """The engine has accepted a sequence."""
         self._num_submitted += 1
-        self._in_flight.append((request.origin, len(request.prompt_token_ids) + len(request.output_token_ids)))
+        self._in_flight.append((request.origin, request.num_expected_prefill_tokens))
         self._tells_all = False
 
     def on_step(self, load: EngineLoad, now: float) -> bool:

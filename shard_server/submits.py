@@ -54,6 +54,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             output_token_ids=_output_token_ids(choice, max_tokens, info),
+            num_expected_cached_tokens=submit.num_expected_cached_tokens,
             root_hash=root,
             guide=guide,
             origin=origin,

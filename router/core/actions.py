@@ -20,6 +20,7 @@ class SubmitAttempt:
     request: Request
     choices: Sequence[ChoiceSpec]
     max_tokens: int
+    num_expected_cached_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ class Dispatcher:
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
         live.hashes = {}
-        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens))
+        num_expected = candidate.num_overlap_tokens
+        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected))
 
     def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
         """The shard has ended a slot, which is free again. False for a slot that was not in use."""

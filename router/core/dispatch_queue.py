@@ -13,7 +13,7 @@ from typing import Final
 
 from router.core.fleet import Fleet, Shard
 from router.core.live import LineId, LiveRequest
-from router.core.load_ledger import LoadLedger
+from router.core.load_ledger import LoadLedger, LoadView
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.waiting_lines import WaitingLines
@@ -131,8 +131,13 @@ class DispatchQueue:
         assert self._hold is not None
         view = self._ledger.view(shard.shard_id)
         if view.num_queued_prefill_tokens > self._hold.backlog_tokens:
-            return shard.has_room and view.queue_seconds(now) <= self._hold.backlog_seconds
+            return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
         return shard.has_room
+
+    def _backlog_seconds(self, view: LoadView) -> float:
+        assert self._hold is not None
+        is_shared = view.foreign_running or view.foreign_waiting
+        return self._hold.shared_backlog_seconds if is_shared else self._hold.backlog_seconds
 
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
@@ -145,11 +150,11 @@ class DispatchQueue:
 
     def _note_opening(self, shard: Shard, now: float) -> None:
         """When its queue will have shrunk enough, if the estimate is right. A shard without room opens by an event."""
-        assert self._hold is not None
         if not shard.has_room:
             self._opens_at[shard.shard_id] = math.inf
             return
-        wait_seconds = self._ledger.view(shard.shard_id).queue_seconds(now) - self._hold.backlog_seconds
+        view = self._ledger.view(shard.shard_id)
+        wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
         self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
 
     def _serve_shard(self, shard: Shard, now: float) -> None:

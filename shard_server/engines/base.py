@@ -104,12 +104,20 @@ class EngineRequest:
     """End-of-sequence tokens are in here (unless the client ignores them). The stop token itself is emitted."""
     output_token_ids: Sequence[int] = ()
     """Tokens that earlier attempts emitted: treated as output (penalties, positions, max_tokens), not emitted again."""
+    num_expected_cached_tokens: int = 0
+    """Whose KV the router believes to lie here. Only for the load that is reported while the sequence waits."""
     root_hash: int = 0
     """Parent hash of the first block (kvloom.block_hash.root_hash): separates models and tenants in the cache."""
     guide: Guide | None = None
     """Only where the engine is capable of GUIDED. It goes on behind `output_token_ids`."""
     origin: int = 0
     """Who submitted it: the load is told by origin, too."""
+
+    @property
+    def num_expected_prefill_tokens(self) -> int:
+        """What its prefill will compute, as far as can be told before it is admitted."""
+        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return max(1, num_tokens - self.num_expected_cached_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -292,7 +292,7 @@ class SimEngine:
         for sequence in self._waiting:
             share = shares[sequence.request.origin]
             share.num_waiting += 1
-            share.num_queued_prefill_tokens += len(sequence.token_ids)
+            share.num_queued_prefill_tokens += sequence.request.num_expected_prefill_tokens
         for sequence in self._running:
             share = shares[sequence.request.origin]
             share.num_running += 1

@@ -18,6 +18,7 @@ class Sequence:
         "lease",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_expected_tokens",
         "num_fetched_blocks",
         "num_output_tokens",
         "num_prompt_tokens",
@@ -34,6 +35,7 @@ class Sequence:
         num_prompt_tokens: int,
         num_output_tokens: int,
         hashes: Hashes[int],
+        num_expected_cached_tokens: int = 0,
         router_index: int = 0,
         submitted_at: float = 0.0,
     ) -> None:
@@ -42,6 +44,8 @@ class Sequence:
         self.router_index = router_index
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = num_output_tokens
+        self.num_expected_tokens = max(1, num_prompt_tokens - num_expected_cached_tokens)
+        """Of prefill, as the router saw it."""
         self.hashes = hashes
         """Of the prompt's full blocks."""
         self.submitted_at = submitted_at

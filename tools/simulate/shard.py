@@ -110,8 +110,8 @@ class SimShard:
         self._waiting.push(sequence)
         counts = self._counts[sequence.router_index]
         counts.num_waiting += 1
-        # As the engines count: what waits counts in full, as its reuse is not known before it is admitted.
-        counts.num_queued_prefill_tokens += sequence.num_prompt_tokens
+        # As the engines count: of what waits, what the router expects to be computed.
+        counts.num_queued_prefill_tokens += sequence.num_expected_tokens
         self.num_changes += 1
         if is_first_in_line:
             self._interrupt(now)
@@ -271,6 +271,7 @@ class SimShard:
         counts = self._counts[sequence.router_index]
         counts.num_waiting -= 1
         counts.num_running += 1
+        counts.num_queued_prefill_tokens += sequence.num_prompt_tokens - sequence.num_expected_tokens
         self._num_running += 1
         self._skip_prefix(sequence, lease.num_cached)
         if self._peer_link is not None:
@@ -326,7 +327,7 @@ class SimShard:
         if sequence.lease is None:
             self._waiting.remove(sequence)
             counts.num_waiting -= 1
-            counts.num_queued_prefill_tokens -= sequence.num_prompt_tokens
+            counts.num_queued_prefill_tokens -= sequence.num_expected_tokens
             return
         self.cache.free(sequence.lease)
         sequence.lease = None

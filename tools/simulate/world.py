@@ -232,6 +232,7 @@ class _World:
                     num_prompt_tokens=num_prompt_tokens,
                     num_output_tokens=action.max_tokens,
                     hashes=request.block_hashes[self._block_size],
+                    num_expected_cached_tokens=action.num_expected_cached_tokens,
                     router_index=link.index,
                 ),
                 self._now,

@@ -33,7 +33,7 @@ class EctWeights:
 
 MAX_UTILISATION: Final = 0.9
 """Beyond it the busy period is not what decides any more."""
-DEFAULT_HOLD: Final = Hold(backlog_seconds=0.05, backlog_tokens=1024, aging=0.1)
+DEFAULT_HOLD: Final = Hold(backlog_seconds=0.05, shared_backlog_seconds=0.5, backlog_tokens=1024, aging=0.1)
 
 
 class Ect(Policy):

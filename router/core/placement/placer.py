@@ -24,6 +24,10 @@ COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
 
 
+Scores = tuple[LiveRequest | None, float, list[Candidate], list[tuple[float, ...]]]
+"""For whom, when, and parallel to one another: the shards that could take it, and the terms of their costs."""
+
+
 class Placer:
     """Raises ValueError for a policy that does not exist."""
 
@@ -37,6 +41,8 @@ class Placer:
         self._reuse = ReuseCurve()
         self._seed = seed
         self._num_placed = 0
+        self._last_scores: Scores = (None, 0.0, [], [])
+        """Of the last pick."""
 
     @property
     def hold(self) -> Hold | None:
@@ -67,11 +73,9 @@ class Placer:
     def pick_among(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
         """The cheapest of `shards`."""
         candidates = self._candidates(shards, live, now)
-        if len(candidates) == 1:
-            best = candidates[0]
-        else:
-            costs = [sum(terms) for terms in self._policy.costs(self._arrival(live, shards), candidates)]
-            best = candidates[self._cheapest(costs, candidates, live)]
+        terms = self._policy.costs(self._arrival(live, shards), candidates)
+        best = candidates[self._cheapest([sum(values) for values in terms], candidates, live)]
+        self._last_scores = (live, now, candidates, terms)
         return self._fleet.shards[best.shard_id], best
 
     def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
@@ -110,8 +114,7 @@ class Placer:
                 retry_after_seconds=1.0,
             )
             return Plan(num_prompt_tokens, filtered, error=error)
-        candidates = self._candidates(open_shards, live, now)
-        terms = self._policy.costs(self._arrival(live, open_shards), candidates)
+        candidates, terms = self._scores(live, open_shards, now)
         plans = [
             _shard_plan(candidate, dict(zip(self._policy.terms, values, strict=True)))
             for candidate, values in zip(candidates, terms, strict=True)
@@ -130,6 +133,16 @@ class Placer:
             hashes = block_hashes(live.request.prompt_token_ids, block_size, root)
             live.hashes[block_size] = hashes
         return hashes
+
+    def _scores(
+        self, live: LiveRequest, shards: list[Shard], now: float
+    ) -> tuple[list[Candidate], list[tuple[float, ...]]]:
+        """Candidates and the terms of their costs; not computed again when they were just computed for a pick."""
+        picked_for, at, candidates, terms = self._last_scores
+        if picked_for is live and at == now and len(candidates) == len(shards):
+            return candidates, terms
+        candidates = self._candidates(shards, live, now)
+        return candidates, self._policy.costs(self._arrival(live, shards), candidates)
 
     def _arrival(self, live: LiveRequest, shards: Sequence[Shard]) -> Arrival:
         request = live.request

@@ -92,6 +92,9 @@ class Hold:
     """
 
     backlog_seconds: float
+    shared_backlog_seconds: float
+    """The same for a shard on which other routers' requests are: what those keep back is not known here, so a place in
+    the engine's queue is worth more."""
     backlog_tokens: int
     aging: float
     """Seconds of prefill that a second of waiting makes up for."""

@@ -99,7 +99,7 @@ class InFlight:
         for stream in self._waiting.values():
             share = shares.setdefault(stream.request.origin, LoadShare())
             share.num_waiting += 1
-            share.num_queued_prefill_tokens += stream.num_context_tokens
+            share.num_queued_prefill_tokens += stream.request.num_expected_prefill_tokens
         num_used_blocks = most_blocks = 0
         for stream in self._admitted.values():
             share = shares.setdefault(stream.request.origin, LoadShare())

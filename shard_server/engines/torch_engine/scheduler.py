@@ -45,12 +45,12 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def load_shares(self) -> defaultdict[int, LoadShare]:
-        """What is to be done, by origin; what waits counts in full, as its reuse is not known yet."""
+        """What is to be done, by origin; of what waits, what the router expects to be computed."""
         shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)
         for sequence in self.waiting:
             share = shares[sequence.request.origin]
             share.num_waiting += 1
-            share.num_queued_prefill_tokens += len(sequence.token_ids)
+            share.num_queued_prefill_tokens += sequence.request.num_expected_prefill_tokens
         for sequence in self.running:
             share = shares[sequence.request.origin]
             share.num_running += 1

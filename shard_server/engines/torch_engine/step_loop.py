@@ -208,7 +208,7 @@ class StepLoop:
         for request, _, _ in self._compiling.values():
             share = shares[request.origin]
             share.num_waiting += 1
-            share.num_queued_prefill_tokens += len(request.prompt_token_ids) + len(request.output_token_ids)
+            share.num_queued_prefill_tokens += request.num_expected_prefill_tokens
         return EngineLoad.of(
             shares,
             num_submitted=self._num_submitted,
