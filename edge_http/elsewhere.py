@@ -14,7 +14,7 @@ from aiohttp import web
 from redis.exceptions import RedisError
 
 from edge_http.headers import REQUEST_ID, RESPONSE_ID, request_id
-from edge_http.relay import RELAYED, OwnerLostError, Relay
+from edge_http.relay import MISDIRECTED, RELAYED, OwnerLostError, Relay
 from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, LINGER_SECONDS
 from edge_http.resume_journal import EdgeRecord, JournalEntry, ResumeJournal, tag_of
 from edge_http.resume_table import not_kept
@@ -61,8 +61,10 @@ class Elsewhere:
     async def _pass_on(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
         """Let the edge that began the response answer. Raises KvloomError (NOT_FOUND, INTERNAL), OwnerLostError."""
         tag = tag_of(response_id)
-        if not tag or tag == self._tag or RELAYED in request.headers:
+        if not tag or tag == self._tag:
             raise not_kept()
+        if RELAYED in request.headers:
+            return web.Response(status=MISDIRECTED)  # this edge has the address of one that is gone
         try:
             record: EdgeRecord | None = await self._journal.find_edge(tag)
         except RedisError as error:

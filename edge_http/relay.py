@@ -11,6 +11,8 @@ from aiohttp import web
 from edge_http.headers import LAST_EVENT_ID
 
 RELAYED: Final = "x-kvloom-relayed"
+MISDIRECTED: Final = 421
+"""The status with which an edge says that it is not the one that was looked for."""
 CONNECT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
 """Until the status line: an edge has it ready, so one that takes longer does not live."""
@@ -44,6 +46,8 @@ class Relay:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise OwnerLostError(str(error)) from error
         async with answer:
+            if answer.status == MISDIRECTED:
+                raise OwnerLostError("another edge has its address")
             return await _copy(answer, request)
 
     async def close(self) -> None:

@@ -45,12 +45,14 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def edge_world(config: EdgeConfig | None = None, link: FakeRouterLink | None = None) -> AsyncIterator[EdgeWorld]:
+async def edge_world(
+    config: EdgeConfig | None = None, link: FakeRouterLink | None = None, port: int = 0
+) -> AsyncIterator[EdgeWorld]:
     link = link or FakeRouterLink()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
     edge = Edge(config or EdgeConfig(), link, {"tiny": model})
     server = EdgeServer(edge)
-    address = await server.start("127.0.0.1", 0)
+    address = await server.start("127.0.0.1", port)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
         yield EdgeWorld(edge, server, link, f"http://{address}", http)
     await server.stop()

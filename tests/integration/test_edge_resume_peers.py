@@ -158,6 +158,27 @@ async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, Pee
     assert await streamed.resume() == 204
 
 
+async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str) -> None:
+    """A supervisor starts a dead edge again at its address: with nothing in memory, it still has its journal."""
+    redis = RedisConfig(url=redis_url, key_prefix="edge-resume-restarted")
+    async with edge_world() as before:
+        peers = join_peers(before.edge, redis, before.url.removeprefix("http://"))
+        assert peers is not None
+        before.link.script = answer("Hel", "lo")
+        whole = client(before)
+        await whole.begin(chat_body(stream=True))
+        await published(peers)
+        await die(before, peers)
+        await peers.close()
+    async with edge_world(port=before.address[1]) as after:
+        peers = join_peers(after.edge, redis, after.url.removeprefix("http://"))
+        assert peers is not None
+        streamed = client(after)
+        streamed.response_id = whole.response_id
+        assert await streamed.read_to_the_end() == whole.events
+        await peers.close()
+
+
 async def test_rest_of_a_running_answer_is_said_to_be_lost(pair: list[tuple[EdgeWorld, Peers]]) -> None:
     """What the dead edge had written is replayed; then the client is told that there will be no more, not left to
     wait."""

@@ -1,0 +1,136 @@
+"""Streams that lose their connection on a real fabric: the client ends up with every token, once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kvloom.tokenizer import ModelTokenizer
+from tests.e2e.fabric import RunningFabric, eventually
+from tests.e2e.test_fabric_sim import body, expected_text
+from tests.fakes.resuming_client import ResumingClient
+
+CHAT = "/v1/chat/completions"
+NUM_TOKENS = 40
+
+
+@pytest.fixture
+def tokenizer(model_dir: Path):
+    loaded = ModelTokenizer.load(model_dir)
+    yield loaded
+    loaded.close()
+
+
+def client(url: str) -> ResumingClient:
+    return ResumingClient(url + CHAT, {"Authorization": "Bearer mine"})
+
+
+def text_and_usage(events: list[bytes]) -> tuple[str, int]:
+    assert events[-1] == b"[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert not any("error" in chunk for chunk in chunks)
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    return text, chunks[-1]["usage"]["completion_tokens"]
+
+
+@contextlib.asynccontextmanager
+async def second_edge(fabric: RunningFabric) -> AsyncIterator[str]:
+    """Another edge process of the same fabric; gives its URL."""
+    config = Path(fabric.env["KVLOOM_DATA_DIR"]) / "run" / "config.json"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "edge_http", "--config", str(config), "--name", "edge-b", "--port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            ready = await process.stdout.readline()
+        yield "http://" + json.loads(ready)["address"]
+    finally:
+        process.terminate()
+        async with asyncio.timeout(40):
+            await process.wait()
+
+
+async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
+    """Each client loses its connection again and again, at random events: each has exactly its own text, numbered
+    without gaps, and the engines generated every token once."""
+    generated = "vllm:generation_tokens_total"
+    num_before = sim_fabric.sum_over_shards(generated)
+
+    async def ask(i: int) -> tuple[str, list[bytes]]:
+        rng = random.Random(i)
+        streamed = client(sim_fabric.http_url)
+        await streamed.begin(body(f"Flaky {i}", i, NUM_TOKENS), stop_after=rng.randrange(4))
+        while not streamed.done:
+            stop_after = len(streamed.events) + rng.randrange(12)
+            assert await streamed.resume(stop_after=stop_after, by_header=rng.random() < 0.5) == 200
+        assert not streamed.notices
+        return await expected_text(tokenizer, f"Flaky {i}", i, NUM_TOKENS), streamed.events
+
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*(ask(i) for i in range(32)))
+    for expected, events in answers:
+        assert text_and_usage(events) == (expected, NUM_TOKENS)
+    assert sim_fabric.sum_over_shards(generated) - num_before == 32 * NUM_TOKENS
+
+
+async def test_cancel_stops_the_engine_at_once(sim_fabric: RunningFabric):
+    """A client that has gone and says so costs no grace period."""
+    streamed = client(sim_fabric.http_url)
+    await streamed.begin(body("Will be cancelled", 1, 2000), stop_after=5)
+
+    def num_running() -> int:
+        return sum(load.num_running for load in sim_fabric.shard_loads())
+
+    assert await asyncio.to_thread(num_running) == 1
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{streamed.url}/{streamed.response_id}/cancel", headers=streamed.headers) as response,
+    ):
+        assert response.status == 200
+    await asyncio.to_thread(eventually, "the engine has stopped", lambda: num_running() == 0, 5.0)
+
+
+async def test_stream_goes_on_at_another_edge(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
+    """Two edges behind a load balancer: the client returns to the one that did not begin its stream."""
+    async with second_edge(sim_fabric) as url:
+        streamed = client(sim_fabric.http_url)
+        await streamed.begin(body("To the other edge", 3, NUM_TOKENS), stop_after=6)
+        streamed.url = url + CHAT
+        await streamed.resume(stop_after=20)
+        events = await streamed.read_to_the_end()
+    assert text_and_usage(events) == (await expected_text(tokenizer, "To the other edge", 3, NUM_TOKENS), NUM_TOKENS)
+
+
+async def test_answer_that_ended_survives_the_death_of_its_edge(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
+    """kill -9 of the only edge: the client that was away returns to the one that the supervisor started instead, and
+    finds its answer."""
+    streamed = client(sim_fabric.http_url)
+    await streamed.begin(body("The edge will die", 4, NUM_TOKENS), stop_after=6)
+    whole = client(sim_fabric.http_url)
+    whole.response_id = streamed.response_id
+    await whole.read_to_the_end()
+    await asyncio.sleep(0.5)  # what a dying edge has not told Redis within a tenth of a second is lost with it
+    (edge,) = sim_fabric.processes("edge")
+    os.kill(edge["pid"], signal.SIGKILL)
+
+    def is_back() -> bool:
+        (now,) = sim_fabric.processes("edge")
+        return now["state"] == "ready" and now["pid"] != edge["pid"]
+
+    await asyncio.to_thread(eventually, "the edge is back", is_back)
+    events = await streamed.read_to_the_end()
+    assert events == whole.events
+    assert text_and_usage(events) == (await expected_text(tokenizer, "The edge will die", 4, NUM_TOKENS), NUM_TOKENS)
