@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tools.failures import CommandError
 from tools.simulate.rows import combine
-from tools.simulate.study_plan import RIVALS, SEEDS, Row, StudyTable
+from tools.simulate.study_plan import RIVALS, Row, StudyTable
 from tools.simulate.study_results import StudyResults
 
 END: Final = "<!-- end table -->"
@@ -99,7 +99,7 @@ def _render_capacities(table: StudyTable, results: StudyResults) -> str:
 
 
 def _row(table: StudyTable, row: Row, policy: str, results: StudyResults) -> dict[str, Any]:
-    reports = [results.find_run(table.job(row, policy, seed)) for seed in SEEDS]
+    reports = [results.find_run(table.job(row, policy, seed)) for seed in table.seeds]
     return combine(policy, [report.statistics for report in reports if report is not None])
 
 
