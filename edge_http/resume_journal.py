@@ -70,10 +70,12 @@ class ResumeJournal:
         )
         self._prefix = key_prefix
 
-    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float) -> None:
-        """Announce the edge and keep its journal for the next `ttl_seconds`, also when it dies meanwhile."""
+    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> None:
+        """Announce the edge and keep the latest of its journal for the next `ttl_seconds`, also when it dies
+        meanwhile."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._edge_key(tag), msgspec.json.encode(record), px=_ms(ttl_seconds))
+            pipe.xtrim(self._journal_key(tag), maxlen=max_entries, approximate=False)
             pipe.pexpire(self._journal_key(tag), _ms(ttl_seconds))
             await pipe.execute()
 

@@ -46,6 +46,7 @@ class ResumePublisher:
         """Time and size of the entries in the journal, the oldest first."""
         self._num_bytes = 0
         self._kept_at = 0.0
+        self._flushing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -86,9 +87,14 @@ class ResumePublisher:
 
     async def flush(self) -> None:
         """Raises RedisError; then the same is tried again next time."""
+        async with self._flushing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         now = time.monotonic()
         if now - self._kept_at >= KEEP_SECONDS or not self._kept_at:
-            await self._journal.keep(self._tag, self._record, self._ttl_seconds)
+            self._forget_old(0)
+            await self._journal.keep(self._tag, self._record, self._ttl_seconds, len(self._written))
             self._kept_at = now
         is_complete = False
         while not is_complete:

@@ -526,6 +526,44 @@ async def test_slow_reader_loses_its_connection_but_not_its_answer() -> None:
         assert not request.cancelled.is_set()
 
 
+async def test_http_1_0_client_resumes_without_chunks(world: EdgeWorld) -> None:
+    """The log holds events framed for HTTP/1.1; an old proxy must not see the frames."""
+    world.link.script = answer("Hel", "lo")
+    whole = client(world)
+    await whole.begin(chat_body(stream=True))
+    reader, writer = await asyncio.open_connection(*world.address)
+    path = f"{CHAT}/{whole.response_id}?stream=true&starting_after=1"
+    writer.write(f"GET {path} HTTP/1.0\r\nAuthorization: Bearer secret\r\n\r\n".encode())
+    async with asyncio.timeout(5):
+        received = await reader.read()
+    writer.close()
+    body = received.split(b"\r\n\r\n", 1)[1]
+    assert body == b"".join(b"id: %d\ndata: %b\n\n" % item for item in list(enumerate(whole.events, 1))[1:])
+
+
+async def test_long_replay_waits_for_its_reader() -> None:
+    """A replay much larger than the buffer for slow readers comes whole, at the reader's pace."""
+    async with edge_world(EdgeConfig(max_buffered_bytes=16 * 1024)) as world:
+        dropped = client(world)
+        begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
+        request = await world.link.next_request()
+        request.start()
+        await begin
+        await unattended(world)
+        for i in range(3000):
+            request.tokens(f"{i:05d}" + "x" * 700)
+        back = asyncio.create_task(dropped.resume())
+        await unattended(world, 0)
+        for i in range(20):
+            request.tokens(f"live {i}")
+            await asyncio.sleep(0)
+        request.finish()
+        assert await back == 200
+        assert dropped.done
+        assert len(dropped.events) == 1 + 3000 + 20 + 2
+        assert await metric(world, "kvloom_edge_slow_clients_total") == 0
+
+
 async def test_official_client_reads_a_resumable_stream(world: EdgeWorld) -> None:
     """Ids, headers and options of resuming are nothing that the openai client stumbles over."""
     world.link.script = answer("Hel", "lo")

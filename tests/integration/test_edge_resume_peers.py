@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -96,6 +97,35 @@ async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, P
     again.response_id = streamed.response_id
     assert await again.read_to_the_end() == streamed.events
     assert await streamed.resume() == 204
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_any_sequence_of_drops_at_any_edge_gives_the_same_events(redis_url: str, seed: int) -> None:
+    """Seeded: the client returns to one of three edges each time, and loses its connection at any event."""
+    rng = random.Random(seed)
+    async with edges(redis_url, count=3) as started:
+        worlds = [world for world, _ in started]
+        streamed, request = await begin(worlds[0], 2)
+        await published(started[0][1])
+        deltas = ["0 ", *(f"{i} " for i in range(1, 40))]
+        back: asyncio.Task[int] | None = None
+        for delta in deltas[1:]:
+            if back is None or back.done():
+                streamed.url = rng.choice(worlds).url + CHAT
+                back = asyncio.create_task(streamed.resume(stop_after=len(streamed.events) + rng.randrange(8)))
+            request.tokens(delta)
+            await asyncio.sleep(0.003 * rng.random())
+        request.finish()
+        assert back is not None
+        await back
+        streamed.url = worlds[1].url + CHAT
+        events = await streamed.read_to_the_end()
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "".join(deltas)
+        whole = client(worlds[0])
+        whole.response_id = streamed.response_id
+        assert await whole.read_to_the_end() == events
+        assert not streamed.notices
 
 
 async def test_drop_between_client_and_relay_starts_the_clock(redis_url: str) -> None:
