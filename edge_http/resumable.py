@@ -67,7 +67,8 @@ class Reader:
 
 
 class ResumableStream:
-    """An EventSink that remembers. `on_abandoned` is called when no client can or did come back in time."""
+    """An EventSink that remembers. `on_left` is called when its reader has gone, `on_abandoned` when no client can or
+    did come back in time."""
 
     __slots__ = (
         "_grace_seconds",
@@ -75,6 +76,7 @@ class ResumableStream:
         "_live",
         "_num_sent",
         "_on_abandoned",
+        "_on_left",
         "_on_slow_reader",
         "_reader",
         "_timer",
@@ -92,12 +94,14 @@ class ResumableStream:
         name: ResponseName,
         log: EventLog,
         grace_seconds: float,
+        on_left: Callable[[ResumableStream], None],
         on_abandoned: Callable[[ResumableStream], None],
         on_slow_reader: Callable[[], None],
     ) -> None:
         self.name = name
         self.log = log
         self._grace_seconds = grace_seconds
+        self._on_left = on_left
         self._on_abandoned = on_abandoned
         self._on_slow_reader = on_slow_reader
         self._headers: Mapping[str, str] = {}
@@ -145,7 +149,7 @@ class ResumableStream:
         live = self._live
         if live is None:
             if self._reader is None and not log.holds(self._num_sent):
-                self._abandon_soon()  # nobody could be given a whole answer any more
+                self.abandon_soon()  # nobody could be given a whole answer any more
         elif not live.write_framed(framed):
             self._cut_off_slow_reader()
         return True
@@ -233,6 +237,7 @@ class ResumableStream:
         if self._reader is reader or self._reader is None:
             self._reader = self._live = None
             self._start_timer()
+            self._on_left(self)
 
     def _cut_off_slow_reader(self) -> None:
         reader = self._reader
@@ -250,12 +255,12 @@ class ResumableStream:
         self._stop_timer()
         if not self.begun and not self.name.idempotency_key:
             # No client has learned the id.
-            self._abandon_soon()
+            self.abandon_soon()
         else:
             self._timer = asyncio.get_running_loop().call_later(self._grace_seconds, self._abandon)
 
-    def _abandon_soon(self) -> None:
-        """Not at once: the caller may be in the middle of an event."""
+    def abandon_soon(self) -> None:
+        """End and forget it; not at once, for the caller may be in the middle of an event."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(0, self._abandon)

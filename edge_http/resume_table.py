@@ -37,6 +37,8 @@ class ResumeTable:
         self._jobs: dict[str, _Job] = {}
         self._running: OrderedDict[str, ResumableStream] = OrderedDict()
         """By how long ago they were made to forget: the next to be asked comes first."""
+        self._left: OrderedDict[str, ResumableStream] = OrderedDict()
+        """Of the running ones those that have lost a reader, by when; some may have one again."""
         self._ended: OrderedDict[str, ResumableStream] = OrderedDict()
         metrics.watch_resumable(
             lambda: len(self._streams),
@@ -61,7 +63,12 @@ class ResumeTable:
         """A new response. Its job has to be started next."""
         log = EventLog(self._config.max_response_bytes, self._budget)
         stream = ResumableStream(
-            name, log, self._config.grace_seconds, self._on_abandoned, self._metrics.on_slow_resumable_client
+            name,
+            log,
+            self._config.grace_seconds,
+            self._on_left,
+            self._on_abandoned,
+            self._metrics.on_slow_resumable_client,
         )
         self._streams[name.id] = self._running[name.id] = stream
         if name.idempotency_key:
@@ -104,10 +111,23 @@ class ResumeTable:
     def _on_job_done(self, stream: ResumableStream) -> None:
         self._jobs.pop(stream.name.id, None)
         self._running.pop(stream.name.id, None)
+        self._left.pop(stream.name.id, None)
         if stream.error is not None:
             self._remove(stream)  # refused: the same request may succeed when it is made again
         elif stream.name.id in self._streams:
             self._ended[stream.name.id] = stream
+
+    def _on_left(self, stream: ResumableStream) -> None:
+        """Running answers without a reader hold places that others want: of too many, the longest without one go."""
+        if stream.name.id not in self._running:
+            return
+        left = self._left
+        left[stream.name.id] = stream
+        left.move_to_end(stream.name.id)
+        while len(left) > self._config.max_unattended:
+            _, oldest = left.popitem(last=False)
+            if not oldest.is_attended:
+                oldest.abandon_soon()
 
     def _on_abandoned(self, stream: ResumableStream) -> None:
         job = self._jobs.get(stream.name.id)
@@ -121,6 +141,7 @@ class ResumeTable:
         if self._streams.pop(name.id, None) is None:
             return
         self._running.pop(name.id, None)
+        self._left.pop(name.id, None)
         self._ended.pop(name.id, None)
         if self._by_key.get((name.caller, name.idempotency_key)) is stream:
             del self._by_key[name.caller, name.idempotency_key]

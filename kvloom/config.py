@@ -45,6 +45,8 @@ class ResumeConfig(Section):
     by_default: bool = False
     """Whether streams are resumable without `x-kvloom-resume: on`. Clients that break off for good cost up to
     `grace_seconds` of generation then."""
+    max_unattended: PositiveInt = 1024
+    """Running answers that no client reads; of more, those that have been waiting the longest are cancelled."""
     max_response_bytes: Annotated[int, Meta(ge=4096)] = 4 * 2**20
     """Events kept of one response; the oldest are forgotten first."""
     max_bytes: Annotated[int, Meta(ge=4096)] = 256 * 2**20

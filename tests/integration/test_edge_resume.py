@@ -46,7 +46,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def unattended(world: EdgeWorld, count: int = 1) -> None:
-    await until(lambda: sum(not stream.is_attended for stream in world.edge.resume._streams.values()) == count)
+    await until(lambda: sum(not stream.is_attended for stream in world.edge.resume.streams.values()) == count)
 
 
 async def metric(world: EdgeWorld, name: str) -> float:
@@ -276,7 +276,7 @@ async def test_finished_answer_is_kept_until_it_expires() -> None:
         assert await dropped.resume() == 200
         assert dropped.done
         assert await dropped.resume() == 204
-        await until(lambda: not world.edge.resume._streams)
+        await until(lambda: not world.edge.resume.streams)
         assert await dropped.resume() == 404
         assert await metric(world, "kvloom_edge_resumed_streams_total") == 2
         assert await metric(world, "kvloom_edge_replayed_events_total") == len(dropped.events)
@@ -357,6 +357,27 @@ async def test_all_responses_together_are_bounded() -> None:
         assert await metric(world, "kvloom_edge_evicted_responses_total") > 0
 
 
+async def test_unattended_answers_are_bounded() -> None:
+    """Clients that ask and run away must not hold all places of the edge: the longest gone make way."""
+    async with edge_world(config(max_unattended=2)) as world:
+        clients, requests = [], []
+        for _ in range(5):
+            clients.append(client(world))
+            begin = asyncio.create_task(clients[-1].begin(chat_body(stream=True), stop_after=1))
+            requests.append(await world.link.next_request())
+            requests[-1].start()
+            await begin
+            await until(lambda: all(not stream.is_attended for stream in world.edge.resume.streams.values()))
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(request.cancelled.wait() for request in requests[:3]))
+        assert not any(request.cancelled.is_set() for request in requests[3:])
+        await until(lambda: world.edge.num_running == 2)
+        assert await clients[0].resume() == 404
+        requests[4].finish()
+        assert await clients[4].resume() == 200
+        assert clients[4].done
+
+
 async def test_later_reader_takes_over(world: EdgeWorld) -> None:
     """A client often returns before the server has noticed that it was gone. The one that it left is told why it ends,
     so that two clients do not take the stream from each other for ever."""
@@ -417,7 +438,7 @@ async def test_drop_before_the_first_byte_without_a_key_cancels(world: EdgeWorld
     await asyncio.gather(begin, return_exceptions=True)
     async with asyncio.timeout(5):
         await request.cancelled.wait()
-    await until(lambda: not world.edge.resume._streams)
+    await until(lambda: not world.edge.resume.streams)
 
 
 async def test_refusal_keeps_its_status_and_is_not_kept(world: EdgeWorld) -> None:
@@ -502,7 +523,7 @@ async def test_slow_reader_loses_its_connection_but_not_its_answer() -> None:
         request = await world.link.next_request()
         request.start()
         num_sent = 0
-        (stream,) = world.edge.resume._streams.values()
+        (stream,) = world.edge.resume.streams.values()
         while stream.is_attended:
             request.tokens("x" * 1000)
             num_sent += 1
