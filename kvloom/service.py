@@ -6,7 +6,6 @@ Services only: the SDK does not import this module (it needs the `services` extr
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -33,11 +32,6 @@ SERVER_OPTIONS: Final = [
 ]
 
 
-GRPC_EXPERIMENTS: Final = "-event_engine_client,-event_engine_listener"
-"""gRPC reads its sockets in the thread that waits for completions, not in a pool of threads of its own: a message then
-takes two thread switches fewer (docs/performance.md). A GRPC_EXPERIMENTS in the environment goes before it."""
-
-
 class StartError(Exception):
     """The process cannot start; the message tells the operator why."""
 
@@ -58,7 +52,6 @@ def announce_ready(address: str, metrics_address: str = "") -> None:
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
     """Run a service to its end on uvloop. StartError and ConfigError become a message on stderr and exit status 1."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # read when gRPC is first used, not when it is imported
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main)
