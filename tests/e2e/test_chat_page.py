@@ -158,6 +158,44 @@ async def test_stop_button_cancels(browser: Browser, world: EdgeWorld) -> None:
     await close_page(page)
 
 
+async def test_lost_connection_is_not_noticed(browser: Browser, world: EdgeWorld) -> None:
+    """The answer goes on where it was when its connection breaks, without a gap, a repetition or an error."""
+    page = await open_page(browser, world)
+    request = await ask(page, world, "Count")
+    request.start()
+    request.tokens("one ")
+    await expect(last_answer(page).locator(".text")).to_have_text("one")
+    (stream,) = world.edge.resume.streams.values()
+    for delta in ("two ", "three "):
+        runner = world.server._runner.server
+        assert runner is not None
+        for connection in runner.connections:
+            assert connection.transport is not None
+            connection.transport.abort()
+        request.tokens(delta)
+        await expect(last_answer(page).locator(".text")).to_contain_text(delta.strip())
+    request.tokens("four")
+    request.finish()
+    await expect(last_answer(page).locator(".text")).to_have_text("one two three four")
+    await expect(last_answer(page).locator(".facts")).to_contain_text("4 tokens")
+    await expect(page.get_by_role("alert")).to_have_count(0)
+    assert stream.ended
+    await close_page(page)
+
+
+async def test_closing_the_page_cancels(browser: Browser, world: EdgeWorld) -> None:
+    """Who leaves for good does not leave the engine working until the grace period is over."""
+    page = await open_page(browser, world)
+    request = await ask(page, world, "Count")
+    request.start()
+    request.tokens("one")
+    await expect(last_answer(page).locator(".text")).to_have_text("one")
+    await page.reload()
+    async with asyncio.timeout(5):
+        await request.cancelled.wait()
+    await close_page(page)
+
+
 async def test_errors_are_shown_and_can_be_retried(browser: Browser, world: EdgeWorld) -> None:
     """An error says what is wrong, before the first token or in the middle, and offers to try again."""
     page = await open_page(browser, world)
