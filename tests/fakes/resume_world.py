@@ -1,0 +1,40 @@
+"""What the tests of resumable streams share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from kvloom.config import EdgeConfig, ResumeConfig
+from tests.fakes.edge_world import EdgeWorld
+from tests.fakes.resuming_client import ResumingClient
+
+CHAT = "/v1/chat/completions"
+
+
+def client(world: EdgeWorld, path: str = CHAT, key: str = "secret") -> ResumingClient:
+    return ResumingClient(world.url + path, {"Authorization": f"Bearer {key}"})
+
+
+def config(**resume: Any) -> EdgeConfig:
+    return EdgeConfig(resume=ResumeConfig(**resume))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until the condition holds."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
+            await asyncio.sleep(0.001)
+
+
+async def unattended(world: EdgeWorld, count: int = 1) -> None:
+    """Return once so many responses have no reader."""
+    await until(lambda: sum(not stream.is_attended for stream in world.edge.resume.streams.values()) == count)
+
+
+async def metric(world: EdgeWorld, name: str) -> float:
+    """The value of one sample, as Prometheus would scrape it."""
+    async with world.http.get(f"{world.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
