@@ -148,6 +148,8 @@ class ShardLink:
             dispatch(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
         if frame.HasField("kv_events"):
             dispatch(convert.kv_events_from_proto(shard_id, frame.kv_events))
+        for batch in frame.more_kv_events:
+            dispatch(convert.kv_events_from_proto(shard_id, batch))
         if frame.HasField("load"):
             dispatch(LoadReported(shard_id, convert.load_from_proto(frame.load)))
         if frame.HasField("step"):

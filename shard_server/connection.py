@@ -12,6 +12,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.kv_event_pb2 import KvEventBatch
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectResponse
+from shard_server.frame_merge import take_merged
 
 if TYPE_CHECKING:
     from shard_server.sequences import LiveSequence
@@ -103,7 +104,7 @@ class RouterConnection:
         """Until the end of the stream."""
         while True:
             while self._pending:
-                await write(self._pending.popleft())
+                await write(take_merged(self._pending))
             if self.ended.done():
                 return
             self._wake.clear()

@@ -140,6 +140,8 @@ class RouterEnd:
             self.cached = set(frame.kv_snapshot.block_hashes)
         if frame.HasField("kv_events"):
             self._take_kv_events(frame.kv_events)
+        for batch in frame.more_kv_events:
+            self._take_kv_events(batch)
         if frame.HasField("load"):
             self.load = frame.load
         self._take_step(frame.step)
