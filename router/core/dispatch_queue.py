@@ -121,11 +121,17 @@ class DispatchQueue:
 
     def _settle(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """It goes there, now or later."""
-        if self._hold is None or live.num_attempts or self._is_open(shard, now):
+        if self._hold is None or live.num_attempts:
             # One that has already run has a client that has begun to read.
             self._send(live, shard, candidate, now)
-        else:
-            self._wait_for(live, shard, candidate, now)
+            return
+        is_open = self._is_open(shard, now)
+        if is_open and LineId(shard.description.model, shard.shard_id) not in self.lines:
+            self._send(live, shard, candidate, now)
+            return
+        self._wait_for(live, shard, candidate, now)
+        if is_open:  # those who wait are compared with the newcomer
+            self._serve_shard(shard, now)
 
     def _is_open(self, shard: Shard, now: float) -> bool:
         assert self._hold is not None
@@ -219,7 +225,10 @@ class DispatchQueue:
             live.placed_at = now
             open_shards = [shard for shard in self._placer.eligible(live) if shard.has_room]
             shard, candidate = self._pick_anew(live, open_shards, now)
-            if shard.shard_id != live.line_id.shard_id:
+            if shard.shard_id == live.line_id.shard_id:
+                self._ledger.view(shard.shard_id).held[live.request.request_id] = candidate.own_seconds
+                live.own_seconds = candidate.own_seconds
+            else:
                 self.leave(live)
                 self._settle(live, shard, candidate, now)
         self._replace_at = now + REPLACE_SECONDS if self.lines else math.inf

@@ -41,6 +41,11 @@ class ReuseCurve:
         self._ends = PRIOR_ENDS
         self._is_stale = False
 
+    @property
+    def num_remembered(self) -> int:
+        """Ends of prompts that are looked out for."""
+        return len(self._last_used)
+
     def note_prompt(self, block_hashes: Sequence[int], now: float) -> None:
         """A prompt with these full blocks was placed."""
         if not block_hashes:
