@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -29,6 +29,14 @@ def tokenizer(model_dir: Path):
     loaded = ModelTokenizer.load(model_dir)
     yield loaded
     loaded.close()
+
+
+@pytest.fixture(scope="module")
+def mortal_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
+    """Its processes may be killed: other tests count the restarts of the shared one."""
+    fabric = RunningFabric.start(tmp_path_factory.mktemp("mortal"), "--engine", "sim", "--sim-step-ms", "50")
+    yield fabric
+    fabric.stop()
 
 
 def client(url: str) -> ResumingClient:
@@ -86,6 +94,26 @@ async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: Runnin
     assert sim_fabric.sum_over_shards(generated) - num_before == 32 * NUM_TOKENS
 
 
+async def test_a_shard_dies_while_the_client_is_away(mortal_fabric: RunningFabric, tokenizer: ModelTokenizer):
+    """Both at once: the answer goes on without its client and without its shard, and the client misses nothing."""
+    num_tokens = 60
+    streamed = client(mortal_fabric.http_url)
+    async with asyncio.timeout(60):
+        await streamed.begin(body("Away when it dies", 6, num_tokens), stop_after=6)
+        shards = mortal_fabric.processes("shard")
+        loads = await asyncio.to_thread(mortal_fabric.shard_loads)
+        (serving,) = [shard for shard, load in zip(shards, loads, strict=True) if load.num_running]
+        os.kill(serving["pid"], signal.SIGKILL)
+        events = await streamed.read_to_the_end()
+    assert text_and_usage(events) == (await expected_text(tokenizer, "Away when it dies", 6, num_tokens), num_tokens)
+
+    def is_back() -> bool:
+        now = {shard["name"]: shard for shard in mortal_fabric.processes("shard")}[serving["name"]]
+        return now["state"] == "ready" and now["pid"] != serving["pid"]
+
+    await asyncio.to_thread(eventually, "the killed shard is back", is_back)
+
+
 async def test_cancel_stops_the_engine_at_once(sim_fabric: RunningFabric):
     """A client that has gone and says so costs no grace period."""
     streamed = client(sim_fabric.http_url)
@@ -114,20 +142,22 @@ async def test_stream_goes_on_at_another_edge(sim_fabric: RunningFabric, tokeniz
     assert text_and_usage(events) == (await expected_text(tokenizer, "To the other edge", 3, NUM_TOKENS), NUM_TOKENS)
 
 
-async def test_answer_that_ended_survives_the_death_of_its_edge(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
+async def test_answer_that_ended_survives_the_death_of_its_edge(
+    mortal_fabric: RunningFabric, tokenizer: ModelTokenizer
+):
     """kill -9 of the only edge: the client that was away returns to the one that the supervisor started instead, and
     finds its answer."""
-    streamed = client(sim_fabric.http_url)
+    streamed = client(mortal_fabric.http_url)
     await streamed.begin(body("The edge will die", 4, NUM_TOKENS), stop_after=6)
-    whole = client(sim_fabric.http_url)
+    whole = client(mortal_fabric.http_url)
     whole.response_id = streamed.response_id
     await whole.read_to_the_end()
     await asyncio.sleep(0.5)  # what a dying edge has not told Redis within a tenth of a second is lost with it
-    (edge,) = sim_fabric.processes("edge")
+    (edge,) = mortal_fabric.processes("edge")
     os.kill(edge["pid"], signal.SIGKILL)
 
     def is_back() -> bool:
-        (now,) = sim_fabric.processes("edge")
+        (now,) = mortal_fabric.processes("edge")
         return now["state"] == "ready" and now["pid"] != edge["pid"]
 
     await asyncio.to_thread(eventually, "the edge is back", is_back)
