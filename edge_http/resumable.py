@@ -218,7 +218,8 @@ class ResumableStream:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
                     await writer.drain()
         except TimeoutError:
-            self._cut_off_slow_reader()
+            if self._reader is reader:  # not one that has taken over meanwhile
+                self._cut_off_slow_reader()
         except KvloomError as error:
             self._reader = None
             reader.break_off(error)
@@ -243,7 +244,8 @@ class ResumableStream:
         reader = self._reader
         if reader is None:
             return
-        self._num_sent = self.log.num_events
+        if self._live is not None:
+            self._num_sent = self.log.num_events - 1
         self._reader = self._live = None
         self._on_slow_reader()
         message = "The connection was closed because the client reads it too slowly. The stream can be resumed."

@@ -7,6 +7,8 @@ import json
 import random
 import socket
 
+import pytest
+
 from kvloom.config import EdgeConfig
 from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest
@@ -86,6 +88,64 @@ async def test_events_that_go_while_they_are_replayed() -> None:
         assert numbers == list(range(2, len(numbers) + 2))
         assert b"events_gone" in events[-1]
         assert not events[-1].startswith(b"id:")
+
+
+async def test_reader_that_is_stuck_in_a_replay_harms_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead connection is given up some time; the client has long come back on another, which must not be hit."""
+    monkeypatch.setattr("edge_http.resumable.CATCH_UP_SECONDS", 0.1)
+    async with edge_world(config(max_response_bytes=32 * 2**20)) as world:
+        dropped = client(world)
+        begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
+        request = await world.link.next_request()
+        request.start()
+        await begin
+        await unattended(world)
+        for _ in range(12_000):
+            request.tokens("x" * 1000)
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(stuck, world.address)
+        path = f"{CHAT}/{dropped.response_id}?stream=true"
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n"
+        await loop.sock_sendall(stuck, head.encode())
+        await unattended(world, 0)
+        back = asyncio.create_task(dropped.resume())
+        await until(lambda: len(dropped.events) == 12_001)
+        await asyncio.sleep(0.2)  # the stuck one's time is over
+        request.tokens("live")
+        request.finish()
+        assert await back == 200
+        assert dropped.done
+        assert not dropped.notices
+        stuck.close()
+
+
+async def test_stuck_reader_of_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that takes nothing does not count as a client for ever."""
+    monkeypatch.setattr("edge_http.resumable.CATCH_UP_SECONDS", 0.05)
+    async with edge_world(config(max_response_bytes=32 * 2**20, grace_seconds=0.1)) as world:
+        dropped = client(world)
+        dropped.headers["Idempotency-Key"] = "k"
+        begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
+        request = await world.link.next_request()
+        request.start()
+        for _ in range(12_000):
+            request.tokens("x" * 1000)
+        await begin
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(stuck, world.address)
+        path = f"{CHAT}/{dropped.response_id}?stream=true"
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n"
+        await loop.sock_sendall(stuck, head.encode())
+        async with asyncio.timeout(5):
+            await request.cancelled.wait()
+        await until(lambda: not world.edge.resume.streams)
+        stuck.close()
 
 
 async def test_nothing_is_left_when_all_clients_are_gone() -> None:
