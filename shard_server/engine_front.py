@@ -33,6 +33,7 @@ from shard_server.engines.base import (
     EngineError,
     EngineRequest,
     FinishReason,
+    RequestRefusedError,
     SequenceEnd,
     StepOutput,
 )
@@ -300,6 +301,8 @@ class EngineFront:
         if reason is None:
             try:
                 self._engine.submit(request)
+            except RequestRefusedError as error:
+                raise invalid_argument(f"This shard's engine cannot run the request: {error}.") from error
             except EngineError as error:
                 log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
                 raise engine_failed() from error  # what a client can do wrong has been checked before

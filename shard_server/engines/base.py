@@ -234,6 +234,11 @@ class EngineError(Exception):
     and names what was wrong."""
 
 
+class RequestRefusedError(EngineError):
+    """`submit` was given something that no engine of this kind and configuration can run; the message is for whoever
+    sent the request."""
+
+
 class Engine(Protocol):
     """One engine in one process, driven from one asyncio loop. All methods are called on that loop; none blocks it."""
 

@@ -31,12 +31,16 @@ class ScriptedEngine:
         )
         self.submitted: list[EngineRequest] = []
         self.cancelled: list[str] = []
+        self.refusal: EngineError | None = None
+        """What `submit` raises."""
         self._outputs: asyncio.Queue[StepOutput | Exception | None] = asyncio.Queue()
 
     async def start(self) -> None:
         """Nothing to load."""
 
     def submit(self, request: EngineRequest) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         self.submitted.append(request)
 
     def cancel(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import LoadReport, RouterHello
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
-from shard_server.engines.base import FinishReason
+from shard_server.engines.base import EngineError, FinishReason, RequestRefusedError
 from shard_server.engines.sim_engine import expected_token_id
 from shard_server.submits import choice_seed
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -300,6 +300,24 @@ async def test_steps_of_several_tokens_are_cut_exactly_at_the_stop_string() -> N
     assert router.text == {1: " w11 w12 ", 2: " w21 w22"}
     assert [router.finishes[slot].num_output_tokens for slot in (1, 2)] == [3, 3]
     assert engine.cancelled == [one.request_id]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (RequestRefusedError("prompt over 8192 tokens"), ErrorReason.ERROR_REASON_INVALID_ARGUMENT),
+        (EngineError("the engine does not run any more"), ErrorReason.ERROR_REASON_ENGINE_FAILED),
+    ],
+)
+async def test_what_no_engine_can_run_is_the_clients_error(refusal: EngineError, reason: int) -> None:
+    """Trying it on every shard in turn would help nobody; what only this engine cannot do is tried elsewhere."""
+    engine = ScriptedEngine()
+    engine.refusal = refusal
+    async with shard_world(engine=engine) as world:
+        router = await world.router()
+        await router.write(submits=[submit_of(1, PROMPT)])
+        await router.read_until(lambda: len(router.finishes) == 1)
+        assert router.finishes[1].error.reason == reason
 
 
 async def test_an_engine_that_dies_ends_its_sequences_and_the_server() -> None:

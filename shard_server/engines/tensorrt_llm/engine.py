@@ -21,6 +21,7 @@ from shard_server.engines.base import (
     EngineInfo,
     EngineRequest,
     FinishReason,
+    RequestRefusedError,
     StepOutput,
 )
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm, argument_names
@@ -216,7 +217,7 @@ class TensorRtLlmEngine:
         try:
             output = self._generate(llm, token_ids, params, cache_salt_of(request), adapter)
         except (ValueError, TypeError, NotImplementedError, IndexError, self._library.request_error) as error:
-            raise EngineError(f"TensorRT-LLM refuses the request: {error}") from error
+            raise RequestRefusedError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
             self._die(error)
             raise EngineError(f"the engine does not run any more: {error!r}") from error
