@@ -125,13 +125,14 @@ def test_a_prefiltered_answer_is_shown_exactly_as_a_screened_one(rules: RuleSet,
 @settings(max_examples=300, deadline=None)
 @given(rule_sets(), deltas_of, st.lists(st.integers(0, 2), max_size=10))
 def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str], delays: list[int]):
-    """While a verdict is out nothing is passed by, so that nothing forbidden is ever shown; the end is the same."""
+    """While a verdict is out nothing is passed by, and the same answers are halted. Text that piled up is judged at
+    once: what might have been an earlier hit has then turned out not to be one, so more may be shown, never less."""
     history, shown, is_halted = screen(rules, deltas, delays)
     full_history, fully_shown, is_fully_halted = screen_fully(rules, deltas)
     assert is_halted == is_fully_halted
-    assert shown == fully_shown
-    if is_halted:
-        assert max(history, default=0) <= fully_shown
+    assert shown >= fully_shown
+    assert is_halted or shown == fully_shown
+    assert max(history, default=0) <= shown
     for slow, at_once in itertools.zip_longest(history[: len(full_history)], full_history):
         assert is_halted or slow <= at_once
 
