@@ -32,6 +32,7 @@ def run_bench(
     All times are of this thread's CPU clock. They do not depend on what else runs, apart from what is shared: caches,
     and cores that run two threads.
     """
+    gc.collect()
     rss_before = _rss_bytes()
     fleet = FilledIndex(num_shards, num_blocks, num_prompt_tokens // block_size, seed=1)
     begin = time.thread_time()
@@ -180,6 +181,8 @@ def _percentiles(times: list[int], per: int = 1) -> dict[str, float]:
 
 
 def _rss_bytes() -> int:
+    # For an index much smaller than the rest of the process the growth says little, and may even be negative: memory
+    # that was free before is used first.
     return psutil.Process().memory_info().rss
 
 
