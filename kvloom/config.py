@@ -110,6 +110,9 @@ class SimConfig(Section):
 
     step_ms: Annotated[float, Meta(ge=0)] = 20.0
     prefill_tokens_per_second: PositiveFloat = 20_000.0
+    decode_every: PositiveInt = 1
+    """A sequence has a new token in every so many-th step, counted from its first token: many slow readers that are not
+    in lockstep."""
     stamp_tokens: bool = False
     """Tokens tell when they were made, for `kvloom bench data-plane`; answers then depend on the clock."""
 

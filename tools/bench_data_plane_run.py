@@ -31,8 +31,7 @@ _WARM_UP: Final = (
     Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
     Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),
 )
-_LONGEST_WARM_UP_STEP_MS: Final = 50.0
-"""With longer steps only the short answers of the warm-up are asked for."""
+"""The second is left out where streams are slow."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +46,9 @@ def run_bench(plan: Plan, on_progress: Callable[[str], None] = lambda _: None) -
     """One report a workload. Workloads that want the same pace of the engine share a fabric, and alternate. Raises
     CommandError."""
     reports: list[dict[str, Any]] = []
-    paces = dict.fromkeys(workload.step_ms for workload in plan.workloads)
-    for step_ms in paces:
-        workloads = [workload for workload in plan.workloads if workload.step_ms == step_ms]
+    paces = dict.fromkeys(map(_pace, plan.workloads))
+    for pace in paces:
+        workloads = [workload for workload in plan.workloads if _pace(workload) == pace]
         reports += asyncio.run(_run_on_fresh_fabric(plan, workloads, on_progress))
     return reports
 
@@ -62,10 +61,10 @@ async def _run_on_fresh_fabric(
     is_log_wanted = True
     try:
         on_progress(f"starting a fabric (engine step {workloads[0].step_ms:g} ms)")
-        async with child_fabric(_config(plan, workloads[0].step_ms, data_dir), data_dir) as url:
+        async with child_fabric(_config(plan, workloads[0], data_dir), data_dir) as url:
             pids = _pids(data_dir)
             if plan.is_warmed_up:
-                for workload in _WARM_UP if workloads[0].step_ms <= _LONGEST_WARM_UP_STEP_MS else _WARM_UP[:1]:
+                for workload in _WARM_UP if workloads[0].decode_every == 1 else _WARM_UP[:1]:
                     await _drive(plan, workload, url, pids, seed=0)
             for run in range(plan.num_runs):
                 for workload in workloads:
@@ -79,7 +78,12 @@ async def _run_on_fresh_fabric(
     return [_report(workload, runs[workload.name], plan) for workload in workloads]
 
 
-def _config(plan: Plan, step_ms: float, data_dir: Path) -> KvloomConfig:
+def _pace(workload: Workload) -> tuple[float, int]:
+    """Of the engine: workloads that agree in it can share a fabric."""
+    return workload.step_ms, workload.decode_every
+
+
+def _config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
     """The engine is never what a request waits for, apart from its steps: room for all, and prefill in no time."""
     config = KvloomConfig(model=plan.model)
     config.router.max_queued_requests = 8192
@@ -88,7 +92,8 @@ def _config(plan: Plan, step_ms: float, data_dir: Path) -> KvloomConfig:
     config.shard.max_batch = 4096
     config.shard.num_blocks = 65_536
     config.shard.max_prefill_tokens_per_step = 1 << 20
-    config.shard.sim.step_ms = step_ms
+    config.shard.sim.step_ms = workload.step_ms
+    config.shard.sim.decode_every = workload.decode_every
     config.shard.sim.prefill_tokens_per_second = 1e9
     config.shard.sim.stamp_tokens = True
     if not plan.with_safety:

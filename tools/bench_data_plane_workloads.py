@@ -32,6 +32,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Of every answer."""
     step_ms: float
     """Of the engine; 0: as fast as it can."""
+    decode_every: int = 1
+    """A stream has a token in every so many-th step."""
     prompt_bytes: int = 200
     num_groups: int = 0
     """Prompts whose first three quarters are the same within a group; 0: no two prompts are alike."""
@@ -103,11 +105,12 @@ WORKLOADS: Final = {
         ),
         Workload(
             name="W5",
-            about="4000 streams of 44 tokens, one every 500 ms",
+            about="4000 streams of 44 tokens, one every 500 ms, each at its own time",
             num_streams=4000,
             num_requests=4000,
             num_tokens=44,
-            step_ms=500.0,
+            step_ms=20.0,
+            decode_every=25,
             stagger_seconds=8.0,
             settle_seconds=16.0,
             timeout_seconds=180.0,

@@ -2,7 +2,7 @@
 
 For tests, demos and benchmarks of the fabric. A step decodes one token of every running sequence and prefills up to
 `max_prefill_tokens_per_step` prompt tokens; it lasts `step_ms` (if it decodes) + prefilled tokens /
-`prefill_tokens_per_second`. Text is a function of (prompt, seed, position): see `expected_token_id`. Temperature and
+`prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of (prompt, seed, position): see `expected_token_id`. Temperature and
 the other sampling parameters change nothing.
 
 The engine advances when its consumer asks for the next step, on the event loop and without a thread.
@@ -75,6 +75,8 @@ class SimEngine:
             capabilities=_CAPABILITIES if not stamps else frozenset({Capability.PREFIX_CACHING}),
         )
         self._step_seconds = config.sim.step_ms / 1000
+        self._decode_every = config.sim.decode_every
+        self._step_number = 0
         self._prefill_tokens_per_second = config.sim.prefill_tokens_per_second
         self._max_prefill_tokens = config.max_prefill_tokens_per_step
         self._queue_order = config.queue_order
@@ -150,15 +152,19 @@ class SimEngine:
         """What this step computes, as (sequence, tokens), and how long that takes."""
         planned: list[tuple[SimSequence, int]] = []
         budget = self._max_prefill_tokens
-        num_decodes = 0
+        any_decodes = False
+        self._step_number += 1
         position = 0
         while position < len(self._running):  # preemption shortens the list from behind
             sequence = self._running[position]
             num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
             if sequence.is_decoding:
+                any_decodes = True
+                if sequence.next_decode_step > self._step_number:
+                    position += 1
+                    continue
                 if not self._make_room(sequence):
                     break
-                num_decodes += 1
             else:
                 num_tokens = min(num_tokens, budget)
                 budget -= num_tokens
@@ -177,7 +183,7 @@ class SimEngine:
             budget -= num_tokens
             planned.append((sequence, num_tokens))
         num_prefilled = self._max_prefill_tokens - budget
-        seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if num_decodes else 0.0)
+        seconds = num_prefilled / self._prefill_tokens_per_second + (self._step_seconds if any_decodes else 0.0)
         return planned, seconds
 
     def _admission_rank(self, sequence: SimSequence) -> float:
@@ -238,6 +244,7 @@ class SimEngine:
                 SequenceStart(request.request_id, sequence.num_cached_tokens, sequence.queue_time_seconds)
             )
         token_id = sequence.emit(self._stamp(sequence) if self._stamps else None)
+        sequence.next_decode_step = self._step_number + self._decode_every
         output.request_ids.append(request.request_id)
         output.token_ids.append([token_id])
         if request.sampling.num_logprobs is not None:

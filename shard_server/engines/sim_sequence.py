@@ -17,6 +17,7 @@ class SimSequence:
         "_hashes",
         "_key",
         "is_decoding",
+        "next_decode_step",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_expected_blocks",
@@ -44,6 +45,7 @@ class SimSequence:
         """Blocks that were cached when the queue was last sorted."""
         self.is_decoding = False
         """All tokens but the newest are computed."""
+        self.next_decode_step = 0
         self.started = False
         self.submitted_at = now
         self.scheduled_at: float | None = None

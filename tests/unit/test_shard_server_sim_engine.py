@@ -45,6 +45,26 @@ async def test_steps_keep_their_pace_without_drift() -> None:
     assert min(lags[-20:]) < 0.02
 
 
+async def test_slow_streams_are_not_in_lockstep() -> None:
+    """decode_every: two sequences with their first tokens in different steps never share one afterwards."""
+    config = SimConfig(step_ms=2.0, prefill_tokens_per_second=1e9, decode_every=4)
+    engine = SimEngine("model", ShardConfig(sim=config), vocab_size=49152)
+    engine.submit(EngineRequest("a", [5] * 10, Sampling(), 4))
+    together: list[list[str]] = []
+    num_ends = 0
+    async for output in engine.steps():
+        if not together:
+            engine.submit(EngineRequest("b", [6] * 10, Sampling(), 4))
+        if output.request_ids:
+            together.append(output.request_ids)
+        num_ends += len(output.ends)
+        if num_ends == 2:
+            break
+    assert sorted(together) == [["a"]] * 4 + [["b"]] * 4
+    assert ["a"] in together[1:4]
+    assert ["b"] in together[1:4]
+
+
 async def test_prefill_takes_the_time_of_its_tokens_in_chunks() -> None:
     """600 tokens at 10,000 a second: 60 ms to the first token."""
     engine = sim(0.0, 10_000.0, max_prefill_tokens_per_step=200)
