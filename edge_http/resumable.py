@@ -14,10 +14,11 @@ from typing import Final
 
 from aiohttp.abc import AbstractStreamWriter
 
-from edge_http.event_log import EventLog
 from edge_http.shapes import encode_json
 from edge_http.sse import EventStream
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.event_log import EventLog
+from kvloom.grace_clock import GraceClock
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CATCH_UP_BYTES: Final = 64 * 2**10
@@ -71,15 +72,13 @@ class ResumableStream:
     did come back in time."""
 
     __slots__ = (
-        "_grace_seconds",
+        "_clock",
         "_headers",
         "_live",
         "_num_sent",
-        "_on_abandoned",
         "_on_left",
         "_on_slow_reader",
         "_reader",
-        "_timer",
         "begun",
         "end_published",
         "ended",
@@ -100,9 +99,8 @@ class ResumableStream:
     ) -> None:
         self.name = name
         self.log = log
-        self._grace_seconds = grace_seconds
+        self._clock = GraceClock(grace_seconds, lambda: on_abandoned(self))
         self._on_left = on_left
-        self._on_abandoned = on_abandoned
         self._on_slow_reader = on_slow_reader
         self._headers: Mapping[str, str] = {}
         self._reader: Reader | None = None
@@ -110,7 +108,6 @@ class ResumableStream:
         """The reader's connection, once it has caught up."""
         self._num_sent = 0
         """The last event that any reader may have."""
-        self._timer: asyncio.TimerHandle | None = None
         self.begun = False
         self.ended = False
         self.error: KvloomError | None = None
@@ -180,7 +177,7 @@ class ResumableStream:
             message = f"The response has no event {after} yet; the latest is {self.log.num_events}."
             raise invalid_argument(message, "starting_after")
         self._check_holds(after)
-        self._stop_timer()
+        self._clock.stop()
         previous, self._reader, self._live = self._reader, reader, None
         if previous is not None:
             message = "Another connection has taken this stream over."
@@ -237,7 +234,7 @@ class ResumableStream:
             self._num_sent = self.log.num_events
         if self._reader is reader or self._reader is None:
             self._reader = self._live = None
-            self._start_timer()
+            self._start_clock()
             self._on_left(self)
 
     def _cut_off_slow_reader(self) -> None:
@@ -253,32 +250,20 @@ class ResumableStream:
 
     # --- nobody reads
 
-    def _start_timer(self) -> None:
-        self._stop_timer()
+    def _start_clock(self) -> None:
         if not self.begun and not self.name.idempotency_key:
             # No client has learned the id.
             self.abandon_soon()
         else:
-            self._timer = asyncio.get_running_loop().call_later(self._grace_seconds, self._abandon)
+            self._clock.start()
 
     def abandon_soon(self) -> None:
         """End and forget it; not at once, for the caller may be in the middle of an event."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(0, self._abandon)
-
-    def _abandon(self) -> None:
-        self._timer = None
-        self._on_abandoned(self)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._clock.expire_soon()
 
     def close(self) -> None:
         """Forget everything."""
-        self._stop_timer()
+        self._clock.stop()
         self.log.close()
         if self._reader is not None:
             message = "The response is no longer kept."

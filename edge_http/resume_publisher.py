@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from edge_http.resume_journal import EdgeRecord, JournalEntry, ResumeJournal, encode_entries
 from edge_http.resume_table import ResumeTable
-from kvloom.config import ResumeConfig
+from kvloom.config import EdgeResumeConfig
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class ResumePublisher:
     """One per edge process. Redis may come and go: what could not be written is written later, as far as it is kept."""
 
     def __init__(
-        self, table: ResumeTable, journal: ResumeJournal, config: ResumeConfig, record: EdgeRecord, tag: str
+        self, table: ResumeTable, journal: ResumeJournal, config: EdgeResumeConfig, record: EdgeRecord, tag: str
     ) -> None:
         self._table = table
         self._journal = journal
@@ -148,6 +148,6 @@ class ResumePublisher:
             self._num_bytes -= written.popleft()[1]
 
 
-def journal_ttl_seconds(config: ResumeConfig) -> float:
+def journal_ttl_seconds(config: EdgeResumeConfig) -> float:
     """How long an edge's journal outlives it."""
     return config.grace_seconds + 3 * KEEP_SECONDS

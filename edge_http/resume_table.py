@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from edge_http.event_log import ByteBudget, EventLog
 from edge_http.metrics import EdgeMetrics
 from edge_http.resumable import ResponseName, ResumableStream
 from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError
+from kvloom.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 
@@ -31,19 +30,14 @@ class ResumeTable:
     def __init__(self, config: ResumeConfig, metrics: EdgeMetrics) -> None:
         self._config = config
         self._metrics = metrics
-        self._budget = ByteBudget(config.max_bytes, self._make_room)
+        self._retention: StreamRetention[ResumableStream] = StreamRetention(config, self._remove, metrics.on_evicted)
         self._streams: dict[str, ResumableStream] = {}
         self._by_key: dict[tuple[bytes, str], ResumableStream] = {}
         self._jobs: dict[str, _Job] = {}
-        self._running: OrderedDict[str, ResumableStream] = OrderedDict()
-        """By how long ago they were made to forget: the next to be asked comes first."""
-        self._left: OrderedDict[str, ResumableStream] = OrderedDict()
-        """Of the running ones those that have lost a reader, by when; some may have one again."""
-        self._ended: OrderedDict[str, ResumableStream] = OrderedDict()
         metrics.watch_resumable(
             lambda: len(self._streams),
-            lambda: sum(not stream.is_attended for stream in self._running.values()),
-            lambda: self._budget.num_bytes,
+            lambda: self._retention.num_unattended,
+            lambda: self._retention.num_bytes,
         )
 
     @property
@@ -61,16 +55,16 @@ class ResumeTable:
 
     def open(self, name: ResponseName) -> ResumableStream:
         """A new response. Its job has to be started next."""
-        log = EventLog(self._config.max_response_bytes, self._budget)
         stream = ResumableStream(
             name,
-            log,
+            self._retention.new_log(),
             self._config.grace_seconds,
-            self._on_left,
+            self._retention.on_left,
             self._on_abandoned,
             self._metrics.on_slow_resumable_client,
         )
-        self._streams[name.id] = self._running[name.id] = stream
+        self._streams[name.id] = stream
+        self._retention.add(stream)
         if name.idempotency_key:
             self._by_key[name.caller, name.idempotency_key] = stream
         return stream
@@ -110,24 +104,10 @@ class ResumeTable:
 
     def _on_job_done(self, stream: ResumableStream) -> None:
         self._jobs.pop(stream.name.id, None)
-        self._running.pop(stream.name.id, None)
-        self._left.pop(stream.name.id, None)
         if stream.error is not None:
             self._remove(stream)  # refused: the same request may succeed when it is made again
-        elif stream.name.id in self._streams:
-            self._ended[stream.name.id] = stream
-
-    def _on_left(self, stream: ResumableStream) -> None:
-        """Running answers without a reader hold places that others want: of too many, the longest without one go."""
-        if stream.name.id not in self._running:
-            return
-        left = self._left
-        left[stream.name.id] = stream
-        left.move_to_end(stream.name.id)
-        while len(left) > self._config.max_unattended:
-            _, oldest = left.popitem(last=False)
-            if not oldest.is_attended:
-                oldest.abandon_soon()
+        else:
+            self._retention.on_ended(stream)
 
     def _on_abandoned(self, stream: ResumableStream) -> None:
         job = self._jobs.get(stream.name.id)
@@ -140,30 +120,10 @@ class ResumeTable:
         name = stream.name
         if self._streams.pop(name.id, None) is None:
             return
-        self._running.pop(name.id, None)
-        self._left.pop(name.id, None)
-        self._ended.pop(name.id, None)
+        self._retention.discard(stream)
         if self._by_key.get((name.caller, name.idempotency_key)) is stream:
             del self._by_key[name.caller, name.idempotency_key]
         stream.close()
-
-    def _make_room(self) -> None:
-        """The oldest answers go first, complete ones before those that are being written."""
-        budget = self._budget
-        while budget.num_bytes > budget.max_bytes and self._ended:
-            _, stream = self._ended.popitem(last=False)
-            self._metrics.on_evicted()
-            if stream.is_attended:
-                stream.log.forget()  # its reader is told
-            else:
-                self._remove(stream)
-        for _ in range(len(self._running)):
-            if budget.num_bytes <= budget.max_bytes:
-                return
-            stream = next(iter(self._running.values()))
-            self._running.move_to_end(stream.name.id)
-            self._metrics.on_evicted()
-            stream.log.forget()
 
 
 def not_kept() -> KvloomError:

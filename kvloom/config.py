@@ -17,6 +17,8 @@ from msgspec import Meta
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+Address = Annotated[str, Meta(pattern=r"^[^\s,/]+:[0-9]{1,5}$")]
+"""host:port"""
 
 
 class ConfigError(Exception):
@@ -38,19 +40,22 @@ class ModelConfig(Section):
 
 
 class ResumeConfig(Section):
-    """Streams that can be taken up again after their connection was lost (docs/http-api.md)."""
+    """Streams that can be taken up again after their connection was lost (docs/http-api.md, docs/grpc-api.md)."""
 
     grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """How long a response waits for its client to come back; then it is cancelled and forgotten. 0: never waits."""
     by_default: bool = False
-    """Whether streams are resumable without `x-kvloom-resume: on`. Clients that break off for good cost up to
-    `grace_seconds` of generation then."""
+    """Whether streams are resumable whose clients do not say (`x-kvloom-resume`, `GenerateRequest.resumable`). Those
+    that break off for good cost up to `grace_seconds` of generation then."""
     max_unattended: PositiveInt = 1024
     """Running answers that no client reads; of more, those that have been waiting the longest are cancelled."""
     max_response_bytes: Annotated[int, Meta(ge=4096)] = 4 * 2**20
     """Events kept of one response; the oldest are forgotten first."""
     max_bytes: Annotated[int, Meta(ge=4096)] = 256 * 2**20
-    """Events kept of all responses of an edge."""
+    """Events kept of all responses of a process."""
+
+
+class EdgeResumeConfig(ResumeConfig):
     max_journal_bytes: Annotated[int, Meta(ge=2 * 2**20)] = 32 * 2**20
     """Of an edge's latest events in Redis, for the time when it has died."""
     advertised_address: str = ""
@@ -69,7 +74,11 @@ class EdgeConfig(Section):
     max_concurrent_requests: PositiveInt = 8192
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
-    resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
+    routers: list[Address] = []
+    """host:port of each. Empty: the one of [router], and all that announce themselves in Redis."""
+    reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0
+    """How long an answer that has lost its router may look for one that goes on with it. 0: it fails at once."""
+    resume: EdgeResumeConfig = msgspec.field(default_factory=EdgeResumeConfig)
 
 
 class PlacementConfig(Section):
@@ -103,6 +112,7 @@ class RouterConfig(Section):
     drain_timeout_seconds: PositiveFloat = 30.0
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
+    resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
 
 
 class SimConfig(Section):

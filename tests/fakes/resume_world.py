@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kvloom.config import EdgeConfig, ResumeConfig
+from kvloom.config import EdgeConfig, EdgeResumeConfig
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.resuming_client import ResumingClient
 
@@ -18,7 +18,7 @@ def client(world: EdgeWorld, path: str = CHAT, key: str = "secret") -> ResumingC
 
 
 def config(**resume: Any) -> EdgeConfig:
-    return EdgeConfig(resume=ResumeConfig(**resume))
+    return EdgeConfig(resume=EdgeResumeConfig(**resume))
 
 
 async def until(condition: Callable[[], bool]) -> None:

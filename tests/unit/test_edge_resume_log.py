@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_http.event_log import EVENT_OVERHEAD_BYTES, LOG_OVERHEAD_BYTES, ByteBudget, EventLog
+from kvloom.event_log import EVENT_OVERHEAD_BYTES, LOG_OVERHEAD_BYTES, ByteBudget, EventLog
 
 OPERATIONS = st.lists(
     st.one_of(

@@ -1,4 +1,4 @@
-"""The events of one response that can still be replayed: the very bytes that were written, numbered from 1, bounded."""
+"""The events of one response that can still be replayed: bytes, numbered from 1, bounded."""
 
 from __future__ import annotations
 
