@@ -1,14 +1,15 @@
-"""The shard registry in Redis: shards announce themselves, routers look who is there.
+"""The registry in Redis: shards announce themselves to routers, routers to edges.
 
-One key per shard (`<prefix>:shard:<shard_id>`, JSON `ShardRecord`) that expires unless it is announced again, one set
-with the ids, and a channel (`<prefix>:shards`) that wakes routers when a shard comes or goes. A router never drops a
-connected shard because Redis is away: the connection is the truth, the registry only says whom to connect to.
+One key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`, JSON) that expires unless it is announced
+again, one set with the ids, and a channel (`<prefix>:shards`, `<prefix>:routers`) that wakes those who look when a
+process comes or goes. Nobody drops a standing connection because Redis is away: the connection is the truth, the
+registry only says whom to connect to.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 import redis.asyncio
@@ -26,51 +27,70 @@ class ShardRecord(msgspec.Struct, frozen=True):
     model: str
     incarnation_id: str
 
+    @property
+    def key(self) -> str:
+        return self.shard_id
 
-class ShardRegistry:
-    """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
-    def __init__(self, url: str, key_prefix: str) -> None:
+class RouterRecord(msgspec.Struct, frozen=True):
+    address: str
+    """gRPC target; also what tells routers apart: two processes never share one."""
+    router_id: str
+    """Its name, for people."""
+
+    @property
+    def key(self) -> str:
+        return self.address
+
+
+_Record = TypeVar("_Record", ShardRecord, RouterRecord)
+
+
+class Registry(Generic[_Record]):
+    """Processes of one kind. Raises redis.exceptions.RedisError when the server cannot be reached."""
+
+    def __init__(self, url: str, key_prefix: str, kind: str, record_type: type[_Record]) -> None:
         # Callers try again by themselves, every heartbeat; the client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
-        self._prefix = key_prefix
+        self._prefix = f"{key_prefix}:{kind}"
+        self._record_type: type[_Record] = record_type
 
-    async def announce(self, record: ShardRecord) -> None:
-        """Say that a shard is there for the next TTL_SECONDS."""
-        key = self._key(record.shard_id)
-        is_news = not await self._redis.exists(key)
+    async def announce(self, record: _Record) -> None:
+        """Say that a process is there for the next TTL_SECONDS."""
+        name = self._name(record.key)
+        is_news = not await self._redis.exists(name)
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(key, msgspec.json.encode(record), px=round(TTL_SECONDS * 1000))
-            pipe.sadd(self._ids_key, record.shard_id)
+            pipe.set(name, msgspec.json.encode(record), px=round(TTL_SECONDS * 1000))
+            pipe.sadd(self._ids_name, record.key)
             if is_news:
-                pipe.publish(self._channel, record.shard_id)
+                pipe.publish(self._channel, record.key)
             await pipe.execute()
 
-    async def withdraw(self, shard_id: str) -> None:
-        """Say that a shard has gone."""
+    async def withdraw(self, key: str) -> None:
+        """Say that a process has gone."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._key(shard_id))
-            pipe.srem(self._ids_key, shard_id)
-            pipe.publish(self._channel, shard_id)
+            pipe.delete(self._name(key))
+            pipe.srem(self._ids_name, key)
+            pipe.publish(self._channel, key)
             await pipe.execute()
 
-    async def list_shards(self) -> dict[str, ShardRecord]:
-        """All shards whose announcement has not expired, by shard_id."""
-        members = await self._redis.smembers(self._ids_key)
-        ids = sorted(member.decode() if isinstance(member, bytes) else member for member in members)
-        if not ids:
+    async def list_records(self) -> dict[str, _Record]:
+        """All whose announcement has not expired, by key."""
+        members = await self._redis.smembers(self._ids_name)
+        keys = sorted(member.decode() if isinstance(member, bytes) else member for member in members)
+        if not keys:
             return {}
-        values = await self._redis.mget([self._key(shard_id) for shard_id in ids])
-        found: dict[str, ShardRecord] = {}
+        values = await self._redis.mget([self._name(key) for key in keys])
+        found: dict[str, _Record] = {}
         expired: list[str] = []
-        for shard_id, value in zip(ids, values, strict=True):
+        for key, value in zip(keys, values, strict=True):
             if value is None:
-                expired.append(shard_id)
+                expired.append(key)
             else:
-                found[shard_id] = msgspec.json.decode(value, type=ShardRecord)
+                found[key] = msgspec.json.decode(value, type=self._record_type)
         if expired:
-            await self._redis.srem(self._ids_key, *expired)
+            await self._redis.srem(self._ids_name, *expired)
         return found
 
     async def watch(self, poll_seconds: float = HEARTBEAT_SECONDS) -> AsyncIterator[None]:
@@ -86,12 +106,30 @@ class ShardRegistry:
         await self._redis.aclose()
 
     @property
-    def _ids_key(self) -> str:
-        return f"{self._prefix}:shard_ids"
+    def _ids_name(self) -> str:
+        return f"{self._prefix}_ids"
 
     @property
     def _channel(self) -> str:
-        return f"{self._prefix}:shards"
+        return f"{self._prefix}s"
 
-    def _key(self, shard_id: str) -> str:
-        return f"{self._prefix}:shard:{shard_id}"
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}:{key}"
+
+
+class ShardRegistry(Registry[ShardRecord]):
+    def __init__(self, url: str, key_prefix: str) -> None:
+        super().__init__(url, key_prefix, "shard", ShardRecord)
+
+    async def list_shards(self) -> dict[str, ShardRecord]:
+        """By shard_id."""
+        return await self.list_records()
+
+
+class RouterRegistry(Registry[RouterRecord]):
+    def __init__(self, url: str, key_prefix: str) -> None:
+        super().__init__(url, key_prefix, "router", RouterRecord)
+
+    async def list_routers(self) -> dict[str, RouterRecord]:
+        """By address."""
+        return await self.list_records()

@@ -12,9 +12,10 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom import service
+from kvloom.announcer import Announcer, reachable_address
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
-from kvloom.registry import ShardRegistry
+from kvloom.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router import dispatcher
@@ -69,6 +70,8 @@ class RouterServer:
     ) -> None:
         self._config = config
         self._core = core
+        self._router_id = router_id
+        self._announcer: Announcer[RouterRecord] | None = None
         self._draining = False
         self._metrics = RouterMetrics(lambda: core.fleet.models, metrics_registry)
         self._dispatcher = dispatcher.Dispatcher(core, self)
@@ -93,6 +96,8 @@ class RouterServer:
             self._decision_writer.open()
         address = service.bind(self._server, host, port)
         await self._server.start()
+        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
+        self._announcer = Announcer(registry, RouterRecord(reachable_address(address), self._router_id))
         log.info("router listens", address=address)
         return address
 
@@ -108,7 +113,11 @@ class RouterServer:
                     owned.append(tasks.create_task(self._safety_link.run(), name="safety link"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
+                announcing = tasks.create_task(self._announcer.run(), name="announcer") if self._announcer else None
                 await stop.wait()
+                if self._announcer is not None and announcing is not None:
+                    await _end([announcing])
+                    await self._announcer.withdraw()
                 await self._drain()
                 await self._close_streams()
                 await _end(owned)

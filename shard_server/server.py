@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import socket
 import uuid
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom import service
+from kvloom.announcer import Announcer, reachable_address
 from kvloom.config import KvloomConfig
 from kvloom.detokenizer import TokenText
 from kvloom.errors import KvloomError
@@ -20,7 +20,6 @@ from kvloom.registry import ShardRecord, ShardRegistry
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import ShardInfo
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
-from shard_server.announcer import Announcer
 from shard_server.connection import MAX_PENDING_FRAMES
 from shard_server.engine_front import EngineFront
 from shard_server.engines.base import Engine, EngineError, EngineInfo
@@ -58,7 +57,7 @@ class ShardServer:
         self._front: EngineFront
         self._server: grpc.aio.Server
         self._health: Any
-        self._announcer: Announcer | None = None
+        self._announcer: Announcer[ShardRecord] | None = None
         self._engine_task: asyncio.Task[None]
 
     async def start(self, port: int = 0) -> str:
@@ -92,7 +91,7 @@ class ShardServer:
         await service.set_serving(self._health, SERVICE_NAMES, True)
         if self._config.redis.url:
             registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix)
-            record = ShardRecord(self._shard_id, _reachable(address), info.model, self._incarnation_id)
+            record = ShardRecord(self._shard_id, reachable_address(address), info.model, self._incarnation_id)
             self._announcer = Announcer(registry, record)
         else:
             log.warning("redis.url is not set: routers cannot find this shard")
@@ -172,9 +171,3 @@ def _shard_info(info: EngineInfo, shard_id: str, incarnation_id: str) -> ShardIn
         capabilities=sorted(info.capabilities),
         version=importlib.metadata.version("kvloom"),
     )
-
-
-def _reachable(address: str) -> str:
-    """What routers elsewhere can connect to: this machine's name instead of "any interface"."""
-    host, _, port = address.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else address

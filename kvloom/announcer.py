@@ -1,23 +1,27 @@
-"""Keeps this shard in the registry, through Redis being away."""
+"""Keeps a process in the registry, through Redis being away."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from typing import Generic, TypeVar
 
 import redis.exceptions
 import structlog
 
-from kvloom.registry import HEARTBEAT_SECONDS, ShardRecord, ShardRegistry
+from kvloom.registry import HEARTBEAT_SECONDS, Registry, RouterRecord, ShardRecord
 
 log = structlog.get_logger()
 
+_Record = TypeVar("_Record", ShardRecord, RouterRecord)
 
-class Announcer:
-    """`run` announces until it is cancelled; then `withdraw`."""
 
-    def __init__(self, registry: ShardRegistry, record: ShardRecord) -> None:
+class Announcer(Generic[_Record]):
+    """`run` announces until it is cancelled; then `withdraw`, which closes the registry."""
+
+    def __init__(self, registry: Registry[_Record], record: _Record) -> None:
         self._registry = registry
-        self._record = record
+        self._record: _Record = record
 
     async def run(self) -> None:
         reachable = True
@@ -35,9 +39,15 @@ class Announcer:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def withdraw(self) -> None:
-        """Routers hear of it at once; without Redis the announcement expires by itself."""
+        """Those who look hear of it at once; without Redis the announcement expires by itself."""
         try:
-            await self._registry.withdraw(self._record.shard_id)
+            await self._registry.withdraw(self._record.key)
         except (redis.exceptions.RedisError, OSError) as error:
             log.warning("could not withdraw from the registry", error=str(error))
         await self._registry.close()
+
+
+def reachable_address(address: str) -> str:
+    """What processes elsewhere can connect to: this machine's name instead of "any interface"."""
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else address

@@ -1,0 +1,63 @@
+"""Where the routers are: a fixed list, or what is in the registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import redis.exceptions
+import structlog
+
+from kvloom.config import KvloomConfig
+from kvloom.registry import RouterRegistry
+
+log = structlog.get_logger()
+
+RETRY_SECONDS: Final = 1.0
+
+
+def configured_routers(config: KvloomConfig) -> list[str]:
+    """Addresses (host:port) that are known without the registry: `edge.routers`, else the one of [router]."""
+    if config.edge.routers:
+        return list(config.edge.routers)
+    return [f"{config.router.host}:{config.router.port}"] if config.router.port else []
+
+
+class RouterFinder:
+    """Tells `found` all addresses whenever the registry may have changed: those that are configured, and those that
+    announce themselves. While Redis is away nothing changes."""
+
+    def __init__(self, config: KvloomConfig, found: Callable[[Iterable[str]], None]) -> None:
+        self._configured = configured_routers(config)
+        self._found = found
+        looks = bool(config.redis.url) and not config.edge.routers
+        self._registry = RouterRegistry(config.redis.url, config.redis.key_prefix) if looks else None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """The configured ones are told at once."""
+        self._found(self._configured)
+        if self._registry is not None:
+            self._task = asyncio.create_task(self._watch(self._registry), name="router finder")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            # The Redis client loses a cancellation that comes while its connection breaks.
+            while not self._task.done():
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=0.2)
+            self._task = None
+        if self._registry is not None:
+            await self._registry.close()
+
+    async def _watch(self, registry: RouterRegistry) -> None:
+        while True:
+            try:
+                async for _ in registry.watch():
+                    self._found([*self._configured, *await registry.list_routers()])
+            except (redis.exceptions.RedisError, OSError) as error:
+                log.warning("the registry of routers cannot be read", cause=type(error).__name__)
+            except Exception:  # e.g. a record of another version: one bad announcement must not end the watch
+                log.exception("the registry of routers holds something unexpected")
+            await asyncio.sleep(RETRY_SECONDS)
