@@ -60,12 +60,17 @@ class EdgeResumeConfig(ResumeConfig):
     """Of an edge's latest events in Redis, for the time when it has died."""
     advertised_address: str = ""
     """host:port where the other edges reach this one. Empty: where it listens; set it when `edge.host` is a wildcard,
-    else only this edge can resume its streams."""
+    else only this edge can resume its streams. Of edges that share a port only the host is taken, for each has a port
+    of its own besides."""
 
 
 class EdgeConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8080
+    num_edges: Annotated[int, Meta(ge=1, le=256)] = 1
+    """How many `kvloom up` starts; they share the port."""
+    colocate: bool = False
+    """`kvloom up` puts a router into each edge's process, instead of starting `router.num_routers`."""
     max_body_bytes: PositiveInt = 4 * 2**20
     max_header_bytes: PositiveInt = 16 * 2**10
     max_messages: PositiveInt = 4096
@@ -103,6 +108,8 @@ class DecisionLogConfig(Section):
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8081
+    num_routers: Annotated[int, Meta(ge=1, le=256)] = 1
+    """How many `kvloom up` starts; they share the port, and each has one of its own besides."""
     max_queued_requests: PositiveInt = 1024
     """Waiting for a shard to take them; beyond that a request is refused at once."""
     max_queue_seconds: PositiveFloat = 60.0
