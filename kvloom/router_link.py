@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import grpc
@@ -30,9 +32,10 @@ CHANNEL_OPTIONS: Final = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Find out that the other machine is gone without a word.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # Find out that the other machine is gone without a word, or that its process hangs.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 RECONNECT_SECONDS: Final = 0.2
 MAX_PENDING_FRAME_PARTS: Final = 16_384
@@ -48,6 +51,22 @@ class Sink(Protocol):
     ) -> None: ...
 
     def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None: ...
+
+
+class ChoiceProgress:
+    """What the sink has heard of one choice: another attempt goes on behind it."""
+
+    __slots__ = ("index", "is_done", "num_cached_tokens", "num_chars", "token_ids")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.token_ids: array[int] = array("I")
+        """Four bytes a token: thousands of long answers are kept."""
+        self.num_chars = 0
+        """Unicode code points of their text that were delivered."""
+        self.num_cached_tokens: int | None = None
+        """Of the first attempt that started; None: it has not."""
+        self.is_done = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,6 +85,9 @@ class LinkRequest:
     traceparent: str = ""
     session_key: str = ""
     """See GenerateRequest in router_service.proto."""
+    begun: Sequence[ChoiceProgress] = ()
+    """What earlier attempts have delivered of the choices that are still wanted; `n` says nothing then. Empty: all n
+    choices, from their beginning."""
 
 
 class RouterLink(Protocol):
@@ -106,9 +128,12 @@ class _Open:
 class GrpcRouterLink:
     """RouterLink over `RouterService.Connect`; reconnects by itself."""
 
-    def __init__(self, address: str, client_id: str) -> None:
+    def __init__(self, address: str, client_id: str, on_fleet_change: Callable[[], None] = lambda: None) -> None:
+        """`on_fleet_change` is called whenever `fleet` or `connected` has changed."""
         self._address = address
         self._client_id = client_id
+        self._link_id = secrets.token_hex(16)
+        self._on_fleet_change = on_fleet_change
         self._fleet = router_service_pb2.FleetState()
         self._connected = False
         self._by_slot: dict[int, _Open] = {}
@@ -145,10 +170,10 @@ class GrpcRouterLink:
             )
         self._next_handle += 1
         handle = self._next_handle
-        slots = [self._take_slot() for _ in range(request.n)]
-        for index, slot in enumerate(slots):
-            self._by_slot[slot] = _Open(handle, index, sink)
-        self._slots_by_handle[handle] = slots
+        choices = self._choices(request)
+        for choice in choices:
+            self._by_slot[choice.slot] = _Open(handle, choice.index, sink)
+        self._slots_by_handle[handle] = [choice.slot for choice in choices]
         self._submits.append(
             router_service_pb2.Submit(
                 request_id=request.request_id,
@@ -157,7 +182,7 @@ class GrpcRouterLink:
                 prompt_text=request.prompt_text,
                 sampling=request.sampling,
                 stop=request.stop,
-                choices=[generation_pb2.Choice(slot=slot, index=index) for index, slot in enumerate(slots)],
+                choices=choices,
                 timeout_seconds=request.timeout_seconds,
                 tenant=request.tenant,
                 traceparent=request.traceparent,
@@ -181,6 +206,20 @@ class GrpcRouterLink:
             self._task = None
         self._drop_all("The connection to the router was closed.")
 
+    def _choices(self, request: LinkRequest) -> list[generation_pb2.Choice]:
+        """On slots of their own."""
+        if not request.begun:
+            return [generation_pb2.Choice(slot=self._take_slot(), index=index) for index in range(request.n)]
+        return [
+            generation_pb2.Choice(
+                slot=self._take_slot(),
+                index=choice.index,
+                output_token_ids=choice.token_ids,
+                num_delivered_chars=choice.num_chars,
+            )
+            for choice in request.begun
+        ]
+
     def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
@@ -203,7 +242,7 @@ class GrpcRouterLink:
 
     async def _serve_one_connection(self, stub: router_service_pb2_grpc.RouterServiceStub) -> None:
         call = stub.Connect(wait_for_ready=True)
-        hello = router_service_pb2.ClientHello(client_id=self._client_id)
+        hello = router_service_pb2.ClientHello(client_id=self._client_id, link_id=self._link_id)
         await call.write(router_service_pb2.RouterServiceConnectRequest(hello=hello))
         writer = asyncio.create_task(self._write_frames(call), name="router-link writer")
         try:
@@ -315,3 +354,4 @@ class GrpcRouterLink:
     def _tell_fleet_changed(self) -> None:
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
+        self._on_fleet_change()
