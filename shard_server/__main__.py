@@ -17,12 +17,14 @@ from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer
 
 
-async def serve(config: KvloomConfig, name: str, port: int, metrics_port: int | None) -> None:
+async def serve(
+    config: KvloomConfig, name: str, port: int, metrics_port: int | None, advertised_address: str = ""
+) -> None:
     """Until SIGTERM or SIGINT, or until the engine dies. Raises StartError; exits with 1 when the engine dies."""
     stop = service.stop_event()
     metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
     engine, tokenizer = await asyncio.to_thread(_load, config)
-    server = ShardServer(config, engine, tokenizer, name)
+    server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address)
     try:
         address = await server.start(port)
     except EngineError as error:
@@ -43,12 +45,13 @@ def main() -> None:
     parser.add_argument("--name", default=f"shard-{os.getpid()}", help="this shard's id, unique in the fleet")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) picks one")
     parser.add_argument("--metrics-port", type=int, help="serve /metrics there; 0 picks one")
+    parser.add_argument("--advertised-address", default="", help="host:port where routers connect, if elsewhere")
     arguments = parser.parse_args()
 
     async def run() -> None:
         config = load_config(arguments.config)
         telemetry.configure_logging(config.log, arguments.name)
-        await serve(config, arguments.name, arguments.port, arguments.metrics_port)
+        await serve(config, arguments.name, arguments.port, arguments.metrics_port, arguments.advertised_address)
 
     service.run_service(run())
 

@@ -45,7 +45,9 @@ class ShardServer:
         *,
         metrics_registry: CollectorRegistry = REGISTRY,
         max_pending_frames: int = MAX_PENDING_FRAMES,
+        advertised_address: str = "",
     ) -> None:
+        """`advertised_address`: host:port that routers are told; "": where it listens."""
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
@@ -53,6 +55,7 @@ class ShardServer:
         self._incarnation_id = uuid.uuid4().hex
         self._metrics_registry = metrics_registry
         self._max_pending_frames = max_pending_frames
+        self._advertised_address = advertised_address
         self._stopping = False
         self._front: EngineFront
         self._server: grpc.aio.Server
@@ -91,7 +94,8 @@ class ShardServer:
         await service.set_serving(self._health, SERVICE_NAMES, True)
         if self._config.redis.url:
             registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix)
-            record = ShardRecord(self._shard_id, reachable_address(address), info.model, self._incarnation_id)
+            advertised = self._advertised_address or reachable_address(address)
+            record = ShardRecord(self._shard_id, advertised, info.model, self._incarnation_id)
             self._announcer = Announcer(registry, record)
         else:
             log.warning("redis.url is not set: routers cannot find this shard")
