@@ -113,6 +113,9 @@ class RequestEnded:
     """Arrival to first dispatch."""
     ttft_seconds: float | None
     e2e_latency_seconds: float
+    max_tokens: int | None = None
+    """As asked for, of one choice."""
+    num_choices: int = 1
 
 
 Action = (

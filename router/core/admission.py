@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from kvloom.errors import KvloomError, invalid_argument
+from collections.abc import Container
+
+from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.events import Request
 from router.core.fleet import Fleet
-
-RETRY_AFTER_SECONDS = 1.0
+from router.core.live import Client
+from router.core.overload import retry_after_seconds
 
 
 def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
@@ -16,7 +18,7 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
         return KvloomError(
             ErrorReason.ERROR_REASON_DRAINING,
             "The router is shutting down; send the request again.",
-            retry_after_seconds=RETRY_AFTER_SECONDS,
+            retry_after_seconds=retry_after_seconds(request.request_id),
         )
     if not fleet.knows(request.model):
         return KvloomError(
@@ -24,7 +26,7 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
         )
     shards = fleet.ready(request.model)
     if not shards:
-        return no_shard_ready(request.model)
+        return no_shard_ready(request.model, request.request_id)
     if not request.prompt_token_ids:
         return invalid_argument("The prompt is empty.", "prompt")
     if request.max_tokens is not None and request.max_tokens < 1:
@@ -32,27 +34,42 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     return _check_window(request, max(shard.description.max_model_len for shard in shards))
 
 
-def no_shard_ready(model: str) -> KvloomError:
+def check_names(request: Request, client: Client, live: Container[str]) -> KvloomError | None:
+    """Whether its id and its slots are free. `live`: ids that are not."""
+    if request.request_id in live:
+        return KvloomError(
+            ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID,
+            f"A request named {request.request_id!r} is still running.",
+            field="request_id",
+        )
+    slots = [choice.slot for choice in request.choices]
+    if not slots or len(set(slots)) != len(slots) or any(slot in client.choices for slot in slots):
+        return protocol_violation("Each choice needs a slot that is not in use.")
+    return None
+
+
+def no_shard_ready(model: str, request_id: str) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_NO_SHARD_READY,
         f"No shard that serves {model!r} is ready now.",
-        retry_after_seconds=RETRY_AFTER_SECONDS,
+        retry_after_seconds=retry_after_seconds(request_id),
     )
 
 
-def queue_full() -> KvloomError:
+def queue_timeout(request_id: str, waited_seconds: float) -> KvloomError:
+    """It has waited so long that it could not be answered in time any more, or as long as any may."""
     return KvloomError(
-        ErrorReason.ERROR_REASON_QUEUE_FULL,
-        "Too many requests are waiting; try again later.",
-        retry_after_seconds=RETRY_AFTER_SECONDS,
+        ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
+        f"No shard had room for this request within {waited_seconds:.3g} seconds.",
+        retry_after_seconds=retry_after_seconds(request_id, waited_seconds),
     )
 
 
-def safety_unavailable() -> KvloomError:
+def safety_unavailable(request_id: str) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE,
         "The safety service cannot be reached, and this deployment serves nothing unscreened.",
-        retry_after_seconds=RETRY_AFTER_SECONDS,
+        retry_after_seconds=retry_after_seconds(request_id),
     )
 
 

@@ -19,16 +19,18 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged, WantKvSnapshot
-from router.core.admission import check_servable, queue_full, safety_unavailable
+from router.core.admission import check_names, check_servable, queue_timeout, safety_unavailable
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
-from router.core.events import Event, Request
+from router.core.events import Event, Request, Tier
 from router.core.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.lifecycle import Lifecycle, request_ended
 from router.core.live import Client, LiveRequest
 from router.core.load_ledger import LoadLedger
+from router.core.outage import Outage
 from router.core.outbox import Outbox
+from router.core.overload import OverloadConfig, OverloadGuard
 from router.core.placement import Plan
 from router.core.placement.placer import Placer
 from router.core.prefix_index import PrefixIndex
@@ -56,6 +58,7 @@ class CoreConfig:
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are told as PlacementDecided."""
+    overload: OverloadConfig = dataclasses.field(default_factory=OverloadConfig)
 
 
 class RouterCore:
@@ -76,7 +79,10 @@ class RouterCore:
         self._dispatcher = Dispatcher(
             self._fleet, self._index, self._ledger, self._placer, self._outbox, config.decision_sample_share
         )
+        self._overload = OverloadGuard(config.overload, self._dispatcher.queue.lines, config.max_queue_seconds)
         self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
+        patience_seconds = config.overload.outage_patience_seconds
+        self._outage = Outage(self._dispatcher.queue, self._lifecycle, self._deadlines, patience_seconds)
         self._verdicts = Verdicts(
             self._lifecycle, self._screening, config.answer_mode, safety_required=config.safety_required
         )
@@ -123,10 +129,12 @@ class RouterCore:
             self._tell_fleet()
         if len(self._dispatcher.queue):
             if self._dispatcher.queue.check_hopeless:
-                self._lifecycle.give_up_hopeless(now)
+                self._outage.look(now)
             self._dispatcher.queue.serve(now)
         self._lifecycle.drop_idle_clients(self._outbox.clients)
-        return self._outbox.take()
+        actions = self._outbox.take()
+        self._overload.note_event(actions, now)
+        return actions
 
     def plan(self, request: Request, now: float) -> Plan:
         """Where `request` would go, and how every shard looks to it. Places nothing."""
@@ -188,7 +196,12 @@ class RouterCore:
     def _on_request_arrived(self, event: ev.RequestArrived, now: float) -> None:
         request = event.request
         client = self._lifecycle.client(request.client_id)
-        error = self._refusal(request) or self._check_names(request, client)
+        timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
+        error = (
+            self._refusal(request)
+            or check_names(request, client, self._lifecycle.requests)
+            or self._overload.refusal(request, timeout_seconds, now)
+        )
         if error is not None:
             self._refuse(request, client, error, now)
             return
@@ -196,12 +209,14 @@ class RouterCore:
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
         said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
         needs_shard = len(said) < len(live.choices)
-        has_room = not needs_shard or self._placer.can_run(live)
-        if not has_room and not self._make_queue_place(request.tenant, now):
-            self._refuse(request, client, queue_full(), now)
+        is_parked = request.tier is not Tier.INTERACTIVE and self._dispatcher.queue.lines.num_waiting(request.model) > 0
+        has_room = not needs_shard or (not is_parked and self._placer.can_run(live))
+        if not has_room and not self._make_queue_place(request, now):
+            self._refuse(request, client, self._overload.full(request, now), now)
             return
-        live.deadline = now + (request.timeout_seconds or self._config.request_timeout_seconds)
-        live.queue_deadline = min(live.deadline, now + self._config.max_queue_seconds)
+        live.deadline = now + timeout_seconds
+        live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
+        self._overload.note_admitted(request, now)
         self._lifecycle.add(live, client)
         self._verdicts.begin(live)
         for choice in said:
@@ -209,41 +224,35 @@ class RouterCore:
         if not live.num_open_choices:
             return
         self._deadlines.add(live.deadline, live)
-        self._dispatcher.queue.enter(live, now)
+        if is_parked:
+            self._dispatcher.queue.park(live)
+        else:
+            self._dispatcher.queue.enter(live, now)
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
             # Under a policy that holds requests back one may wait although there is room: that shows only now.
             is_over = has_room and len(self._dispatcher.queue) > self._config.max_queued_requests
-            if is_over and not self._make_queue_place(request.tenant, now):
-                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, queue_full(), now)
+            if is_over and not self._make_queue_place(request, now):
+                error = self._overload.full(request, now)
+                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
     def _refusal(self, request: Request) -> KvloomError | None:
         error = check_servable(request, self._fleet)
         if error is None and not self._verdicts.can_admit:
-            return safety_unavailable()
+            return safety_unavailable(request.request_id)
         return error
 
-    def _check_names(self, request: Request, client: Client) -> KvloomError | None:
-        if request.request_id in self._lifecycle.requests:
-            return KvloomError(
-                ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID,
-                f"A request named {request.request_id!r} is still running.",
-                field="request_id",
-            )
-        slots = [choice.slot for choice in request.choices]
-        if not slots or len(set(slots)) != len(slots) or any(slot in client.choices for slot in slots):
-            return protocol_violation("Each choice needs a slot that is not in use.")
-        return None
-
-    def _make_queue_place(self, tenant: str, now: float) -> bool:
-        """Whether one more request may wait; a tenant above its share gives way to one below."""
+    def _make_queue_place(self, request: Request, now: float) -> bool:
+        """Whether one more request may wait; a lower tier gives way to a higher one, a tenant above its share to one
+        below."""
         if len(self._dispatcher.queue) < self._config.max_queued_requests:
             return True
-        victim = self._dispatcher.queue.lines.take_victim(tenant)
+        victim = self._dispatcher.queue.lines.take_victim(request.tenant, request.tier)
         if victim is None:
             return False
-        self._lifecycle.end_request(victim, FinishReason.FINISH_REASON_ERROR, queue_full(), now)
+        error = self._overload.full(victim.request, now)
+        self._lifecycle.end_request(victim, FinishReason.FINISH_REASON_ERROR, error, now)
         return True
 
     def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
@@ -287,7 +296,10 @@ class RouterCore:
             raise protocol_violation(f"Shard {shard_id!r} names no block size, batch or window.")
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
-        self._fleet.add(event.shard)
+        shard = self._fleet.add(event.shard)
+        ramp_start = self._config.overload.ramp_start_requests
+        if ramp_start is not None and len(self._dispatcher.queue):
+            shard.limit = min(shard.limit, ramp_start)
         self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks)
         # Twice: a batch may name the blocks that a step stored before those that made way for them.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
@@ -349,16 +361,14 @@ class RouterCore:
             error = self._expiry(live, now)
             if error is not None:
                 self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
+            else:
+                self._outage.expire(live, now)
 
     def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
         if now >= live.deadline:
             return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
-        if live.is_queued and not live.num_attempts:
-            return KvloomError(
-                ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
-                f"No shard had room for this request within {self._config.max_queue_seconds:g} seconds.",
-                retry_after_seconds=1.0,
-            )
+        if live.is_queued and not live.num_attempts and now >= live.queue_deadline:
+            return queue_timeout(live.request.request_id, now - live.arrived_at)
         return None
 
     def _on_drain_started(self) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+from router.core.events import Tier
 from router.core.fleet import Fleet, Shard
 from router.core.live import LineId, LiveRequest
 from router.core.load_ledger import LoadLedger, LoadView
@@ -59,6 +60,10 @@ class DispatchQueue:
             return
         self._settle(live, *picked, now)
 
+    def park(self, live: LiveRequest) -> None:
+        """It is not placed until nobody more urgent waits."""
+        self.lines.push(live, LineId(live.request.model, is_parked=True))
+
     def wait_for_any(self, live: LiveRequest) -> None:
         """It failed where it was; `serve` will place it."""
         self.lines.push(live, LineId(live.request.model))
@@ -96,8 +101,12 @@ class DispatchQueue:
     def serve(self, now: float) -> None:
         """Send everything that waits and can go."""
         self._serve_models(now)
-        if self._hold is None:
-            return
+        if self._hold is not None:
+            self._serve_shards(now)
+        for line_id in [line_id for line_id in self.lines.line_ids if line_id.is_parked]:
+            self._serve_parked(line_id, now)
+
+    def _serve_shards(self, now: float) -> None:
         if now >= self._replace_at:
             self._place_anew(now)
         due = [shard_id for shard_id, at in self._opens_at.items() if at <= now]
@@ -110,12 +119,26 @@ class DispatchQueue:
     # -- lines of models ------------------------------------------------------------------------------------------
 
     def _serve_models(self, now: float) -> None:
-        for line_id in [line_id for line_id in self.lines.line_ids if not line_id.shard_id]:
+        for line_id in [line_id for line_id in self.lines.line_ids if not (line_id.shard_id or line_id.is_parked)]:
             while any(shard.has_room for shard in self._fleet.ready(line_id.model)):
                 live = self.lines.take(line_id, self._placer.can_run)
                 if live is None:
                     break
                 self.enter(live, now)
+
+    def _serve_parked(self, line_id: LineId, now: float) -> None:
+        """Those who are not urgent, as long as nobody urgent waits, and few at a time: what is in a shard's line goes
+        before whoever comes later."""
+        model, lines = line_id.model, self.lines
+        while not lines.num_waiting(model, Tier.INTERACTIVE):
+            shards = self._fleet.ready(model)
+            num_placed = lines.num_waiting(model) - lines.num_in(line_id)
+            if num_placed >= len(shards) or not any(shard.has_room for shard in shards):
+                break
+            live = lines.take(line_id, self._placer.can_run)
+            if live is None:
+                break
+            self.enter(live, now)
 
     # -- lines of shards ------------------------------------------------------------------------------------------
 

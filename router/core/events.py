@@ -6,9 +6,17 @@ Every event goes through `RouterCore.handle(event, now)`, in one order, with `no
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 
 from router.core.frames import Step
+
+
+class Tier(enum.IntEnum):
+    """The lower the number, the more urgent."""
+
+    INTERACTIVE = 1
+    BATCH = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +53,7 @@ class Request:
     """Requests with one key belong together (a conversation). Only a hint: prefixes are found without it."""
     block_hashes: Mapping[int, Sequence[int]] | None = None
     """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core hashes."""
+    tier: Tier = Tier.INTERACTIVE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ router can still go wherever room comes up first."""
 class Shard:
     """A shard's stream and the slots on it."""
 
-    __slots__ = ("attempts", "choices", "description", "is_draining", "shard_id", "slots", "turn")
+    __slots__ = ("attempts", "choices", "description", "is_draining", "limit", "shard_id", "slots", "turn")
 
     def __init__(self, description: ShardDescription) -> None:
         self.shard_id = description.shard_id
         self.description = description
         self.is_draining = False
+        self.limit = OUTSTANDING_PER_BATCH * description.max_batch
+        """Sequences that it is sent at most. Lower while it ramps up."""
         self.turn = 0
         self.slots = SlotPool()
         self.choices: dict[int, Choice] = {}
@@ -30,7 +32,12 @@ class Shard:
 
     @property
     def has_room(self) -> bool:
-        return len(self.attempts) < OUTSTANDING_PER_BATCH * self.description.max_batch
+        return len(self.attempts) < self.limit
+
+    def ramp_up(self, num_started: int) -> None:
+        """It has produced first tokens: it may have more. Those without a first token double with every round of them,
+        as TCP's slow start does."""
+        self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
 
     def detach(self, choice: Choice) -> None:
         """Its news is not wanted any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from router.core.dispatch import Dispatcher
 from router.core.dispatch_queue import DispatchQueue
@@ -72,18 +73,22 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
     for a certain shard is placed there, and there is a time at which that is looked at again."""
     lines = queue.lines
     assert len(lines) == sum(1 for _ in lines)
+    assert Counter((live.request.model, live.request.tier) for live in lines) == lines.counts()
     held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
     for live in lines:
         assert live.num_open_choices
         assert live.pending
-        assert placer.eligible(live)
+        assert placer.eligible(live) or live.hopeless_at is not None
         assert live.line_id is not None
         if live.line_id.shard_id:
             held[live.line_id.shard_id].add(live.request.request_id)
             assert not fleet.shards[live.line_id.shard_id].is_draining
             assert queue.next_deadline() < math.inf
         else:
-            assert not placer.can_run(live)
+            assert live.line_id.is_parked or not placer.can_run(live)
+        if live.line_id.is_parked:
+            model = live.request.model
+            assert lines.num_waiting(model) > lines.num_in(live.line_id) or not placer.can_run(live)
     for shard_id, request_ids in held.items():
         assert ledger.view(shard_id).held.keys() == request_ids
 

@@ -144,13 +144,11 @@ class Lifecycle:
             if not live.is_queued:
                 self._dispatcher.queue.wait_for_any(live)
 
-    def give_up_hopeless(self, now: float) -> None:
-        """End what waits for a shard that does not exist."""
-        self._dispatcher.queue.check_hopeless = False
-        for live in self._dispatcher.queue.hopeless():
-            error = live.failure or no_shard_ready(live.request.model)
-            for choice in list(live.pending):
-                self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)
+    def give_up(self, live: LiveRequest, now: float) -> None:
+        """End what of it waits for a shard that does not exist."""
+        error = live.failure or no_shard_ready(live.request.model, live.request.request_id)
+        for choice in list(live.pending):
+            self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -227,4 +225,6 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         queue_time_seconds=dispatched_at - live.arrived_at,
         ttft_seconds=None if live.first_sent_at is None else live.first_sent_at - live.arrived_at,
         e2e_latency_seconds=now - live.arrived_at,
+        max_tokens=request.max_tokens,
+        num_choices=len(live.choices),
     )

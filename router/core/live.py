@@ -30,6 +30,8 @@ class LineId(NamedTuple):
     model: str
     shard_id: str = ""
     """"" = the model's line: no shard had room."""
+    is_parked: bool = False
+    """The model's line of those that are not placed as long as more urgent ones wait."""
 
 
 class Client:
@@ -179,6 +181,7 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
+        "hopeless_at",
         "last_shard_id",
         "line_id",
         "max_held_tokens",
@@ -213,6 +216,8 @@ class LiveRequest:
         """It has just failed there."""
         self.failure: KvloomError | None = None
         """Why it waits for another shard."""
+        self.hopeless_at: float | None = None
+        """When it has waited long enough for a shard that does not exist; None: there is one."""
         self.hashes: dict[int, Sequence[int]] = {}
         """Block size → hashes of the prompt's blocks; kept only while the request waits."""
         self.max_held_tokens = 0

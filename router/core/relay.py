@@ -54,6 +54,7 @@ class Relay:
                 if (attempt := shard.attempts.get(start.slot)) is not None
             ]
             self._ledger.note_starts(shard.shard_id, started, now)
+            shard.ramp_up(len(started))
             self._dispatcher.queue.stir(shard.shard_id)
         for start in step.starts:
             choice = shard.choices.get(start.slot)
@@ -133,7 +134,8 @@ class Relay:
         if not live.num_open_choices:
             return
         if self._safety_required:
-            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, safety_unavailable(), now)
+            error = safety_unavailable(live.request.request_id)
+            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
         else:
             self._lifecycle.stop_screening(live, now)
 

@@ -84,7 +84,8 @@ class Verdicts:
             if not live.prompt_verdict_open and not any(c.is_screened and not c.is_done for c in live.choices):
                 continue
             if self._safety_required:
-                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, safety_unavailable(), now)
+                error = safety_unavailable(live.request.request_id)
+                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
             else:
                 self._lifecycle.stop_screening(live, now)
 

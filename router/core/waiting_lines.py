@@ -4,8 +4,9 @@ queued, a model's line for those that no shard had room for. In every line tenan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+from router.core.events import Tier
 from router.core.live import LineId, LiveRequest
 
 
@@ -16,6 +17,7 @@ class WaitingLines:
         self._lines: dict[LineId, dict[str, dict[str, LiveRequest]]] = {}
         """Line → tenant → request_id → request. Tenants lie in the order of their turns; no line is empty."""
         self._num_requests = 0
+        self._num_waiting: dict[tuple[str, Tier], int] = {}
 
     def __len__(self) -> int:
         return self._num_requests
@@ -26,6 +28,20 @@ class WaitingLines:
 
     def __contains__(self, line_id: LineId) -> bool:
         return line_id in self._lines
+
+    def num_waiting(self, model: str, tier: Tier | None = None) -> int:
+        """Of one tier, or of all."""
+        counts = self._num_waiting
+        if tier is not None:
+            return counts.get((model, tier), 0)
+        return counts.get((model, Tier.INTERACTIVE), 0) + counts.get((model, Tier.BATCH), 0)
+
+    def counts(self) -> Mapping[tuple[str, Tier], int]:
+        """By model and tier."""
+        return self._num_waiting
+
+    def num_in(self, line_id: LineId) -> int:
+        return sum(map(len, self._lines.get(line_id, {}).values()))
 
     @property
     def line_ids(self) -> list[LineId]:
@@ -46,6 +62,8 @@ class WaitingLines:
             requests[request.request.request_id] = request
         request.line_id = line_id
         self._num_requests += 1
+        key = (line_id.model, request.request.tier)
+        self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
     def remove(self, request: LiveRequest) -> None:
         line_id, tenant = request.line_id, request.request.tenant
@@ -58,6 +76,10 @@ class WaitingLines:
                 del self._lines[line_id]
         request.line_id = None
         self._num_requests -= 1
+        key = (line_id.model, request.request.tier)
+        self._num_waiting[key] -= 1
+        if not self._num_waiting[key]:
+            del self._num_waiting[key]
 
     def take(
         self,
@@ -78,14 +100,18 @@ class WaitingLines:
                 return request
         return None
 
-    def take_victim(self, tenant: str) -> LiveRequest | None:
-        """Make place for a tenant that has less than its share: the youngest request of the tenant that has most
-        waiting, if that is more than one request above `tenant`'s own."""
+    def take_victim(self, tenant: str, tier: Tier = Tier.INTERACTIVE) -> LiveRequest | None:
+        """Make place for one more: of the least urgent tier that waits, the youngest request of the tenant that has
+        most waiting. If that tier is `tier`, only for a tenant that has less than its share: by more than one."""
+        lowest = max((request.request.tier for request in self), default=tier)
+        if lowest < tier:
+            return None
         waiting: dict[str, list[LiveRequest]] = {}
         for request in self:
-            waiting.setdefault(request.request.tenant, []).append(request)
+            if request.request.tier == lowest:
+                waiting.setdefault(request.request.tenant, []).append(request)
         longest = max(waiting, key=lambda name: len(waiting[name]), default="")
-        if len(waiting.get(longest, ())) <= len(waiting.get(tenant, ())) + 1:
+        if lowest == tier and len(waiting.get(longest, ())) <= len(waiting.get(tenant, ())) + 1:
             return None
         victim = max(reversed(waiting[longest]), key=lambda request: request.arrived_at)
         return None if victim.num_attempts else victim
