@@ -26,13 +26,15 @@ class RouterView(NamedTuple):
 
 
 def salt_of(address: str) -> int:
-    return xxhash.xxh3_64_intdigest(address)
+    return xxhash.xxh3_64_intdigest(address.encode())
 
 
 def pick_router(routers: Sequence[RouterView], affinity_key: bytes) -> RouterView | None:
-    """Requests of one key go to one router, so that what it has just placed is known to it and tenants wait in one line;
-    when a router comes or goes only its keys move (rendezvous hashing, with bounded loads). Without a key (b""): the one
-    with the least under way. None when there is none."""
+    """None when there is none.
+
+    Requests of one key go to one router, so that what it has just placed is known to it and tenants wait in one line;
+    when a router comes or goes only its keys move (rendezvous hashing, with bounded loads). Without a key (b""): the
+    one with the least under way."""
     candidates = [router for router in routers if router.is_ready] or routers
     if len(candidates) < 2:
         return candidates[0] if candidates else None

@@ -1,0 +1,118 @@
+"""The routers that a process knows of: one link each, and what they can serve together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.router_choice import RouterView, pick_router, salt_of
+from kvloom.router_link import GrpcRouterLink
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
+
+MAX_ROUTERS: Final = 256
+
+NewLink = Callable[[str, str, Callable[[], None]], GrpcRouterLink]
+"""Of an address, our name, and what to call when the router's fleet or the connection has changed."""
+
+
+class RouterMember:
+    """One router."""
+
+    __slots__ = ("address", "attempts", "link", "ready_models", "salt")
+
+    def __init__(self, address: str, link: GrpcRouterLink) -> None:
+        self.address = address
+        self.salt = salt_of(address)
+        self.link = link
+        self.ready_models: frozenset[str] = frozenset()
+        self.attempts: dict[int, int] = {}
+        """The link's handles of the requests that this router has, by the group's."""
+
+
+class RouterMembers:
+    """Connected to every address of `wanted`."""
+
+    def __init__(self, client_id: str, new_link: NewLink, on_change: Callable[[], None]) -> None:
+        """`on_change` is called whenever something that is public here has changed."""
+        self.wanted: list[str] = []
+        self.fleet = FleetState()
+        """What all of them can serve; empty while none is connected."""
+        self.connected = False
+        self.takers: list[RouterMember] = []
+        """Connected and not draining."""
+        self._client_id = client_id
+        self._new_link = new_link
+        self._on_change = on_change
+        self._members: dict[str, RouterMember] = {}
+        self._changed = asyncio.Event()
+
+    async def follow_wanted(self) -> None:
+        """Connect to those that are new. Those that are not wanted any more go when their connection breaks."""
+        for address in self.wanted[:MAX_ROUTERS]:
+            if address not in self._members:
+                link = self._new_link(address, self._client_id, self._look_again)
+                self._members[address] = RouterMember(address, link)
+                await link.start()
+        for address, member in list(self._members.items()):
+            if address not in self.wanted and not member.link.connected:
+                del self._members[address]
+                await member.link.close()
+
+    async def close(self) -> None:
+        members, self._members = self._members, {}
+        for member in members.values():
+            await member.link.close()
+        self._look_again()
+
+    async def wait_change(self) -> None:
+        """Return after the next change."""
+        await self._changed.wait()
+
+    def addresses(self) -> list[str]:
+        """Those that are connected, those that take requests first; then the others."""
+        connected = [member.address for member in self._members.values() if member.link.connected]
+        return list(dict.fromkeys([*(member.address for member in self.takers), *connected, *self.wanted]))
+
+    def pick(self, model: str, affinity_key: bytes) -> RouterMember | None:
+        """The one that takes a request."""
+        takers = self.takers
+        if len(takers) < 2:
+            return takers[0] if takers else None
+        views = [RouterView(m.address, m.salt, model in m.ready_models, len(m.attempts)) for m in takers]
+        picked = pick_router(views, affinity_key)
+        return None if picked is None else self._members[picked.address]
+
+    def no_taker(self) -> KvloomError:
+        """Why nobody takes a request."""
+        if self.connected:
+            reason, message = ErrorReason.ERROR_REASON_DRAINING, "The router is stopping and takes no new requests."
+        else:
+            reason, message = ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached."
+        return KvloomError(reason, message, retry_after_seconds=1.0)
+
+    def _look_again(self) -> None:
+        connected = [member for member in self._members.values() if member.link.connected]
+        for member in connected:
+            models = member.link.fleet.models
+            member.ready_models = frozenset(model.name for model in models if model.num_ready_shards)
+        self.connected = bool(connected)
+        self.takers = [member for member in connected if not member.link.fleet.draining]
+        self.fleet = merged_fleet([member.link.fleet for member in self.takers or connected])
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+
+def merged_fleet(fleets: Iterable[FleetState]) -> FleetState:
+    """Routers look at the same shards: of each model what the one says that sees most of them."""
+    best: dict[str, ModelInfo] = {}
+    draining = False
+    for fleet in fleets:
+        draining = fleet.draining
+        for model in fleet.models:
+            if model.name not in best or model.num_ready_shards > best[model.name].num_ready_shards:
+                best[model.name] = model
+    return FleetState(models=best.values(), draining=draining)
