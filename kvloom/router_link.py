@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import grpc
 
 from kvloom.errors import KvloomError
+from kvloom.local_stream import LocalStream, connect_local
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -39,6 +40,13 @@ CHANNEL_OPTIONS: Final = [
 ]
 RECONNECT_SECONDS: Final = 0.2
 MAX_PENDING_FRAME_PARTS: Final = 16_384
+
+ConnectCall = (
+    LocalStream[router_service_pb2.RouterServiceConnectResponse, router_service_pb2.RouterServiceConnectRequest]
+    | grpc.aio.StreamStreamCall[
+        router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
+    ]
+)
 
 
 class Sink(Protocol):
@@ -228,10 +236,9 @@ class GrpcRouterLink:
 
     async def _run(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = router_service_pb2_grpc.RouterServiceStub(channel)
             while True:
                 try:
-                    await self._serve_one_connection(stub)
+                    await self._serve_one_connection(channel)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                     log.debug("the link to the router broke: %s", error)
                 except Exception:
@@ -240,8 +247,18 @@ class GrpcRouterLink:
                 self._drop_all("The connection to the router was lost.")
                 await asyncio.sleep(RECONNECT_SECONDS)
 
-    async def _serve_one_connection(self, stub: router_service_pb2_grpc.RouterServiceStub) -> None:
-        call = stub.Connect(wait_for_ready=True)
+    async def _open(self, channel: grpc.aio.Channel) -> ConnectCall:
+        """Once the router is there: over a local socket if it is on this machine, else over gRPC."""
+        local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
+        if local is None:
+            await channel.channel_ready()
+            local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
+        if local is not None:
+            return local
+        return router_service_pb2_grpc.RouterServiceStub(channel).Connect(wait_for_ready=True)
+
+    async def _serve_one_connection(self, channel: grpc.aio.Channel) -> None:
+        call = await self._open(channel)
         hello = router_service_pb2.ClientHello(client_id=self._client_id, link_id=self._link_id)
         await call.write(router_service_pb2.RouterServiceConnectRequest(hello=hello))
         writer = asyncio.create_task(self._write_frames(call), name="router-link writer")
@@ -256,7 +273,7 @@ class GrpcRouterLink:
             await asyncio.gather(writer, return_exceptions=True)
             call.cancel()
 
-    async def _write_frames(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _write_frames(self, call: ConnectCall) -> None:
         """Everything that piled up since the last write goes out as one frame."""
         try:
             while True:

@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.local_stream import LocalStream, connect_local
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
@@ -23,7 +24,10 @@ MAX_WAITING_CHARS: Final = 64 * 2**20
 MAX_CHARS_PER_FRAME: Final = 8 * 2**20
 """At most 4 bytes a character: half of what a gRPC message may have, and a prompt may be longer than the rest."""
 
-ScreenCall = grpc.aio.StreamStreamCall[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse]
+ScreenCall = (
+    LocalStream[safety_service_pb2.ScreenResponse, safety_service_pb2.ScreenRequest]
+    | grpc.aio.StreamStreamCall[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse]
+)
 
 
 class SafetyLink:
@@ -77,7 +81,8 @@ class SafetyLink:
 
     async def _serve_one_connection(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=LINK_OPTIONS) as channel:
-            call: ScreenCall = safety_service_pb2_grpc.SafetyServiceStub(channel).Screen()
+            local = await connect_local(self._address, safety_service_pb2.ScreenResponse)
+            call: ScreenCall = local or safety_service_pb2_grpc.SafetyServiceStub(channel).Screen()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
                     first = await call.read()

@@ -15,6 +15,7 @@ from kvloom import service
 from kvloom.announcer import Announcer, reachable_address
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
+from kvloom.local_server import LocalServer
 from kvloom.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
@@ -86,6 +87,9 @@ class RouterServer:
         self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
         health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
+        self._local_server = LocalServer(
+            lambda stream: self._servicer.Connect(stream, stream), router_service_pb2.RouterServiceConnectRequest
+        )
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
         self._metrics.watch(self._gauges)
 
@@ -95,6 +99,7 @@ class RouterServer:
         if self._decision_writer is not None:
             self._decision_writer.open()
         address = service.bind(self._server, host, port)
+        await self._local_server.start(address)
         await self._server.start()
         registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
         self._announcer = Announcer(registry, RouterRecord(reachable_address(address), self._router_id))
@@ -141,7 +146,7 @@ class RouterServer:
 
     async def _close_streams(self) -> None:
         self._servicer.end_streams()
-        await self._server.stop(CLOSE_GRACE_SECONDS)
+        await asyncio.gather(self._server.stop(CLOSE_GRACE_SECONDS), self._local_server.stop(CLOSE_GRACE_SECONDS))
 
     def _new_decision_writer(self) -> DecisionWriter | None:
         """None when the decision log has no file."""

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.local_stream import LocalStream, connect_local
 from kvloom.registry import ShardRecord
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert
@@ -28,9 +29,12 @@ MAX_WAITING_SUBMITS: Final = 16_384
 MAX_TOKENS_PER_FRAME: Final = 1_000_000
 """A frame of this many prompt tokens takes about 3 MB: far below the limit of a gRPC message."""
 
-ConnectCall = grpc.aio.StreamStreamCall[
-    shard_service_pb2.ShardServiceConnectRequest, shard_service_pb2.ShardServiceConnectResponse
-]
+ConnectCall = (
+    LocalStream[shard_service_pb2.ShardServiceConnectResponse, shard_service_pb2.ShardServiceConnectRequest]
+    | grpc.aio.StreamStreamCall[
+        shard_service_pb2.ShardServiceConnectRequest, shard_service_pb2.ShardServiceConnectResponse
+    ]
+)
 
 
 class ShardLink:
@@ -93,7 +97,8 @@ class ShardLink:
     async def _serve_one_connection(self) -> None:
         """Until the shard ends the stream in good order. Raises when the stream breaks."""
         async with grpc.aio.insecure_channel(self.record.address, options=LINK_OPTIONS) as channel:
-            call: ConnectCall = shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
+            local = await connect_local(self.record.address, shard_service_pb2.ShardServiceConnectResponse)
+            call: ConnectCall = local or shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
                     first = await self._greet(call)

@@ -11,6 +11,7 @@ import structlog
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
 from kvloom.grpc_errors import abort
+from kvloom.local_server import LocalServer
 from kvloom.service import (
     SERVER_OPTIONS,
     StartError,
@@ -87,11 +88,14 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> No
         raise StartError(str(error)) from error
     stopping = stop_event()
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(SafetyServicer(policy_file), server)
+    servicer = SafetyServicer(policy_file)
+    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, server)
     health = add_health_and_reflection(server, [SERVICE_NAME])
     address = bind(server, config.safety.host, port)
     host = config.safety.host
     metrics_address = "" if metrics_port is None else f"{host}:{_serve_metrics(host, metrics_port)}"
+    local = LocalServer(lambda stream: servicer.Screen(None, stream), safety_service_pb2.ScreenRequest)
+    await local.start(address)
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
@@ -102,7 +106,7 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> No
     watcher.cancel()
     stopped.cancel()
     await set_serving(health, [SERVICE_NAME], serving=False)
-    await server.stop(STOP_GRACE_SECONDS)
+    await asyncio.gather(server.stop(STOP_GRACE_SECONDS), local.stop(STOP_GRACE_SECONDS))
     for task in done:
         task.result()  # a watcher that failed ends the process with its error
 

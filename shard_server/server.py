@@ -16,9 +16,10 @@ from kvloom.announcer import Announcer, reachable_address
 from kvloom.config import KvloomConfig
 from kvloom.detokenizer import TokenText
 from kvloom.errors import KvloomError
+from kvloom.local_server import LocalServer
 from kvloom.registry import ShardRecord, ShardRegistry
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.shard_service_pb2 import ShardInfo
+from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
 from shard_server.connection import MAX_PENDING_FRAMES
 from shard_server.engine_front import EngineFront
@@ -59,6 +60,7 @@ class ShardServer:
         self._stopping = False
         self._front: EngineFront
         self._server: grpc.aio.Server
+        self._local_server: LocalServer[ShardServiceConnectRequest]
         self._health: Any
         self._announcer: Announcer[ShardRecord] | None = None
         self._engine_task: asyncio.Task[None]
@@ -87,9 +89,12 @@ class ShardServer:
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
         )
-        add_ShardServiceServicer_to_server(ShardServicer(self._front, self._on_drain_call), self._server)
+        servicer = ShardServicer(self._front, self._on_drain_call)
+        add_ShardServiceServicer_to_server(servicer, self._server)
+        self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
         self._health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
         self._engine_task = asyncio.create_task(self._front.run(), name="engine steps")
+        await self._local_server.start(address)
         await self._server.start()
         await service.set_serving(self._health, SERVICE_NAMES, True)
         if self._config.redis.url:
@@ -137,7 +142,7 @@ class ShardServer:
         if self._announcer is not None:
             await self._announcer.withdraw()
         self._front.end_connections()
-        await self._server.stop(FLUSH_SECONDS)
+        await asyncio.gather(self._server.stop(FLUSH_SECONDS), self._local_server.stop(FLUSH_SECONDS))
         await self._engine.close()
         await asyncio.wait({self._engine_task}, timeout=FLUSH_SECONDS)
         self._engine_task.cancel()

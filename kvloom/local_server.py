@@ -1,0 +1,85 @@
+"""The service's side of local streams: see kvloom/local_stream.py."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvloom.local_stream import LocalStream, local_socket_name
+
+log = logging.getLogger(__name__)
+
+In = TypeVar("In", bound=Message)
+
+BACKLOG: Final = 128
+
+
+class LocalServer(Generic[In]):
+    """Serves one streaming RPC: `handler` is called with each stream, in a task, and the stream ends when it returns.
+    As with gRPC, the task is cancelled when its client goes."""
+
+    def __init__(self, handler: Callable[[Any], Awaitable[None]], in_type: type[In]) -> None:
+        self._handler = handler
+        self._in_type = in_type
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, address: str) -> None:
+        """Listen beside a gRPC address; does nothing where only other machines can reach it. To be called before the
+        gRPC server starts: clients look here first."""
+        name = local_socket_name(address)
+        if name is None:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(name)
+            listener.listen(BACKLOG)
+            self._server = await asyncio.get_running_loop().create_unix_server(self._new_stream, sock=listener)
+        except OSError as error:
+            # The port is ours, so this is somebody else's squatting: everybody takes gRPC.
+            log.warning("cannot listen on the local socket of %s: %s", address, error)
+            listener.close()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no more clients; streams that have not ended after the grace are cancelled. Repeatable."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_seconds)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _new_stream(self) -> LocalStream[In, Any]:
+        return LocalStream(self._in_type, self._on_open)
+
+    def _on_open(self, stream: LocalStream[In, Any]) -> None:
+        task = asyncio.create_task(self._serve(stream), name="local stream")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, stream: LocalStream[In, Any]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stream.closed.add_done_callback(lambda _: task.cancel())
+        try:
+            await self._handler(stream)
+            stream.end()
+        except grpc.aio.AbortError:
+            pass  # it has ended
+        except asyncio.CancelledError:
+            if not stream.closed.done():
+                raise
+        except Exception:
+            if not stream.closed.done():
+                log.exception("a local stream failed")
+        finally:
+            stream.cancel()
