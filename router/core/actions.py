@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.frames import Step
+from router.core.health import HealthState
 from router.core.placement.plan import Plan
 
 
@@ -118,6 +119,24 @@ class RequestEnded:
     num_choices: int = 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardHealthChanged:
+    """A shard is suspected, probed with a trickle of work, or healthy again."""
+
+    shard_id: str
+    state: HealthState
+    symptom: str
+    """Why it is not healthy; "" when it is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestsMoved:
+    """Requests were taken off a shard and go on elsewhere."""
+
+    shard_id: str
+    num_requests: int
+
+
 Action = (
     SubmitAttempt
     | PlacementDecided
@@ -128,4 +147,6 @@ Action = (
     | ScreenAnswers
     | FleetChanged
     | RequestEnded
+    | ShardHealthChanged
+    | RequestsMoved
 )

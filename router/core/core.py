@@ -25,9 +25,12 @@ from router.core.dispatch import Dispatcher
 from router.core.events import Event, Request, Tier
 from router.core.fleet import Fleet, Shard
 from router.core.frames import Finish
+from router.core.health import HealthSettings, HealthState
+from router.core.health_watch import HealthWatch
 from router.core.lifecycle import Lifecycle, request_ended
 from router.core.live import Client, LiveRequest
 from router.core.load_ledger import LoadLedger
+from router.core.moving import Mover
 from router.core.outage import Outage
 from router.core.outbox import Outbox
 from router.core.overload import OverloadConfig, OverloadGuard
@@ -58,6 +61,8 @@ class CoreConfig:
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are told as PlacementDecided."""
+    health: HealthSettings | None = None
+    """When a shard is suspected; None: never. Shards must tell of every step then."""
     overload: OverloadConfig = dataclasses.field(default_factory=OverloadConfig)
 
 
@@ -94,6 +99,8 @@ class RouterCore:
             self._outbox,
             safety_required=config.safety_required,
         )
+        mover = Mover(self._placer, self._dispatcher, self._lifecycle, self._outbox)
+        self._health = HealthWatch(config.health, self._fleet, self._ledger, self._dispatcher, mover, self._outbox)
         self._told_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
@@ -106,13 +113,14 @@ class RouterCore:
             ev.StepArrived: self._on_step_arrived,
             ev.KvEventsArrived: self._on_kv_events,
             ev.KvSnapshotArrived: lambda event, _now: self._on_kv_snapshot(event),
-            ev.LoadReported: lambda event, _now: self._on_load_reported(event),
+            ev.LoadReported: self._on_load_reported,
             ev.SafetyUp: lambda event, _now: self._on_safety_up(event),
             ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
             ev.PromptVerdict: self._verdicts.on_prompt,
             ev.AnswersScreened: self._verdicts.on_answers,
             ev.Tick: lambda _event, now: self._on_tick(now),
             ev.DrainStarted: lambda _event, _now: self._on_drain_started(),
+            ev.DrainEnded: lambda _event, now: self._on_drain_ended(now),
         }
         self._handlers = handlers
 
@@ -149,11 +157,8 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When a Tick is needed at the latest; None: not before another event."""
-        deadline = self._deadlines.next()
-        opening = self._dispatcher.queue.next_deadline()
-        if opening == math.inf:
-            return deadline
-        return opening if deadline is None else min(opening, deadline)
+        deadlines = (self._deadlines.next(), self._dispatcher.queue.next_deadline(), self._health.next_deadline())
+        return min((at for at in deadlines if at is not None and at < math.inf), default=None)
 
     @property
     def fleet(self) -> FleetChanged:
@@ -186,6 +191,7 @@ class RouterCore:
         return ShardState(
             description=shard.description,
             is_draining=shard.is_draining,
+            health=HealthState.HEALTHY if shard.health is None else shard.health.state,
             prefill_tokens_per_second=view.report.prefill_tokens_per_second,
             decode_step_seconds=view.report.decode_step_seconds,
             prefill_seconds=view.speed.coefficients,
@@ -300,6 +306,7 @@ class RouterCore:
         ramp_start = self._config.overload.ramp_start_requests
         if ramp_start is not None and len(self._dispatcher.queue):
             shard.limit = min(shard.limit, ramp_start)
+        self._health.on_shard_up(shard, now)
         self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks)
         # Twice: a batch may name the blocks that a step stored before those that made way for them.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
@@ -311,6 +318,7 @@ class RouterCore:
             return
         lost = self._dispatcher.end_all_slots(shard, now)
         self._dispatcher.queue.dissolve_line(shard)
+        self._health.on_shard_down(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
         self._index.remove_shard(event.shard_id)
@@ -338,7 +346,7 @@ class RouterCore:
         ):
             self._outbox.add(WantKvSnapshot(event.shard_id))
 
-    def _on_load_reported(self, event: ev.LoadReported) -> None:
+    def _on_load_reported(self, event: ev.LoadReported, now: float) -> None:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
@@ -349,6 +357,9 @@ class RouterCore:
             if shard.is_draining:
                 self._dispatcher.queue.dissolve_line(shard)
             self._note_fleet_change()
+        if shard.health is not None:
+            shard.health.note_load(event.load)
+        self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)
 
     # -- safety, time ---------------------------------------------------------------------------------------------
 
@@ -357,6 +368,7 @@ class RouterCore:
 
     def _on_tick(self, now: float) -> None:
         self._index.settle()
+        self._health.on_tick(now)
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:
@@ -374,6 +386,10 @@ class RouterCore:
     def _on_drain_started(self) -> None:
         self._fleet.is_draining = True
         self._note_fleet_change()
+
+    def _on_drain_ended(self, now: float) -> None:
+        for live in list(self._lifecycle.requests.values()):
+            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(), now)
 
     def _note_fleet_change(self) -> None:
         self._fleet_may_differ = True

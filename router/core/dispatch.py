@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import xxhash
 
 from router.core.actions import PlacementDecided, SubmitAttempt
 from router.core.dispatch_queue import DispatchQueue
-from router.core.events import ChoiceSpec
+from router.core.events import ChoiceSpec, Request
 from router.core.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load_ledger import LoadLedger, Reservation
@@ -14,6 +16,10 @@ from router.core.outbox import Outbox
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.prefix_index import PrefixIndex
+
+PROBE_CLIENT_ID: Final = "router-probe"
+"""The name under which a router asks shards for a token, to see whether they are well. Never metered."""
+PROBE_TOKEN_IDS: Final = (0,)
 
 
 class Dispatcher:
@@ -47,7 +53,7 @@ class Dispatcher:
             self._tell_decision(live, shard, now)
         self._num_dispatches += 1
         attempt = Attempt(
-            request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending)
+            request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending), now
         )
         self._reserve(live, shard, candidate, attempt, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
@@ -55,6 +61,19 @@ class Dispatcher:
         live.hashes = {}
         num_expected = candidate.num_overlap_tokens
         self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected))
+
+    def send_probe(self, shard: Shard, now: float) -> int:
+        """One token, of which no client hears; returns its slot."""
+        slot = shard.slots.allocate()
+        self._num_dispatches += 1
+        number = self._num_dispatches
+        request = Request(
+            f"{PROBE_CLIENT_ID}-{number}", PROBE_CLIENT_ID, shard.description.model, PROBE_TOKEN_IDS, "", ()
+        )
+        attempt = shard.attempts[slot] = Attempt(request.request_id, 1, number, shard.shard_id, 1, now)
+        self._ledger.reserve(attempt.key, Reservation(shard.shard_id, 1, len(PROBE_TOKEN_IDS), 0, 1, now))
+        self._outbox.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], 1, 0))
+        return slot
 
     def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
         """The shard has ended a slot, which is free again. False for a slot that was not in use."""

@@ -81,6 +81,7 @@ class ShardLoad:
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
     draining: bool = False
+    hand_over: bool = False
     num_own_running: int = 0
     """The part of `num_running` that came over this router's stream; what is left is other routers'."""
     num_own_waiting: int = 0
@@ -223,6 +224,11 @@ class DrainStarted:
     """The router stops: new requests are refused, what runs goes on."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """The router waits no longer: what still runs ends as DRAINING, so that clients take it to another router."""
+
+
 Event = (
     RequestArrived
     | SlotsCancelled
@@ -240,4 +246,5 @@ Event = (
     | AnswersScreened
     | Tick
     | DrainStarted
+    | DrainEnded
 )

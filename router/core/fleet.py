@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.core.actions import FleetChanged, ModelState
 from router.core.events import ShardDescription
+from router.core.health import ShardHealth
 from router.core.live import Attempt, Choice
 from router.core.slot_pool import SlotPool
 
@@ -15,12 +16,27 @@ router can still go wherever room comes up first."""
 class Shard:
     """A shard's stream and the slots on it."""
 
-    __slots__ = ("attempts", "choices", "description", "is_draining", "limit", "shard_id", "slots", "turn")
+    __slots__ = (
+        "attempts",
+        "choices",
+        "description",
+        "hands_over",
+        "health",
+        "is_draining",
+        "limit",
+        "shard_id",
+        "slots",
+        "turn",
+    )
 
     def __init__(self, description: ShardDescription) -> None:
         self.shard_id = description.shard_id
         self.description = description
         self.is_draining = False
+        self.hands_over = False
+        """It drains, and what runs there is to go on elsewhere."""
+        self.health: ShardHealth | None = None
+        """None: nobody watches it."""
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
         """Sequences that it is sent at most. Lower while it ramps up."""
         self.turn = 0
@@ -38,6 +54,11 @@ class Shard:
         """It has produced first tokens: it may have more. Those without a first token double with every round of them,
         as TCP's slow start does."""
         self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
+
+    @property
+    def is_suspected(self) -> bool:
+        """It gets work only when there is no other."""
+        return self.health is not None and self.health.is_suspected
 
     def detach(self, choice: Choice) -> None:
         """Its news is not wanted any more."""

@@ -28,6 +28,10 @@ RETRYABLE_REASONS: Final = frozenset(
 )
 """A shard's errors that another shard may not have."""
 
+MAX_MOVES: Final = 16
+"""Of one choice, beyond its attempts: a fleet that suspects or stops one shard after another must not have it computed
+for ever."""
+
 
 class Lifecycle:
     """Live requests by name, clients by name."""
@@ -132,9 +136,11 @@ class Lifecycle:
     def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
         """A shard failed it: it waits to go on elsewhere, behind the tokens it has. `choice` runs nowhere now."""
         live = choice.request
+        if error.reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
+            choice.num_moves += 1  # a shard that stops is no failed attempt
         if choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens:
             self.finish(choice, Finish(choice.client_slot, FinishReason.FINISH_REASON_LENGTH), now)
-        elif choice.num_attempts >= self._max_attempts:
+        elif choice.num_attempts - choice.num_moves >= self._max_attempts:
             self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)
         else:
             live.avoid_shard_id = shard_id

@@ -100,10 +100,16 @@ class Hold:
 class Attempt:
     """One dispatch to one shard. Its reservation lasts until the shard has ended all its sequences (or is gone)."""
 
-    __slots__ = ("attempt_id", "dispatch_number", "num_open_slots", "request_id", "shard_id")
+    __slots__ = ("attempt_id", "dispatch_number", "num_open_slots", "request_id", "sent_at", "shard_id")
 
     def __init__(
-        self, request_id: str, attempt_id: int, dispatch_number: int, shard_id: str, num_open_slots: int
+        self,
+        request_id: str,
+        attempt_id: int,
+        dispatch_number: int,
+        shard_id: str,
+        num_open_slots: int,
+        sent_at: float,
     ) -> None:
         self.request_id = request_id
         self.attempt_id = attempt_id
@@ -112,6 +118,7 @@ class Attempt:
         not been ended by its shard: attempts of both have the number 1."""
         self.shard_id = shard_id
         self.num_open_slots = num_open_slots
+        self.sent_at = sent_at
 
     @property
     def key(self) -> ReservationKey:
@@ -134,6 +141,7 @@ class Choice:
         "num_chars",
         "num_given_chars",
         "num_given_tokens",
+        "num_moves",
         "output_token_ids",
         "request",
         "screening_slot",
@@ -155,6 +163,8 @@ class Choice:
         self.num_chars = 0
         """Of text that shards have emitted, delivered or held."""
         self.num_attempts = 0
+        self.num_moves = 0
+        """Attempts that were ended by no fault of its own: it was moved, or its shard handed it over."""
         self.num_cached_tokens: int | None = None
         """Of the first attempt that started."""
         self.is_done = False

@@ -269,6 +269,11 @@ class LoadLedger:
             view.own_running -= reservation.num_sequences
             view.own_context_tokens -= reservation.num_context_tokens
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is reserved."""
+        return bool(self._reservations)
+
     def keys(self) -> set[ReservationKey]:
         """Of all reservations that are held."""
         return set(self._reservations)

@@ -47,6 +47,10 @@ class Relay:
         num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
         if len(step.deltas) != num_entries or len(step.token_ids) != num_tokens:
             raise protocol_violation("A step frame's arrays do not fit together.")
+        if shard.health is not None and num_entries and step.slots[0] in shard.attempts:
+            view = self._ledger.view(shard.shard_id)
+            is_prefilling = bool(view.queued or view.foreign_queued_tokens)
+            shard.health.note_step(num_tokens, view.own_running, now, is_prefilling=is_prefilling)
         if step.starts:
             started = [
                 (attempt.key, start.queue_time_seconds)
@@ -143,7 +147,13 @@ class Relay:
         choice = shard.choices.get(finish.slot)
         if choice is not None:
             shard.detach(choice)
-        self._dispatcher.end_slot(shard, finish.slot, now)
+        is_known = self._dispatcher.end_slot(shard, finish.slot, now)
+        if shard.health is not None and is_known:
+            is_failure = finish.reason == FinishReason.FINISH_REASON_ERROR and (
+                finish.error is None or finish.error.reason == ErrorReason.ERROR_REASON_ENGINE_FAILED
+            )
+            is_good = finish.reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
+            shard.health.note_end(finish.slot, now, is_good=is_good, is_failure=is_failure)
         if choice is None:
             return
         error = finish.error

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from router.core.events import ShardDescription
+from router.core.health import HealthState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardState:
     description: ShardDescription
     is_draining: bool
+    health: HealthState
     prefill_tokens_per_second: float
     """As the shard reports it; 0: not known yet. So is the next one."""
     decode_step_seconds: float

@@ -11,6 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
+from router.core.health import HealthState
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.shard_state import ShardState
 from router.decision_journal import FLEET_LOOK_SECONDS, DecisionJournal
@@ -53,7 +54,7 @@ def ended(request_id: str, **fields) -> RequestEnded:
 
 def shard_state(shard_id: str, **fields) -> ShardState:
     description = ShardDescription(shard_id, "i1", "m", block_size=16, num_blocks=100, max_batch=8, max_model_len=4096)
-    state = ShardState(description, False, 10_000.0, 0.02, {"token": 1e-4})
+    state = ShardState(description, False, HealthState.HEALTHY, 10_000.0, 0.02, {"token": 1e-4})
     return dataclasses.replace(state, **fields)
 
 

@@ -50,13 +50,16 @@ class Placer:
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run it."""
-        return shard.description.max_model_len >= live.min_window and shard.shard_id != live.avoid_shard_id
+        is_wide = shard.description.max_model_len >= live.min_window
+        return is_wide and shard.shard_id != live.avoid_shard_id and not shard.is_suspected
 
     def eligible(self, live: LiveRequest) -> list[Shard]:
-        """Ready shards that could run it, with room or without; not the one where it just failed, if there is
-        another."""
+        """Ready shards that could run it, with room or without; not those that are suspected, and not the one where it
+        just failed, if there is another."""
         window = live.min_window
         shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
+        if len(shards) > 1 and any(shard.is_suspected for shard in shards):
+            shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
             return [shard for shard in shards if shard.shard_id != live.avoid_shard_id]
         return shards
@@ -214,6 +217,8 @@ class Placer:
             return "draining"
         if shard.description.max_model_len < live.min_window:
             return f"window of {shard.description.max_model_len} tokens, {live.min_window} needed"
+        if shard.health is not None and shard.is_suspected:
+            return f"suspected: {shard.health.symptom}"
         if not shard.has_room:
             return "full"
         return "failed this request before"
