@@ -45,6 +45,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         try:
             await GenerateCall(self._dispatcher, self._intake, context).serve(request)
         except KvloomError as error:
+        self._by_link_id: dict[str, ClientLink] = {}
             await abort(context, error)
         except Exception:
             await _abort_internal(context, "Generate")
@@ -56,7 +57,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
         ],
     ) -> None:
-        link = ClientLink(self._dispatcher, self._intake, context)
+        link = ClientLink(self._dispatcher, self._intake, context, self._by_link_id)
         self._links.add(link)
         try:
             await link.serve()

@@ -21,7 +21,7 @@ from kvloom.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router import dispatcher
 from router.core.actions import PlacementDecided, RequestEnded
-from router.core.events import DrainStarted
+from router.core.events import DrainEnded, DrainStarted
 from router.core.shard_state import ShardState
 from router.decision_file import DecisionWriter, RotatingFile
 from router.decision_journal import DecisionJournal
@@ -149,6 +149,7 @@ class RouterServer:
         await asyncio.gather(self._server.stop(CLOSE_GRACE_SECONDS), self._local_server.stop(CLOSE_GRACE_SECONDS))
 
     def _new_decision_writer(self) -> DecisionWriter | None:
+            self._dispatcher.dispatch(DrainEnded())
         """None when the decision log has no file."""
         settings = self._config.router.decision_log
         if not settings.path:
