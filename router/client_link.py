@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Final
 
 import grpc
@@ -48,11 +48,15 @@ class ClientLink:
         dispatcher: Dispatcher,
         intake: Intake,
         context: Context,
+        by_link_id: MutableMapping[str, ClientLink],
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
+        """`by_link_id`: this router's streams whose clients named their links."""
         self._dispatcher = dispatcher
         self._intake = intake
         self._context = context
+        self._by_link_id = by_link_id
+        self._link_id = ""
         self._client_id = ""
         self._outbox = StepOutbox(max_waiting_entries)
         self._fleet: FleetChanged | None = None
@@ -74,12 +78,12 @@ class ClientLink:
         writer = asyncio.create_task(self._write_frames(), name=f"{self._client_id} writer")
         try:
             await asyncio.wait([reader, writer, self._ended], return_when=asyncio.FIRST_COMPLETED)
-            self._leave()
+            self.leave()
             # gRPC takes no status while the stream's first message is being written: the writer is not cut short
             # unless the client does not read.
             await asyncio.wait([writer], timeout=FLUSH_SECONDS)
         finally:
-            self._leave()  # before anything is awaited: this task may be cancelled once more
+            self.leave()  # before anything is awaited: this task may be cancelled once more
             reader.cancel()
             writer.cancel()
             results = await asyncio.gather(reader, writer, return_exceptions=True)
@@ -121,6 +125,13 @@ class ClientLink:
             raise protocol_violation("The first frame carries nothing but the hello.")
         # Clients choose their names freely; two of one name must not get each other's news.
         self._client_id = f"{frame.hello.client_id[:MAX_NAME_CHARS]}#{next(_numbers)}"
+        self._link_id = frame.hello.link_id[:MAX_NAME_CHARS]
+        if self._link_id:
+            earlier = self._by_link_id.get(self._link_id)
+            if earlier is not None:
+                # Its break may not have been seen here. What it ran goes on over this one, under the same names.
+                earlier.leave()
+            self._by_link_id[self._link_id] = self
         log.info("client connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
@@ -190,11 +201,13 @@ class ClientLink:
         if not self._ended.done():
             self._ended.set_result(error)
 
-    def _leave(self) -> None:
-        """Repeatable. What is in the outbox can still be written, nothing is added to it."""
+    def leave(self) -> None:
+        """Cancel what its client has open. Repeatable. What is in the outbox can still be written, nothing is added."""
         if self._has_left:
             return
         self._has_left = True
+        if self._by_link_id.get(self._link_id) is self:
+            del self._by_link_id[self._link_id]
         self._dispatcher.remove_client(self._client_id)
         self._dispatcher.dispatch(ClientGone(self._client_id))
         self._end_with(None)

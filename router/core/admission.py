@@ -15,11 +15,7 @@ from router.core.overload import retry_after_seconds
 def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     """Why the fleet as it is cannot serve `request`; None when it can."""
     if fleet.is_draining:
-        return KvloomError(
-            ErrorReason.ERROR_REASON_DRAINING,
-            "The router is shutting down; send the request again.",
-            retry_after_seconds=retry_after_seconds(request.request_id),
-        )
+        return draining(request.request_id)
     if not fleet.knows(request.model):
         return KvloomError(
             ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, f"The model {request.model!r} does not exist.", field="model"
@@ -32,6 +28,14 @@ def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
     if request.max_tokens is not None and request.max_tokens < 1:
         return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
     return _check_window(request, max(shard.description.max_model_len for shard in shards))
+
+
+def draining(request_id: str) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING,
+        "The router is shutting down; send the request again.",
+        retry_after_seconds=retry_after_seconds(request_id),
+    )
 
 
 def check_names(request: Request, client: Client, live: Container[str]) -> KvloomError | None:

@@ -19,7 +19,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged, WantKvSnapshot
-from router.core.admission import check_names, check_servable, queue_timeout, safety_unavailable
+from router.core.admission import check_names, check_servable, draining, queue_timeout, safety_unavailable
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
 from router.core.events import Event, Request, Tier
@@ -388,8 +388,8 @@ class RouterCore:
         self._note_fleet_change()
 
     def _on_drain_ended(self, now: float) -> None:
-        for live in list(self._lifecycle.requests.values()):
-            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(), now)
+        for request_id, live in list(self._lifecycle.requests.items()):
+            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(request_id), now)
 
     def _note_fleet_change(self) -> None:
         self._fleet_may_differ = True
