@@ -5,7 +5,8 @@
             print(delta.text, end="")
 
 Prompts given as `token_ids` travel over one long-lived stream that all requests of the client share (no RPC is opened
-per request). Prompts given as `text` or `messages` are tokenized by the router, with one `Generate` RPC each.
+per request). Prompts given as `text` or `messages` are tokenized by the router, with one `Generate` RPC each; so are
+resumable ones (`resumable=True`), whose answers outlive their connection.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvloom.errors import KvloomError
 from kvloom.generate_request import GenerateOptions, build_request
 from kvloom.generation import Delta, DeltaBuffer, Finishes
 from kvloom.grpc_errors import from_rpc_error
+from kvloom.resumed_call import resumed_responses
 from kvloom.router_link import CHANNEL_OPTIONS, GrpcRouterLink, LinkRequest
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -75,10 +77,15 @@ class Client:
         CONTENT_FILTER; a prompt that it refused raises CONTENT_FILTERED. A choice that fails raises its KvloomError:
         over the shared stream when all choices have finished, by RPC at once. Leaving the loop early (`break`,
         `aclose`) cancels the request. Raises KvloomError right away for options out of range.
+
+        `resumable=True`: a connection that is lost is made anew, and the answer goes on where it was. Such a request
+        has an RPC of its own.
         """
         request = build_request(options)
         if not request.request_id:
             request.request_id = f"req-{uuid.uuid4().hex}"
+        if request.resumable:
+            return self._generate_resumable(request)
         if request.WhichOneof("input") == "token_ids":
             return self._generate_over_link(request)
         return self._generate_by_rpc(request)
@@ -131,6 +138,19 @@ class Client:
             raise from_rpc_error(error) from error
         finally:
             call.cancel()
+        finishes.raise_failure()
+
+    async def _generate_resumable(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
+        finishes = Finishes(max(1, request.n))
+        responses = resumed_responses(self._stub, request)
+        try:
+            async for response in responses:
+                for news in response.deltas:
+                    delta = Delta.from_proto(news)
+                    finishes.note(delta)
+                    yield delta
+        finally:
+            await responses.aclose()
         finishes.raise_failure()
 
     async def _generate_over_link(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:

@@ -47,11 +47,13 @@ class GenerateOptions(TypedDict, total=False):
     """Names the request in logs, in `Client.cancel` and in `Client.explain`; default: drawn."""
     session_key: str
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
+    resumable: bool
+    """Whether the answer outlives its connection (docs/grpc-api.md); default: no."""
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos")
-_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text")
+_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")
 _INPUTS = ("messages", "text", "token_ids")
 
 

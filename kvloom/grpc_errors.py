@@ -39,6 +39,17 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvloomError)
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvloomError:
     """What a caller makes of a failed RPC: the catalogue's error if the status carries one."""
+    told = told_error(error)
+    if told is not None:
+        return told
+    code = error.code()
+    unavailable = code is grpc.StatusCode.UNAVAILABLE
+    reason = ErrorReason.ERROR_REASON_ROUTER_LOST if unavailable else ErrorReason.ERROR_REASON_INTERNAL
+    return KvloomError(reason, f"{code.name}: {error.details()}")
+
+
+def told_error(error: grpc.aio.AioRpcError) -> KvloomError | None:
+    """The catalogue's error that the peer sent; None when gRPC made the status by itself, e.g. of a lost connection."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)
@@ -52,10 +63,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KvloomError:
                     field=info.metadata.get("field", ""),
                     retry_after_seconds=retry.retry_delay.ToMicroseconds() / 1e6,
                 )
-    code = error.code()
-    unavailable = code is grpc.StatusCode.UNAVAILABLE
-    reason = ErrorReason.ERROR_REASON_ROUTER_LOST if unavailable else ErrorReason.ERROR_REASON_INTERNAL
-    return KvloomError(reason, f"{code.name}: {error.details()}")
+    return None
 
 
 def _pack(message: Message) -> any_pb2.Any:

@@ -45,14 +45,14 @@ class GenerateCall:
         self._client_id = f"generate#{next(_numbers)}"
         self._outbox = StepOutbox(max_waiting_entries)
         self._too_slow = False
-        self._explains = _metadata_value(context, EXPLAIN_KEY).lower() in ("1", "true")
+        self._explains = wants_explanation(context)
         self._wake = asyncio.Event()
 
     async def serve(self, wanted: GenerateRequest) -> None:
         """Raises KvloomError when the request ends in an error, be it before or after its first token."""
         try:
             request = await self._intake.request_from_generate(
-                wanted, self._client_id, _metadata_value(self._context, "traceparent")
+                wanted, self._client_id, metadata_value(self._context, "traceparent")
             )
         except KvloomError as error:
             self._dispatcher.refused(error)
@@ -68,7 +68,11 @@ class GenerateCall:
     # -- ClientPeer ---------------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
-        self._too_slow = not self._outbox.add(step) or self._too_slow
+        if self._too_slow:
+            return
+        if not self._outbox.add(step):
+            self._too_slow = True
+            self._dispatcher.dispatch(ClientGone(self._client_id))  # the RPC itself may hang in a write
         self._wake.set()
 
     def send_fleet(self, fleet: FleetChanged) -> None:
@@ -91,21 +95,26 @@ class GenerateCall:
                 continue
             num_open -= len(step.finishes)
             has_news = has_news or bool(step.slots)
-            error = _error_of(step.finishes, has_news)
+            error = error_of(step.finishes, has_news)
             if self._explains and step.starts:
-                self._explain(step.starts[0])
+                self._explains = False  # only of the first choice to start
+                explain(self._context, step.starts[0])
             deltas = deltas_of(step)
             if deltas and (error is None or step.slots):
                 await self._context.write(GenerateResponse(request_id=request.request_id, deltas=deltas))
             if error is not None:
                 raise error
 
-    def _explain(self, start: Start) -> None:
-        """Of the first choice to start, in the trailing metadata."""
-        self._explains = False
-        shard_id = quote(start.shard_id, safe="-._~:@")
-        trailers = (("kvloom-shard", shard_id), ("kvloom-cached-tokens", str(start.num_cached_tokens)))
-        self._context.set_trailing_metadata(trailers)
+
+def wants_explanation(context: Context) -> bool:
+    return metadata_value(context, EXPLAIN_KEY).lower() in ("1", "true")
+
+
+def explain(context: Context, start: Start) -> None:
+    """Where a choice runs, in the trailing metadata."""
+    shard_id = quote(start.shard_id, safe="-._~:@")
+    trailers = (("kvloom-shard", shard_id), ("kvloom-cached-tokens", str(start.num_cached_tokens)))
+    context.set_trailing_metadata(trailers)
 
 
 def deltas_of(step: Step) -> list[ChoiceDelta]:
@@ -134,7 +143,7 @@ def deltas_of(step: Step) -> list[ChoiceDelta]:
     return list(by_index.values())
 
 
-def _error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
+def error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
     """What the RPC's status must say: a choice failed, or nothing of the answer was allowed to be shown."""
     for finish in finishes:
         if finish.reason == FINISH_REASON_ERROR:
@@ -144,7 +153,7 @@ def _error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
     return None
 
 
-def _metadata_value(context: Context, wanted_key: str) -> str:
+def metadata_value(context: Context, wanted_key: str) -> str:
     """ "" when the caller sent none."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted_key and isinstance(value, str):

@@ -22,6 +22,8 @@ from router.explain import explanation_to_proto, not_remembered
 from router.generate import GenerateCall
 from router.intake import MAX_NAME_CHARS, Intake
 from router.plan import Planner, plan_to_proto
+from router.resumable_answers import ResumableAnswers
+from router.resume import serve_generate, serve_resume
 
 log = structlog.get_logger()
 
@@ -29,12 +31,21 @@ PLAN_CLIENT_ID = "plan"
 
 
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, planner: Planner, decisions: DecisionLog) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        intake: Intake,
+        planner: Planner,
+        decisions: DecisionLog,
+        answers: ResumableAnswers,
+    ) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
         self._planner = planner
         self._decisions = decisions
+        self._answers = answers
         self._links: set[ClientLink] = set()
+        self._by_link_id: dict[str, ClientLink] = {}
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def Generate(
@@ -43,12 +54,24 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         context: grpc.aio.ServicerContext[router_service_pb2.GenerateRequest, router_service_pb2.GenerateResponse],
     ) -> None:
         try:
-            await GenerateCall(self._dispatcher, self._intake, context).serve(request)
+            if self._answers.is_wanted(request):
+                await serve_generate(self._answers, request, context)
+            else:
+                await GenerateCall(self._dispatcher, self._intake, context).serve(request)
         except KvloomError as error:
-        self._by_link_id: dict[str, ClientLink] = {}
             await abort(context, error)
         except Exception:
             await _abort_internal(context, "Generate")
+
+    async def Resume(
+        self, request: router_service_pb2.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        try:
+            await serve_resume(self._answers, request, context)
+        except KvloomError as error:
+            await abort(context, error)
+        except Exception:
+            await _abort_internal(context, "Resume")
 
     async def Connect(
         self,
@@ -109,6 +132,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
     def end_streams(self) -> None:
         """Close every client's stream in good order: the router stops."""
+        self._answers.end_running()
         for link in list(self._links):
             link.end()
 

@@ -31,6 +31,8 @@ from router.health import HealthReporter
 from router.intake import Intake
 from router.metrics import RouterMetrics
 from router.plan import Planner
+from router.resumable_answers import ResumableAnswers
+from router.resume_metrics import ResumeMetrics
 from router.router_servicer import RouterServicer
 from router.safety_link import SafetyLink
 
@@ -83,7 +85,10 @@ class RouterServer:
         self._decision_writer = self._new_decision_writer()
         journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
-        self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions)
+        self._answers = ResumableAnswers(
+            config.router.resume, self._dispatcher, intake, ResumeMetrics(metrics_registry), router_id
+        )
+        self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions, self._answers)
         self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
         health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
@@ -130,6 +135,7 @@ class RouterServer:
                     self._decision_writer.close()  # its task ends once what waits is written
         finally:
             await self._close_streams()
+            await self._answers.close()
             self._dispatcher.close()
             await self._registry.close()
 
@@ -143,13 +149,13 @@ class RouterServer:
                 await self._dispatcher.wait_idle()
         except TimeoutError:
             log.warning("drain timed out", num_live_requests=self._dispatcher.num_live_requests)
+            self._dispatcher.dispatch(DrainEnded())
 
     async def _close_streams(self) -> None:
         self._servicer.end_streams()
         await asyncio.gather(self._server.stop(CLOSE_GRACE_SECONDS), self._local_server.stop(CLOSE_GRACE_SECONDS))
 
     def _new_decision_writer(self) -> DecisionWriter | None:
-            self._dispatcher.dispatch(DrainEnded())
         """None when the decision log has no file."""
         settings = self._config.router.decision_log
         if not settings.path:

@@ -1,0 +1,59 @@
+"""The RPCs of resumable answers: `Generate` that begins one, and `Resume`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import quote
+
+import grpc
+
+from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
+from router.generate import explain, metadata_value, wants_explanation
+from router.resumable_answers import ResumableAnswers
+
+REQUEST_ID_KEY: Final = "kvloom-request-id"
+"""Percent-encoded, as all values of the initial metadata."""
+TOKEN_KEY: Final = "kvloom-resume-token"
+ROUTER_KEY: Final = "kvloom-router"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, context: Context) -> None:
+    """Begin an answer and read it. Raises KvloomError when it ends in an error."""
+    answer = answers.begin(request, _caller(context), metadata_value(context, "traceparent"))
+    reader = answer.attach(0)
+    try:
+        await context.send_initial_metadata(
+            (
+                (REQUEST_ID_KEY, quote(answer.name.request_id, safe="")),
+                (TOKEN_KEY, answer.name.token),
+                (ROUTER_KEY, quote(answers.router_id, safe="")),
+            )
+        )
+        answer.known = True
+        await answer.follow(reader, context.write)
+        if answer.first_start is not None and wants_explanation(context):
+            explain(context, answer.first_start)
+    finally:
+        answer.detach(reader)
+
+
+async def serve_resume(answers: ResumableAnswers, request: ResumeRequest, context: Context) -> None:
+    """Raises KvloomError (NOT_FOUND, EVENTS_GONE, INVALID_ARGUMENT), and the error that the answer ends with."""
+    answer = answers.find(request.request_id, request.resume_token, _caller(context))
+    reader = answer.attach(request.starting_after)
+    answers.metrics.on_resumed(answer.log.num_events - request.starting_after)
+
+    async def write(response: GenerateResponse) -> None:
+        await context.write(ResumeResponse(response=response))
+
+    try:
+        await answer.follow(reader, write)
+    finally:
+        answer.detach(reader)
+
+
+def _caller(context: Context) -> str:
+    """Who asks; all that send no `authorization` are one caller."""
+    return metadata_value(context, "authorization")
