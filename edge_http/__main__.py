@@ -4,59 +4,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from pathlib import Path
 
-import xxhash
-
-from edge_http.edge import Edge, ServedModel
-from edge_http.health import VERSION
-from edge_http.peers import Peers, join_peers
-from edge_http.server import EdgeServer
-from kvloom.config import KvloomConfig, load_config
+from edge_http.process import add_door_flags, doors_from, load_model, serve_edge
+from kvloom.config import load_config
 from kvloom.router_link import GrpcRouterLink
-from kvloom.service import StartError, announce_ready, run_service, stop_event
+from kvloom.service import announce_ready, run_service, stop_event
 from kvloom.telemetry import configure_logging
-from kvloom.tokenizer import ModelTokenizer
 
 
-async def serve(config_path: Path, name: str, port: int | None) -> None:
+async def serve(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT. Raises StartError, ConfigError."""
-    config = load_config(config_path)
-    configure_logging(config.log, name)
+    config = load_config(options.config)
+    configure_logging(config.log, options.name)
     stop = stop_event()
     model = await asyncio.to_thread(load_model, config)
-    link = GrpcRouterLink(f"{config.router.host}:{config.router.port}", name)
-    edge = Edge(config.edge, link, {model.name: model})
-    server = EdgeServer(edge)
-    peers: Peers | None = None
+    link = GrpcRouterLink(f"{config.router.host}:{config.router.port}", options.name)
     await link.start()
     try:
-        address = await server.start(config.edge.host, config.edge.port if port is None else port)
-        peers = join_peers(edge, config.redis, address)
-        announce_ready(address, metrics_address=address)
-        await stop.wait()
-        await server.drain()
-        if peers is not None:
-            await peers.stop_publishing()
-        await server.stop()
+        await serve_edge(config, link, model, doors_from(options, config), stop, announce_ready)
     finally:
-        if peers is not None:
-            await peers.close()
         await link.close()
         model.tokenizer.close()
-
-
-def load_model(config: KvloomConfig) -> ServedModel:
-    """Raises StartError when the model's tokenizer cannot be read."""
-    if not config.model.path:
-        raise StartError("model.path is not set: the edge needs the model's tokenizer")
-    try:
-        tokenizer = ModelTokenizer.load(Path(config.model.path))
-    except (OSError, ValueError) as error:
-        raise StartError(f"cannot load the tokenizer: {error}") from error
-    fingerprint = xxhash.xxh3_64_hexdigest(f"{VERSION}\0{config.model.name}".encode())[:10]
-    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}")
 
 
 def main() -> None:
@@ -65,8 +34,8 @@ def main() -> None:
     parser.add_argument("--name", default="edge-0", help="name in logs and towards the router")
     parser.add_argument("--port", type=int, default=None, help="overrides edge.port; 0 picks one")
     parser.add_argument("--metrics-port", type=int, default=None, help="unused: /metrics is on the edge's own port")
-    options = parser.parse_args()
-    run_service(serve(options.config, options.name, options.port))
+    add_door_flags(parser)
+    run_service(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

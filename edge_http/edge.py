@@ -59,12 +59,21 @@ class Edge:
         """The way to other edges' responses; None without Redis."""
         self.num_running = 0
         self._draining = False
+        self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def draining(self) -> bool:
         return self._draining
+
+    @property
+    def leaving(self) -> bool:
+        """A successor is there for new connections: those that exist are served once more, and closed."""
+        return self._leaving
+
+    def leave(self) -> None:
+        self._leaving = True
 
     def drain(self) -> None:
         """Take no new requests from now on; what runs goes on."""
@@ -119,7 +128,7 @@ class Edge:
 
     def not_ready_reason(self) -> str:
         """Why no request can be served now; "" when it can."""
-        if self._draining:
+        if self._draining or self._leaving:
             return "this edge is draining"
         if not self.link.connected:
             return "the router cannot be reached"

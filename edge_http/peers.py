@@ -39,12 +39,16 @@ class Peers:
         await self._journal.close()
 
 
-def join_peers(edge: Edge, redis: RedisConfig, listening_at: str) -> Peers | None:
-    """None when there is nothing to share: no Redis, no resuming, or no address that others could use."""
+def join_peers(edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port: bool = False) -> Peers | None:
+    """`listening_at`: where only this edge listens. `shares_port`: it has another address besides, as other edges have.
+    None when there is nothing to share: no Redis, no resuming, or no address that others could use."""
     resume = edge.config.resume
     if not redis.url or not resume.grace_seconds:
         return None
     if not resume.advertised_address and listening_at.rpartition(":")[0].strip("[]") in _WILDCARDS:
         log.warning("edge.resume.advertised_address is not set: other edges cannot resume streams of this one")
         return None
-    return Peers(edge, redis, resume.advertised_address or listening_at)
+    advertised = resume.advertised_address
+    if advertised and shares_port:
+        advertised = f"{advertised.rpartition(':')[0]}:{listening_at.rpartition(':')[2]}"
+    return Peers(edge, redis, advertised or listening_at)

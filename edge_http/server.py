@@ -4,11 +4,15 @@ and so that even a request that is not HTTP gets an error in OpenAI's form."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, Final
 
 import structlog
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
 
 from edge_http.dispatch import Dispatcher
 from edge_http.edge import Edge
@@ -26,6 +30,9 @@ LINGER_SECONDS: Final = 2.0
 MAX_HEADERS: Final = 100
 BACKLOG: Final = 1024
 SHUTDOWN_SECONDS: Final = 1.0
+LEAVE_SECONDS: Final = 1.0
+"""How long idle connections stay open once a successor takes the new ones: a request may be on its way in them."""
+LEAVE_POLL_SECONDS: Final = 0.02
 
 
 class _Connection(web.RequestHandler):
@@ -54,7 +61,8 @@ class _Connection(web.RequestHandler):
 class _Server(web.Server):
     def __init__(self, edge: Edge) -> None:
         # Cancelling handlers is how a client that goes away ends its request.
-        super().__init__(Dispatcher(edge), handler_cancellation=True)
+        super().__init__(Dispatcher(edge), handler_cancellation=True, request_factory=self._request)
+        self._edge = edge
         self._options: dict[str, Any] = {
             "keepalive_timeout": KEEPALIVE_SECONDS,
             "lingering_time": LINGER_SECONDS,
@@ -68,33 +76,79 @@ class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=asyncio.get_running_loop(), **self._options)
 
+    def _request(
+        self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any
+    ) -> web.BaseRequest:
+        kind = _LastRequest if self._edge.leaving else web.BaseRequest
+        return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
+
+
+class _LastRequest(web.BaseRequest):
+    """Of its connection: the answer says that it will be closed."""
+
+    @property
+    def keep_alive(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return False
+
 
 class EdgeServer:
     """An Edge that listens."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._runner = web.ServerRunner(_Server(edge), shutdown_timeout=SHUTDOWN_SECONDS)
+        self._connections = _Server(edge)
+        self._runner = web.ServerRunner(self._connections, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._taken_over: web.SockSite | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Listen; port 0 picks one. Returns "host:port". Raises StartError when the port is taken."""
         await self._runner.setup()
+        return await self.listen(host, port)
+
+    async def take_over(self, listener: socket.socket) -> str:
+        """Serve what comes to a socket that listens already, and that others may go on with. Returns "host:port"."""
+        await self._runner.setup()
+        site = web.SockSite(self._runner, listener, backlog=BACKLOG)
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        await self._listen(site, address)
+        self._taken_over = site
+        return address
+
+    async def listen(self, host: str, port: int) -> str:
+        """At one more place. Raises StartError when the port is taken."""
         site = web.TCPSite(self._runner, host, port, reuse_port=False, backlog=BACKLOG)
+        await self._listen(site, f"{host}:{port}")
+        return f"{host}:{site.port}"
+
+    async def _listen(self, site: web.BaseSite, address: str) -> None:
         try:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-        return f"{host}:{site.port}"
+            raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
 
     async def drain(self) -> None:
-        """Refuse new requests (they and /ready get 503), let running ones finish within the drain timeout."""
-        self._edge.drain()
+        """Let running requests finish within the drain timeout, /ready says 503. New ones are refused (503); but with a
+        socket that others go on with, requests that come over connections which exist are served, and those closed."""
         try:
             async with asyncio.timeout(self._edge.config.drain_timeout_seconds):
+                if self._taken_over is not None:
+                    await self._leave(self._taken_over)
+                self._edge.drain()
                 await self._edge.wait_idle()
         except TimeoutError:
+            self._edge.drain()
             log.warning("drain timed out", num_running=self._edge.num_running)
+
+    async def _leave(self, site: web.SockSite) -> None:
+        await site.stop()
+        self._edge.leave()
+        loop = asyncio.get_running_loop()
+        busy_until = loop.time() + LEAVE_SECONDS
+        # aiohttp does not say when a connection ends.
+        while self._connections.connections and (self._edge.num_running or loop.time() < busy_until):  # noqa: ASYNC110
+            await asyncio.sleep(LEAVE_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Close all connections; what still runs is cancelled, in the engine too."""

@@ -21,8 +21,9 @@ from grpc_reflection.v1alpha import reflection
 from kvloom.config import ConfigError
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
+_SHARE_PORT: Final = "grpc.so_reuseport"
 SERVER_OPTIONS: Final = [
-    ("grpc.so_reuseport", 0),  # a second process on the same port must fail, not share its traffic
+    (_SHARE_PORT, 0),  # a second process on the same port must fail, not share its traffic
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 32 * 2**10),
@@ -30,6 +31,11 @@ SERVER_OPTIONS: Final = [
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+
+
+def sharing_port(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Options of a server whose port others listen on, too, as whoever started them all sees to."""
+    return [(name, 1 if name == _SHARE_PORT else value) for name, value in options]
 
 
 class StartError(Exception):

@@ -70,7 +70,10 @@ class RouterServer:
         tokenizer: ModelTokenizer,
         router_id: str = "router",
         metrics_registry: CollectorRegistry = REGISTRY,
+        *,
+        shares_port: bool = False,
     ) -> None:
+        """`shares_port`: others may listen on its port (SO_REUSEPORT), a successor for one."""
         self._config = config
         self._core = core
         self._router_id = router_id
@@ -89,7 +92,9 @@ class RouterServer:
             config.router.resume, self._dispatcher, intake, ResumeMetrics(metrics_registry), router_id
         )
         self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions, self._answers)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        self._shares_port = shares_port
+        options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
         health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
         self._local_server = LocalServer(
@@ -98,12 +103,14 @@ class RouterServer:
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
         self._metrics.watch(self._gauges)
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns the address. Raises StartError when the port is taken or the decision log's file is not to be
-        written."""
+    async def start(self, host: str, port: int, own_port: int | None = None) -> str:
+        """Listen; returns the address, with `own_port` the one that is nobody else's. Raises StartError when the port
+        is taken or the decision log's file is not to be written."""
         if self._decision_writer is not None:
             self._decision_writer.open()
         address = service.bind(self._server, host, port)
+        if own_port is not None:
+            address = service.bind(self._server, host, own_port)
         await self._local_server.start(address)
         await self._server.start()
         registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
