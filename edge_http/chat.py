@@ -11,7 +11,7 @@ from edge_http.guide import guide_of
 from edge_http.headers import session_key
 from edge_http.prompt import chat_prompt
 from edge_http.requests import decode_chat
-from edge_http.sampling import chat_max_tokens, chat_sampling, num_choices, stop_conditions
+from edge_http.sampling import chat_max_tokens, chat_sampling, num_choices, stop_conditions, tier_of
 from edge_http.shapes import ChatShape
 
 
@@ -37,6 +37,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
             stream=bool(body.stream),
             include_usage=wants_usage(body),
             session_key=key,
+            tier=tier_of(body),
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )

@@ -11,7 +11,7 @@ from edge_http.guide import guide_of
 from edge_http.headers import session_key
 from edge_http.prompt import completion_prompts
 from edge_http.requests import decode_completion
-from edge_http.sampling import completion_max_tokens, completion_sampling, num_choices, stop_conditions
+from edge_http.sampling import completion_max_tokens, completion_sampling, num_choices, stop_conditions, tier_of
 from edge_http.shapes import CompletionShape
 
 
@@ -36,6 +36,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
             stream=bool(body.stream),
             include_usage=wants_usage(body),
             session_key=key,
+            tier=tier_of(body),
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )

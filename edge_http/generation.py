@@ -40,6 +40,7 @@ from edge_http.stream import StreamedAnswer
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
 from kvloom.router_link import LinkRequest
+from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
@@ -64,6 +65,7 @@ class Job:
     stream: bool
     include_usage: bool
     session_key: str
+    tier: router_service_pb2.Tier
     body_digest: str
     guide_field: str = ""
     """Of the body, that asked for guided decoding."""
@@ -223,6 +225,7 @@ def _link_request(
         timeout_seconds=edge.config.request_timeout_seconds,
         traceparent=traceparent(request),
         session_key=job.session_key,
+        tier=job.tier,
     )
 
 

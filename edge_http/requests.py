@@ -88,7 +88,10 @@ class GenerationBody(Body, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. a conversation: a hint for placement."""
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    """flex: it can wait, and is the first to be refused when too much is asked for."""
+    priority: int | None = None
+    """vLLM's extension: above 0 is less urgent, as service_tier "flex"."""
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -8,6 +8,7 @@ from edge_http.guide import BodyGuide
 from edge_http.requests import ChatBody, CompletionBody, GenerationBody
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.sampling import MAX_LOGPROBS, check_num_choices, check_sampling, check_stop
+from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
@@ -54,6 +55,17 @@ def chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
 def completion_max_tokens(body: CompletionBody) -> int:
     limit = _max_tokens(body.max_tokens, "max_tokens")
     return DEFAULT_COMPLETION_MAX_TOKENS if limit is None else limit
+
+
+def tier_of(body: GenerationBody) -> router_service_pb2.Tier:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    priority = body.priority or 0
+    if priority < 0:
+        raise invalid_argument("priority must not be negative: nothing is more urgent than the default.", "priority")
+    if priority > _MAX_UINT32:
+        raise invalid_argument(f"priority must be at most {_MAX_UINT32}.", "priority")
+    is_batch = priority > 0 or body.service_tier == "flex"
+    return router_service_pb2.TIER_BATCH if is_batch else router_service_pb2.TIER_INTERACTIVE
 
 
 def stop_conditions(body: GenerationBody, max_tokens: int | None) -> StopConditions:

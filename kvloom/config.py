@@ -77,6 +77,14 @@ class EdgeConfig(Section):
     max_buffered_bytes: PositiveInt = 256 * 2**10
     """What may wait for a slow reader, per stream; beyond that the request is cancelled."""
     max_concurrent_requests: PositiveInt = 8192
+    max_connections: PositiveInt = 16_384
+    """Open at a time; more get a 503 and are closed."""
+    max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
+    """Of all bodies together that are being received or read; beyond that requests are refused at once."""
+    header_timeout_seconds: PositiveFloat = 10.0
+    """From a connection's begin, or the first byte of a later request, to the end of its headers."""
+    body_timeout_seconds: PositiveFloat = 60.0
+    """From the end of the headers to the end of the body."""
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
     routers: list[Address] = []
@@ -105,6 +113,21 @@ class DecisionLogConfig(Section):
     """Of the file; what was there before becomes `path` + ".1"."""
 
 
+class OverloadConfig(Section):
+    """What happens when more is asked for than the shards can do (docs/reliability.md)."""
+
+    sheds_early: bool = True
+    """Refuse requests on arrival that would wait longer than they may, judged by the rate at which the queue drains,
+    and drop those in the queue that cannot be answered before their deadline. Without it only `max_queued_requests`
+    and the clock decide."""
+    outage_patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
+    """How long requests that were admitted wait for a shard when the last one has gone. New ones are refused at
+    once."""
+    ramp_start_requests: PositiveInt = 8
+    """What a shard that comes (back) while requests wait is sent at first; two more with every first token that it
+    produces, so that it is not run over."""
+
+
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8081
@@ -116,9 +139,12 @@ class RouterConfig(Section):
     request_timeout_seconds: PositiveFloat = 600.0
     max_attempts: PositiveInt = 3
     max_prompt_tokens: PositiveInt = 262_144
+    max_streams_per_connection: PositiveInt = 4096
+    """RPCs open at a time on one HTTP/2 connection; more wait at the client."""
     drain_timeout_seconds: PositiveFloat = 30.0
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
+    overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
 
 

@@ -93,6 +93,8 @@ class LinkRequest:
     traceparent: str = ""
     session_key: str = ""
     """See GenerateRequest in router_service.proto."""
+    tier: router_service_pb2.Tier = router_service_pb2.TIER_UNSPECIFIED
+    """How urgent it is."""
     begun: Sequence[ChoiceProgress] = ()
     """What earlier attempts have delivered of the choices that are still wanted; `n` says nothing then. Empty: all n
     choices, from their beginning."""
@@ -195,6 +197,7 @@ class GrpcRouterLink:
                 tenant=request.tenant,
                 traceparent=request.traceparent,
                 session_key=request.session_key,
+                tier=request.tier,
             )
         )
         self._wake.set()

@@ -6,6 +6,7 @@ from typing import Final
 
 from kvloom.config import KvloomConfig
 from router.core.core import CoreConfig
+from router.core.overload import OverloadConfig
 
 MAX_HELD_TOKENS: Final = 4096
 """Per sequence, while its text waits for the safety service."""
@@ -23,4 +24,9 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         safety_required=config.safety.on_unavailable == "refuse",
         max_held_tokens=MAX_HELD_TOKENS,
         decision_sample_share=router.decision_log.sample_share,
+        overload=OverloadConfig(
+            sheds_early=router.overload.sheds_early,
+            outage_patience_seconds=router.overload.outage_patience_seconds,
+            ramp_start_requests=router.overload.ramp_start_requests,
+        ),
     )

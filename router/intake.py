@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop
 from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, Submit
 from router import convert
-from router.core.events import ChoiceSpec, Request
+from router.core.events import ChoiceSpec, Request, Tier
 
 MAX_NAME_CHARS: Final = 256
 """Of request ids, tenants, trace contexts and session keys."""
@@ -22,6 +23,11 @@ MAX_MESSAGES: Final = 4096
 MAX_CHARS_PER_TOKEN: Final = 16
 """A text longer than this for every token that a prompt may have is refused before any work is done on it."""
 SEED_BITS: Final = 64
+_TIERS: Final[Mapping[int, Tier]] = {
+    router_service_pb2.TIER_UNSPECIFIED: Tier.INTERACTIVE,
+    router_service_pb2.TIER_INTERACTIVE: Tier.INTERACTIVE,
+    router_service_pb2.TIER_BATCH: Tier.BATCH,
+}
 
 
 class Intake:
@@ -64,6 +70,7 @@ class Intake:
             sampling=_with_seed(submit.sampling),
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
+            tier=_tier(submit.tier),
             tenant=submit.tenant,
             traceparent=submit.traceparent,
             session_key=submit.session_key,
@@ -90,6 +97,7 @@ class Intake:
             sampling=_with_seed(wanted.sampling),
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
+            tier=_tier(wanted.tier),
             traceparent=traceparent,
             session_key=wanted.session_key,
         )
@@ -209,6 +217,12 @@ def _check_names(**names: str) -> None:
     for field, value in names.items():
         if len(value) > MAX_NAME_CHARS:
             raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS}.", field)
+
+
+def _tier(tier: int) -> Tier:
+    if tier not in _TIERS:  # the enum is open: any number can come over the wire
+        raise invalid_argument(f"tier has no value {tier}.", "tier")
+    return _TIERS[tier]
 
 
 def _checked_timeout(timeout_seconds: float) -> float:
