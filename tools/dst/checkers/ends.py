@@ -130,7 +130,9 @@ def _is_unscreenable(node: RouterNode, choice: SeenChoice) -> bool:
 
 
 def _no_shard(node: RouterNode, choice: SeenChoice) -> bool:
-    return choice.request.request.model in node.witness.models and not eligible(node.witness.shards, choice.request)
+    models = node.witness.models
+    is_known = choice.request.request.model in models or not models
+    return is_known and not eligible(node.witness.shards, choice.request)
 
 
 _CAUSES: Final[dict[int, Callable[[RouterNode, SeenChoice], bool]]] = {
@@ -141,7 +143,7 @@ _CAUSES: Final[dict[int, Callable[[RouterNode, SeenChoice], bool]]] = {
     ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,
     ErrorReason.ERROR_REASON_NO_SHARD_READY: _no_shard,
     ErrorReason.ERROR_REASON_MODEL_NOT_FOUND: lambda node, choice: (
-        choice.request.request.model not in node.witness.models
+        bool(node.witness.models) and choice.request.request.model not in node.witness.models
     ),
     ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED: _does_not_fit,
     ErrorReason.ERROR_REASON_INVALID_ARGUMENT: lambda _node, choice: (
