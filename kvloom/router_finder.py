@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final
 
 import redis.exceptions
@@ -11,6 +12,7 @@ import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.registry import RouterRegistry
+from kvloom.router_group import RouterGroup
 
 log = structlog.get_logger()
 
@@ -22,6 +24,20 @@ def configured_routers(config: KvloomConfig) -> list[str]:
     if config.edge.routers:
         return list(config.edge.routers)
     return [f"{config.router.host}:{config.router.port}"] if config.router.port else []
+
+
+@contextlib.asynccontextmanager
+async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[RouterGroup]:
+    """A link to all routers there are, now and later, for a process called `client_id`."""
+    group = RouterGroup(client_id, reattach_seconds=config.edge.reattach_seconds)
+    finder = RouterFinder(config, group.set_addresses)
+    finder.start()
+    await group.start()
+    try:
+        yield group
+    finally:
+        await finder.close()
+        await group.close()
 
 
 class RouterFinder:

@@ -81,8 +81,8 @@ class Fleet:
         return self.shards.pop(shard_id)
 
     def knows(self, model: str) -> bool:
-        """Whether any shard has ever served it."""
-        return model in self._windows
+        """Whether any shard has ever served it. Before the first shard was seen: any model may exist."""
+        return model in self._windows or not self._windows
 
     def ready(self, model: str) -> list[Shard]:
         """Shards that take new requests for `model`."""
