@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_http.process import add_door_flags, doors_from, load_model, serve_edge
 from kvloom.config import load_config
-from kvloom.router_link import GrpcRouterLink
+from kvloom.router_finder import linked_routers
 from kvloom.service import announce_ready, run_service, stop_event
 from kvloom.telemetry import configure_logging
 
@@ -19,12 +19,10 @@ async def serve(options: argparse.Namespace) -> None:
     configure_logging(config.log, options.name)
     stop = stop_event()
     model = await asyncio.to_thread(load_model, config)
-    link = GrpcRouterLink(f"{config.router.host}:{config.router.port}", options.name)
-    await link.start()
     try:
-        await serve_edge(config, link, model, doors_from(options, config), stop, announce_ready)
+        async with linked_routers(config, options.name) as link:
+            await serve_edge(config, link, model, doors_from(options, config), stop, announce_ready)
     finally:
-        await link.close()
         model.tokenizer.close()
 
 
