@@ -8,7 +8,6 @@ The same core runs in the service, in the trace simulator and in the determinist
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +19,13 @@ from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged, WantKvSnapshot
 from router.core.admission import check_names, check_servable, draining, queue_timeout, safety_unavailable
+from router.core.core_config import CoreConfig
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
 from router.core.events import Event, Request, Tier
 from router.core.fleet import Fleet, Shard
 from router.core.frames import Finish
-from router.core.health import HealthSettings, HealthState
+from router.core.health import HealthState
 from router.core.health_watch import HealthWatch
 from router.core.lifecycle import Lifecycle, request_ended
 from router.core.live import Client, LiveRequest
@@ -33,7 +33,7 @@ from router.core.load_ledger import LoadLedger
 from router.core.moving import Mover
 from router.core.outage import Outage
 from router.core.outbox import Outbox
-from router.core.overload import OverloadConfig, OverloadGuard
+from router.core.overload import OverloadGuard
 from router.core.placement import Plan
 from router.core.placement.placer import Placer
 from router.core.prefix_index import PrefixIndex
@@ -42,28 +42,7 @@ from router.core.screening import Screening
 from router.core.shard_state import ShardState
 from router.core.verdicts import Verdicts
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CoreConfig:
-    max_queued_requests: int = 1024
-    """Waiting for a shard with room; beyond that a request is refused at once."""
-    max_queue_seconds: float = 60.0
-    request_timeout_seconds: float = 600.0
-    """From arrival to the last token, for requests that do not say."""
-    max_attempts: int = 3
-    policy: str = "ect"
-    """A name in router.core.placement.POLICIES."""
-    answer_mode: str = "gate"
-    """gate: text is held until it is screened. async: sent at once, halted on a hit. off: not screened."""
-    safety_required: bool = True
-    """Refuse and end requests rather than serve them unscreened."""
-    max_held_tokens: int = 65536
-    """Tokens of one request that may wait for a verdict."""
-    decision_sample_share: float = 0.0
-    """Share of the requests (by a hash of their names) whose placements are told as PlacementDecided."""
-    health: HealthSettings | None = None
-    """When a shard is suspected; None: never. Shards must tell of every step then."""
-    overload: OverloadConfig = dataclasses.field(default_factory=OverloadConfig)
+__all__ = ["CoreConfig", "RouterCore"]
 
 
 class RouterCore:
@@ -215,8 +194,10 @@ class RouterCore:
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
         said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
         needs_shard = len(said) < len(live.choices)
-        is_parked = request.tier is not Tier.INTERACTIVE and self._dispatcher.queue.lines.num_waiting(request.model) > 0
-        has_room = not needs_shard or (not is_parked and self._placer.can_run(live))
+        can_run = not needs_shard or self._placer.can_run(live)
+        waits_for_others = self._dispatcher.queue.lines.num_waiting(request.model) > 0
+        is_parked = request.tier is not Tier.INTERACTIVE and needs_shard and (waits_for_others or not can_run)
+        has_room = can_run and not is_parked
         if not has_room and not self._make_queue_place(request, now):
             self._refuse(request, client, self._overload.full(request, now), now)
             return
