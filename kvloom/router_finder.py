@@ -1,4 +1,4 @@
-"""Where the routers are: a fixed list, or what is in the registry."""
+"""Where the routers are: a fixed list, or those that announce themselves in the registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY_SECONDS: Final = 1.0
 
 
 def configured_routers(config: KvloomConfig) -> list[str]:
-    """Addresses (host:port) that are known without the registry: `edge.routers`, else the one of [router]."""
+    """Addresses (host:port) that need no registry: `edge.routers`, else the one of [router]."""
     if config.edge.routers:
         return list(config.edge.routers)
     return [f"{config.router.host}:{config.router.port}"] if config.router.port else []
@@ -41,8 +41,8 @@ async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[
 
 
 class RouterFinder:
-    """Tells `found` all addresses whenever the registry may have changed: those that are configured, and those that
-    announce themselves. While Redis is away nothing changes."""
+    """Tells `found` all addresses whenever they may have changed: `edge.routers`, else those in the registry, else the
+    one of [router]. While Redis is away nothing changes."""
 
     def __init__(self, config: KvloomConfig, found: Callable[[Iterable[str]], None]) -> None:
         self._configured = configured_routers(config)
@@ -52,9 +52,9 @@ class RouterFinder:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """The configured ones are told at once."""
-        self._found(self._configured)
-        if self._registry is not None:
+        if self._registry is None:
+            self._found(self._configured)
+        else:
             self._task = asyncio.create_task(self._watch(self._registry), name="router finder")
 
     async def close(self) -> None:
@@ -68,12 +68,20 @@ class RouterFinder:
             await self._registry.close()
 
     async def _watch(self, registry: RouterRegistry) -> None:
+        has_found = False
         while True:
             try:
                 async for _ in registry.watch():
-                    self._found([*self._configured, *await registry.list_routers()])
+                    # A registry that has just lost everything is filled again within a heartbeat.
+                    addresses = list(await registry.list_routers()) or self._configured
+                    if addresses:
+                        self._found(addresses)
+                        has_found = True
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("the registry of routers cannot be read", cause=type(error).__name__)
             except Exception:  # e.g. a record of another version: one bad announcement must not end the watch
                 log.exception("the registry of routers holds something unexpected")
+            if not has_found:
+                self._found(self._configured)
+                has_found = True
             await asyncio.sleep(RETRY_SECONDS)

@@ -80,7 +80,7 @@ class RouterGroup:
         self._task = asyncio.create_task(self._run(), name="router group")
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """All routers there are now. One that is missing is not dropped before its connection breaks."""
+        """All routers there are now. One that is missing is dropped once it has ended what it runs."""
         self._members.wanted = list(dict.fromkeys(addresses))
         self._wake.set()
 

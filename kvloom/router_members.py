@@ -50,16 +50,22 @@ class RouterMembers:
         self._changed = asyncio.Event()
 
     async def follow_wanted(self) -> None:
-        """Connect to those that are new. Those that are not wanted any more go when their connection breaks."""
+        """Connect to those that are new. Those that are not wanted any more go when they have nothing left to do."""
         for address in self.wanted[:MAX_ROUTERS]:
             if address not in self._members:
                 link = self._new_link(address, self._client_id, self._look_again)
                 self._members[address] = RouterMember(address, link)
                 await link.start()
         for address, member in list(self._members.items()):
-            if address not in self.wanted and not member.link.connected:
+            if address not in self.wanted and not self._is_needed(member):
                 del self._members[address]
+                self._look_again()
                 await member.link.close()
+
+    def _is_needed(self, member: RouterMember) -> bool:
+        """Though it is not wanted any more."""
+        has_successor = any(self._members[a].link.connected for a in self.wanted if a in self._members)
+        return member.link.connected and (bool(member.attempts) or not has_successor)
 
     async def close(self) -> None:
         members, self._members = self._members, {}
@@ -99,7 +105,8 @@ class RouterMembers:
             models = member.link.fleet.models
             member.ready_models = frozenset(model.name for model in models if model.num_ready_shards)
         self.connected = bool(connected)
-        self.takers = [member for member in connected if not member.link.fleet.draining]
+        takers = [member for member in connected if not member.link.fleet.draining]
+        self.takers = [member for member in takers if member.address in self.wanted] or takers
         self.fleet = merged_fleet([member.link.fleet for member in self.takers or connected])
         self._changed.set()
         self._changed = asyncio.Event()
