@@ -21,6 +21,7 @@ from tools.lazy_group import LazyGroup
         "models": "tools.models_command:models",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
+        "chaos": "tools.chaos.command:chaos",
         "bench": "tools.cli:bench",
         "doctor": "tools.cli:doctor",
     },

@@ -1,0 +1,54 @@
+"""Reads the routers' logs while they are written, for the bills in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.chaos.ledger import Bill, parse_bill
+
+_MAX_READ_BYTES = 4 * 2**20
+
+
+class BillLog:
+    """Follows files that a BoundedLog writes: what has outgrown its size goes on in a new one, the old one being
+    `path` + ".1"."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._tails = [_Tail(path) for path in paths]
+        self.bills: list[Bill] = []
+
+    def read(self) -> None:
+        """Take what has been written since the last time. Blocks for as long as reading that takes."""
+        for tail in self._tails:
+            self.bills += [bill for line in tail.new_lines() if (bill := parse_bill(line)) is not None]
+
+
+class _Tail:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._inode = 0
+        self._rest = b""
+
+    def new_lines(self) -> Iterator[bytes]:
+        try:
+            inode = self._path.stat().st_ino
+        except OSError:
+            return
+        if self._inode and inode != self._inode:
+            old = self._path.with_name(self._path.name + ".1")
+            if old.exists() and old.stat().st_ino == self._inode:
+                yield from self._read(old)
+            self._position, self._rest = 0, b""
+        self._inode = inode
+        yield from self._read(self._path)
+
+    def _read(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            file.seek(self._position, os.SEEK_SET)
+            while piece := file.read(_MAX_READ_BYTES):
+                self._position += len(piece)
+                *lines, self._rest = (self._rest + piece).split(b"\n")
+                yield from lines

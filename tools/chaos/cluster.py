@@ -1,0 +1,173 @@
+"""The fabric under test: the processes of `kvloom up`, with its supervisor, in a data directory of its own. There are
+proxies between the routers and each shard, and between the clients and the edges."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvloom.config import KvloomConfig, dump_config
+from tools.backoff import Backoff
+from tools.chaos.http_client import Doorway
+from tools.chaos.proxy import FaultProxy
+from tools.child import ChildFailedError, ChildSpec
+from tools.failures import CommandError
+from tools.processes import STOP_ORDER, pick_free_ports, plan_stages
+from tools.readiness import fleet_is_complete, is_http_ready, router_address
+from tools.shared_port import SharedPort
+from tools.state import RunFolder
+from tools.supervised import ProcessState, ProcessStatus
+from tools.supervisor import Supervisor
+
+_START_TIMEOUT_SECONDS: Final = 180.0
+_READY_TIMEOUT_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.02
+
+
+class Cluster:
+    """`config`: model filled in; ports are chosen. `on_event`: lines about processes that died and came back."""
+
+    def __init__(self, config: KvloomConfig, data_dir: Path, on_event: Callable[[str], None]) -> None:
+        self.config = config
+        self.folder = RunFolder(data_dir)
+        self._on_event = on_event
+        self._stopped: set[int] = set()
+        self._shard_addresses: dict[str, tuple[str, int]] = {}
+        self.link_proxies: dict[str, FaultProxy] = {}
+        """By the shard's name: between it and the routers."""
+        self.door_proxies: dict[str, FaultProxy] = {}
+        """Between the clients and the edges, which share a port; as many as there are edges."""
+        self._ports: list[SharedPort] = []
+
+    async def start(self) -> None:
+        """Returns when it serves. Raises CommandError. `stop` must be called in any case."""
+        config = self.config
+        self._ports = [SharedPort(section.host, 0) for section in (config.edge, config.router)]
+        config.edge.port, config.router.port = (port.port for port in self._ports)
+        config.safety.port, redis_port = pick_free_ports(2)
+        config.redis.url = f"redis://127.0.0.1:{redis_port}/0"
+        config.data_dir = str(self.folder.data_dir)
+        for directory in (self.folder.run_dir, self.folder.log_dir):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        dump_config(config, self.folder.config_path)
+        stages = plan_stages(
+            config,
+            self.folder.config_path,
+            embed_redis=True,
+            start_timeout_seconds=_START_TIMEOUT_SECONDS,
+            http_port=self._ports[0],
+        )
+        self._supervisor = Supervisor(
+            [[await self._behind_proxy(spec) for spec in stage] for stage in stages],
+            stop_order=STOP_ORDER,
+            log_dir=self.folder.log_dir,
+            on_change=lambda: None,
+            on_event=self._on_event,
+            make_backoff=lambda: Backoff(max_seconds=1.0, stable_seconds=3.0),
+        )
+        try:
+            await self._supervisor.start()
+        except ChildFailedError as error:
+            raise CommandError(str(error)) from error
+        for number in range(config.edge.num_edges):
+            await self._open_door(f"door-{number}")
+        await self._wait_ready()
+
+    async def watch(self) -> None:
+        """Never returns; raises what only a fault of the supervisor can cause."""
+        await self._supervisor.watch()
+
+    async def stop(self) -> None:
+        """Leaves no process behind. Repeatable."""
+        for pid in list(self._stopped):
+            self.wake(pid)
+        supervisor = getattr(self, "_supervisor", None)
+        if supervisor is not None:
+            await supervisor.stop()
+        for proxy in (*self.link_proxies.values(), *self.door_proxies.values()):
+            await proxy.close()
+        for port in self._ports:
+            port.close()
+
+    # --- who is there
+
+    @property
+    def statuses(self) -> list[ProcessStatus]:
+        return self._supervisor.statuses
+
+    def names(self, role: str) -> list[str]:
+        return list(dict.fromkeys(status.name for status in self.statuses if status.role == role))
+
+    def status(self, name: str) -> ProcessStatus:
+        return next(status for status in self.statuses if status.name == name)
+
+    @property
+    def doorways(self) -> list[Doorway]:
+        return [Doorway(name, f"http://127.0.0.1:{proxy.port}") for name, proxy in self.door_proxies.items()]
+
+    @property
+    def router_addresses(self) -> list[str]:
+        return [self.status(name).address for name in self.names("router")]
+
+    # --- faults
+
+    def signal(self, name: str, signum: signal.Signals) -> int | None:
+        """Returns the pid; None when the process does not run, and nothing was sent."""
+        status = self.status(name)
+        if status.pid is None or status.state != ProcessState.READY:
+            return None
+        os.kill(status.pid, signum)
+        if signum is signal.SIGSTOP:
+            self._stopped.add(status.pid)
+        return status.pid
+
+    def wake(self, pid: int) -> None:
+        """End a SIGSTOP. The process may be gone."""
+        self._stopped.discard(pid)
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return
+
+    async def wait_replaced(self, name: str, pid: int, timeout_seconds: float) -> bool:
+        """Until another process of that name serves; False when it takes too long."""
+        deadline = time.monotonic() + timeout_seconds
+        while (status := self.status(name)).pid in (pid, None) or status.state != ProcessState.READY:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+        return True
+
+    # --- setting up
+
+    async def _behind_proxy(self, spec: ChildSpec) -> ChildSpec:
+        """Shards listen where they are told to and announce their proxy."""
+        if spec.role != "shard":
+            return spec
+        [port] = pick_free_ports(1)
+        proxy = FaultProxy(lambda: ("127.0.0.1", port))
+        await proxy.start()
+        self.link_proxies[spec.name] = proxy
+        more = ("--port", str(port), "--advertised-address", f"127.0.0.1:{proxy.port}")
+        return dataclasses.replace(spec, argv=(*spec.argv, *more))
+
+    async def _open_door(self, name: str) -> None:
+        proxy = FaultProxy(lambda: (self.config.edge.host, self.config.edge.port))
+        await proxy.start()
+        self.door_proxies[name] = proxy
+
+    async def _wait_ready(self) -> None:
+        deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
+        num_shards = self.config.shard.num_shards
+        while not (
+            await fleet_is_complete(router_address(self.config), num_shards) and await is_http_ready(self.config)
+        ):
+            if time.monotonic() > deadline:
+                raise CommandError(f"the fabric did not turn ready in {_READY_TIMEOUT_SECONDS:g} s")
+            await asyncio.sleep(0.05)

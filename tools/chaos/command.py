@@ -1,0 +1,148 @@
+"""`kvloom chaos`: a live fabric under faults and load, every answer checked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvloom.config import ModelConfig
+from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
+from tools.chaos.faults import FaultKind
+from tools.chaos.run import Plan, Progress, run_chaos
+from tools.chaos.text import chaos_page, soak_page, summary
+from tools.models import resolve_model
+from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.simulate.study_page import check_page, write_table
+
+_QUIET_SECONDS: Final = 10.0
+"""Between lines of progress where nobody watches a terminal."""
+_NAMES: Final = ", ".join(FaultKind)
+
+
+def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: str) -> list[FaultKind]:
+    if value == "all":
+        return list(FaultKind)
+    try:
+        return [FaultKind(name.strip()) for name in value.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; there are {_NAMES}") from error
+
+
+@click.command("chaos")
+@option(
+    "--minutes", type=click.FloatRange(0.1, 24 * 60), scope="chaos", default=2.0, show_default=True, help="How long."
+)
+@option("--seed", type=click.IntRange(0), scope="chaos", default=0, show_default=True, help="Of faults and users.")
+@option(
+    "--engine",
+    type=click.Choice(["sim", "torch"]),
+    scope="chaos",
+    default="sim",
+    show_default=True,
+    help="Of the shards.",
+)
+@option("--shards", "num_shards", type=click.IntRange(1, 64), scope="chaos", default=3, show_default=True)
+@option("--edges", "num_edges", type=click.IntRange(1, 16), scope="chaos", default=2, show_default=True)
+@option("--routers", "num_routers", type=click.IntRange(1, 16), scope="chaos", default=2, show_default=True)
+@option(
+    "--users",
+    "num_users",
+    type=click.IntRange(1, 1000),
+    scope="chaos",
+    default=12,
+    show_default=True,
+    help="At a time.",
+)
+@option(
+    "--faults",
+    "kinds",
+    scope="chaos",
+    default="all",
+    show_default=True,
+    callback=_parse_kinds,
+    help=f"Some of {_NAMES}.",
+)
+@option("--soak", is_flag=True, scope="chaos", help="No faults: steady load, and each process's memory over time.")
+@option(
+    "--page",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    scope="chaos",
+    help="Put the report between the page's markers.",
+)
+@option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
+@data_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def chaos(
+    kinds: list[FaultKind],
+    soak: bool,
+    page: Path | None,
+    model: str,
+    data_dir: Path | None,
+    as_json: bool,
+    **sizes: Any,
+) -> None:
+    """Kill, hang and cut off the parts of a live fabric of real processes while users check every word and every bill.
+
+    Exit status 1 when an answer was wrong, lost or doubled, billed twice, or failed without a fault that explains it.
+    """
+    table = "soak" if soak else "chaos"
+    if page is not None:
+        check_page(page, [table])
+    show = _ProgressLine()
+    cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
+    found = resolve_model(model, cache_dir, show.say)
+    plan = Plan(model=ModelConfig(name=found.name, path=str(found.path)), kinds=[] if soak else kinds, **sizes)
+    show.say(f"starting {plan.num_edges} edges, {plan.num_routers} routers and {plan.num_shards} {plan.engine} shards")
+    report = asyncio.run(run_chaos(plan, show.update))
+    show.end()
+    if page is not None:
+        write_table(page, table, soak_page(report) if soak else chaos_page(report))
+    print(json.dumps(report, indent=2) if as_json else summary(report))
+    if report["problems"]:
+        show.say(
+            "\n".join(("", *report["problems"], f"logs: {report['logs']}", f"again: {_command(plan, kinds, soak)}"))
+        )
+        sys.exit(1)
+
+
+def _command(plan: Plan, kinds: list[FaultKind], soak: bool) -> str:
+    words = ["kvloom chaos", f"--minutes {plan.minutes:g}", f"--seed {plan.seed}", f"--engine {plan.engine}"]
+    words += [f"--shards {plan.num_shards}", f"--edges {plan.num_edges}", f"--routers {plan.num_routers}"]
+    words += [f"--users {plan.num_users}"]
+    if soak:
+        words.append("--soak")
+    elif len(kinds) < len(FaultKind):
+        words.append("--faults " + ",".join(kinds))
+    return " ".join(words)
+
+
+class _ProgressLine:
+    """On stderr: rewritten in place on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._next_at = 0.0
+
+    def update(self, progress: Progress) -> None:
+        text = (
+            f"{progress.seconds:6.0f} s  {progress.num_requests:,} requests, {progress.num_faults} faults, "
+            f"{progress.num_bad} wrong, lost or doubled  {progress.last_fault}"
+        )
+        if self._is_terminal:
+            sys.stderr.write(f"\r{text[:118]:<118}")
+            sys.stderr.flush()
+        elif progress.seconds >= self._next_at:
+            self._next_at = progress.seconds + _QUIET_SECONDS
+            self.say(text)
+
+    def end(self) -> None:
+        if self._is_terminal:
+            sys.stderr.write("\n")
+
+    def say(self, message: str) -> None:
+        click.echo(message, err=True)

@@ -1,0 +1,93 @@
+"""Which failures the faults of the time explain. What they do not explain is a fault of kvloom. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from tools.chaos.checker import NEVER_ALLOWED, Finding, Verdict
+from tools.chaos.faults import FaultKind
+from tools.chaos.questions import Errand, Manner
+from tools.chaos.transcript import End, Transcript
+
+
+@dataclasses.dataclass(slots=True)
+class Disturbance:
+    """A fault that struck. Times are of the monotonic clock."""
+
+    kind: FaultKind
+    target: str
+    """The process's name; of links the shard's or the door's."""
+    began_at: float
+    ended_at: float | None = None
+    """When the part was there again. None: not yet."""
+
+    def is_felt(self, begin: float, end: float) -> bool:
+        """At any time in between."""
+        return self.began_at <= end and (self.ended_at is None or begin <= self.ended_at + SETTLE_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fleet:
+    num_edges: int
+    num_routers: int
+    num_shards: int
+    max_attempts: int
+    """`router.max_attempts`"""
+
+
+SETTLE_SECONDS: Final = 3.0
+"""Until the others have found a part that is back."""
+_ALL_SHARDS: Final = frozenset({"no_shard_ready", "shard_lost", "queue_timeout", "queue_full"})
+_LOST_ROUTER: Final = frozenset({"router_unavailable", "no_shard_ready", "model_not_found", "draining", "queue_full"})
+_LOST_EDGE: Final = frozenset({"not_found", "events_gone", "draining"})
+_OWN_FAULT: Final = frozenset({"client_too_slow"})
+_EDGE_VERBS: Final = frozenset({"kill", "stop", "reset"})
+"""What breaks a connection. An edge that only hangs keeps its connections."""
+
+
+def is_excused(
+    errand: Errand, seen: Transcript, finding: Finding, disturbances: Sequence[Disturbance], fleet: Fleet
+) -> bool:
+    """Whether this answer may have ended like this. `disturbances`: of the whole run."""
+    if finding.verdict in NEVER_ALLOWED:
+        return False
+    if finding.verdict in (Verdict.OK, Verdict.LEFT):
+        return True
+    felt = [one for one in disturbances if one.is_felt(seen.sent_at, seen.ended_at)]
+    by_part: dict[str, list[Disturbance]] = {}
+    for one in felt:
+        by_part.setdefault(one.kind.part, []).append(one)
+    if seen.end is End.BROKEN:
+        return _breaks_connections(errand, by_part)
+    if seen.end is End.UNREACHABLE:
+        return "edge" in by_part or "clients" in by_part
+    code = seen.code
+    if code in _OWN_FAULT:
+        return errand.manner is Manner.SLOW or "clients" in by_part
+    if code in _LOST_ROUTER and "router" in by_part:
+        return True
+    if code == "no_shard_ready" and "redis" in by_part and len(by_part) > 1:
+        return True  # a part that comes back while Redis is away cannot find the others
+    if code == "safety_unavailable":
+        return "safety" in by_part or "router" in by_part
+    if code in _LOST_EDGE and _breaks_connections(errand, by_part):
+        return True
+    if code == "internal_error":
+        # Nobody can look up where a response is.
+        return "redis" in by_part and "edge" in by_part and errand.manner in (Manner.RESUMABLE, Manner.FLAKY)
+    return code in _ALL_SHARDS and _no_shard_left(by_part, fleet)
+
+
+def _breaks_connections(errand: Errand, by_part: dict[str, list[Disturbance]]) -> bool:
+    causes = by_part.get("edge", []) + by_part.get("clients", [])
+    if errand.door.value.startswith("sdk"):
+        causes = by_part.get("router", [])
+    return any(one.kind.verb in _EDGE_VERBS for one in causes)
+
+
+def _no_shard_left(by_part: dict[str, list[Disturbance]], fleet: Fleet) -> bool:
+    """All shards were struck, or one request by so many faults that its attempts were used up."""
+    struck = by_part.get("shard", []) + by_part.get("link", [])
+    return len({one.target for one in struck}) >= fleet.num_shards or len(struck) >= fleet.max_attempts

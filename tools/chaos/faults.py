@@ -1,0 +1,87 @@
+"""Which faults strike when: a pure function of the seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from collections.abc import Sequence
+from typing import Final
+
+
+class FaultKind(enum.StrEnum):
+    """`VERB-PART`."""
+
+    KILL_SHARD = "kill-shard"
+    KILL_ROUTER = "kill-router"
+    KILL_EDGE = "kill-edge"
+    KILL_SAFETY = "kill-safety"
+    KILL_REDIS = "kill-redis"
+    HANG_SHARD = "hang-shard"
+    HANG_ROUTER = "hang-router"
+    HANG_EDGE = "hang-edge"
+    HANG_SAFETY = "hang-safety"
+    HANG_REDIS = "hang-redis"
+    STOP_SHARD = "stop-shard"
+    STOP_ROUTER = "stop-router"
+    STOP_EDGE = "stop-edge"
+    RESET_CLIENTS = "reset-clients"
+    """Connections between clients and an edge."""
+    STALL_CLIENTS = "stall-clients"
+    RESET_LINK = "reset-link"
+    """The connections between the routers and a shard."""
+    STALL_LINK = "stall-link"
+
+    @property
+    def verb(self) -> str:
+        return self.value.partition("-")[0]
+
+    @property
+    def part(self) -> str:
+        """ "shard", "router", "edge", "safety", "redis", "clients" or "link"."""
+        return self.value.partition("-")[2]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    at_seconds: float
+    """Since the load began."""
+    kind: FaultKind
+    choice: float
+    """Which one of its kind of part: 0 = the first, 1 = behind the last."""
+    duration_seconds: float = 0.0
+    """Of a hang or stall."""
+
+
+WARM_UP_SECONDS: Final = 4.0
+COOL_DOWN_SECONDS: Final = 6.0
+"""Without faults, at the end: what is open can end."""
+MIN_PAUSE_SECONDS: Final = 2.5
+MAX_PAUSE_SECONDS: Final = 6.0
+OVERLAP_SHARE: Final = 0.12
+"""Of the faults, that come while the one before is still felt."""
+_MAX_OVERLAP_SECONDS: Final = 0.8
+_MIN_HANG_SECONDS: Final = 0.5
+_MAX_HANG_SECONDS: Final = 4.0
+_LASTING: Final = frozenset({"hang", "stall"})
+
+
+def plan_faults(seed: int, duration_seconds: float, kinds: Sequence[FaultKind]) -> list[Fault]:
+    """In order of time. Every kind comes once before any comes again."""
+    rng = random.Random(f"faults of {seed}")
+    faults: list[Fault] = []
+    deck: list[FaultKind] = []
+    at_seconds = WARM_UP_SECONDS
+    while kinds and at_seconds < duration_seconds - COOL_DOWN_SECONDS:
+        if not deck:
+            deck = sorted(set(kinds))
+            rng.shuffle(deck)
+        kind = deck.pop()
+        lasts = kind.verb in _LASTING
+        hang_seconds = rng.uniform(_MIN_HANG_SECONDS, _MAX_HANG_SECONDS) if lasts else 0.0
+        faults.append(Fault(round(at_seconds, 3), kind, rng.random(), round(hang_seconds, 3)))
+        if rng.random() < OVERLAP_SHARE:
+            at_seconds += rng.uniform(0.0, _MAX_OVERLAP_SECONDS)
+        else:
+            at_seconds += hang_seconds + rng.uniform(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+    return faults

@@ -1,0 +1,44 @@
+"""What is kept of every answer: small, since a run has many."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tools.chaos.checker import Finding
+from tools.chaos.ledger import Delivery
+from tools.chaos.questions import Errand
+from tools.chaos.transcript import Expected, Transcript
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    errand: Errand
+    seen: Transcript
+    finding: Finding
+    num_due_tokens: int
+    num_seen_tokens: int
+
+    @classmethod
+    def of(cls, errand: Errand, expected: Expected, seen: Transcript, finding: Finding) -> Record:
+        record = cls(errand, seen, finding, expected.num_output_tokens, seen.num_seen_tokens(expected))
+        for choice in seen.choices:  # judged; the text is what would fill the memory
+            choice.text, choice.token_ids = "", None
+        return record
+
+    @property
+    def is_complete(self) -> bool:
+        return self.seen.num_output_tokens is not None
+
+    def delivery(self, *, may_miss_bill: bool) -> Delivery:
+        return Delivery(
+            request_ids=tuple(self.seen.request_ids),
+            num_seen_tokens=self.num_seen_tokens,
+            num_due_tokens=self.num_due_tokens,
+            is_complete=self.is_complete,
+            may_miss_bill=may_miss_bill,
+        )
+
+    @property
+    def title(self) -> str:
+        """For a list of failures."""
+        return f"{self.errand.manner} {self.errand.door} {self.seen.request_ids[-1:] or ''}: {self.finding.detail}"

@@ -1,0 +1,54 @@
+"""When everything has been answered, nothing may go on in the fabric, and nothing may be missing from it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from tools.chaos.cluster import Cluster
+from tools.readiness import fleet_is_complete
+
+_REST_SECONDS: Final = 45.0
+"""More than the grace period of the streams whose clients left."""
+_POLL_SECONDS: Final = 0.25
+
+
+async def wait_rest(cluster: Cluster) -> list[str]:
+    """What is still wrong when time is up; empty when all is at rest."""
+    deadline = time.monotonic() + _REST_SECONDS
+    while wrong := await _what_is_wrong(cluster):
+        if time.monotonic() > deadline:
+            return [f"{_REST_SECONDS:g} s after the last answer: {what}" for what in wrong]
+        await asyncio.sleep(_POLL_SECONDS)
+    return []
+
+
+async def _what_is_wrong(cluster: Cluster) -> list[str]:
+    wrong: list[str] = []
+    for name in cluster.names("shard"):
+        load = await _load_of(cluster.status(name).address)
+        if load is None:
+            wrong.append(f"{name} does not answer")
+        elif load.num_running or load.num_waiting:
+            wrong.append(f"{name} works on {load.num_running + load.num_waiting} sequences that nobody waits for")
+    num_shards = cluster.config.shard.num_shards
+    wrong += [
+        f"the router at {address} does not see all {num_shards} shards"
+        for address in cluster.router_addresses
+        if not await fleet_is_complete(address, num_shards)
+    ]
+    return wrong
+
+
+async def _load_of(address: str) -> shard_service_pb2.LoadReport | None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+        try:
+            return (await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=2.0)).load
+        except grpc.aio.AioRpcError:
+            return None

@@ -1,0 +1,235 @@
+"""One run: a cluster, its users, the faults, and the reckoning."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom.client import Client
+from kvloom.config import KvloomConfig, ModelConfig
+from kvloom.errors import KvloomError
+from kvloom.tokenizer import ModelTokenizer
+from tools.chaos.bill_log import BillLog
+from tools.chaos.checker import NEVER_ALLOWED
+from tools.chaos.cluster import Cluster
+from tools.chaos.excuses import Fleet
+from tools.chaos.faults import FaultKind, plan_faults
+from tools.chaos.http_client import HttpClient
+from tools.chaos.injector import Injector
+from tools.chaos.memory import SAMPLE_SECONDS, MemoryWatch
+from tools.chaos.oracle import Oracle, RecordedOracle, SimOracle
+from tools.chaos.questions import draw_question
+from tools.chaos.record import Record
+from tools.chaos.report import make_report
+from tools.chaos.rest import wait_rest
+from tools.chaos.sdk_client import SdkClient
+from tools.chaos.users import PATIENCE_SECONDS, Curiosity, Desk, run_user
+from tools.failures import CommandError
+
+_NUM_RECORDED: Final = 40
+_RECORDED_MAX_TOKENS: Final = (8, 40)
+_COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
+_MAX_STOP_WORDS: Final = 256
+_BILLS_SECONDS: Final = 1.0
+SOAK_WARM_UP_SECONDS: Final = 300.0
+"""Of a soak, that say nothing about growth; at most a third of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    model: ModelConfig
+    minutes: float
+    seed: int
+    kinds: Sequence[FaultKind]
+    """Empty: a soak."""
+    engine: str = "sim"
+    num_shards: int = 3
+    num_edges: int = 2
+    num_routers: int = 2
+    num_users: int = 12
+
+    @property
+    def seconds(self) -> float:
+        return 60.0 * self.minutes
+
+    @property
+    def fleet(self) -> Fleet:
+        return Fleet(self.num_edges, self.num_routers, self.num_shards, self.config().router.max_attempts)
+
+    def config(self) -> KvloomConfig:
+        config = KvloomConfig(model=self.model)
+        config.shard.engine = self.engine  # pyright: ignore[reportAttributeAccessIssue]
+        config.shard.num_shards = self.num_shards
+        config.edge.num_edges = self.num_edges
+        config.router.num_routers = self.num_routers
+        config.router.decision_log.max_remembered = 256
+        config.log.format = "json"  # bills are read from it
+        for section in (config.edge, config.router, config.shard):
+            section.drain_timeout_seconds = 15.0
+        return config
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """What a line about a run in progress tells."""
+
+    seconds: float = 0.0
+    num_requests: int = 0
+    num_faults: int = 0
+    num_bad: int = 0
+    """Answers with a verdict that is never allowed."""
+    last_fault: str = ""
+
+
+async def run_chaos(plan: Plan, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """The report; `problems` in it is empty when all is well. Raises CommandError when the cluster does not come up;
+    its logs are kept then, and when there are problems."""
+    data_dir = Path(tempfile.mkdtemp(prefix="kvloom-chaos-"))
+    keeps_logs = True
+    tokenizer = ModelTokenizer.load(Path(plan.model.path))
+    try:
+        report = await _Run(plan, data_dir, tokenizer, on_progress).run()
+        keeps_logs = bool(report["problems"])
+        if keeps_logs:
+            report["logs"] = str(data_dir / "logs")
+        return report
+    finally:
+        tokenizer.close()
+        if not keeps_logs:
+            shutil.rmtree(data_dir, ignore_errors=True)
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, data_dir: Path, tokenizer: ModelTokenizer, on_progress: Callable[[Progress], None]
+    ) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._on_progress = on_progress
+        self._progress = Progress()
+        self._events: list[str] = []
+        self._cluster = Cluster(plan.config(), data_dir, self._events.append)
+        self._records: list[Record] = []
+        self._memory = MemoryWatch()
+
+    async def run(self) -> dict[str, Any]:
+        try:
+            await self._cluster.start()
+            self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
+            log_dir = self._cluster.folder.log_dir
+            self._bills = BillLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
+            async with self._desk() as desk:
+                await self._disturb_users(desk)
+            at_rest = await wait_rest(self._cluster)
+            await asyncio.sleep(_BILLS_SECONDS)  # the last lines are on their way through the supervisor
+            self._bills.read()
+        finally:
+            await self._cluster.stop()
+        return self._report(at_rest)
+
+    @contextlib.asynccontextmanager
+    async def _desk(self) -> AsyncIterator[Desk]:
+        cluster, plan = self._cluster, self._plan
+        oracle, curiosity = await self._oracle()
+        async with (
+            HttpClient(cluster.doorways, plan.model.name) as http,
+            SdkClient(cluster.router_addresses, plan.model.name) as sdk,
+        ):
+            yield Desk(http, sdk, oracle, self._tokenizer, curiosity, self._note_record)
+
+    async def _oracle(self) -> tuple[Oracle, Curiosity]:
+        if self._plan.engine == "sim":
+            oracle = SimOracle(self._tokenizer)
+            return oracle, Curiosity(stop_words=oracle.words[:_MAX_STOP_WORDS])
+        rng = random.Random(f"questions of {self._plan.seed}")
+        pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS) for _ in range(_NUM_RECORDED)]
+        try:
+            async with Client(self._cluster.router_addresses[0]) as client:
+                recorded = await RecordedOracle.record(client, self._plan.model.name, pool, self._tokenizer)
+        except KvloomError as error:
+            raise CommandError(f"the undisturbed answers could not be had: {error.message}") from error
+        return recorded, Curiosity(pool=pool)
+
+    async def _disturb_users(self, desk: Desk) -> None:
+        plan = self._plan
+        self._begin = time.monotonic()
+        stop = asyncio.Event()
+        faults = plan_faults(plan.seed, plan.seconds, plan.kinds)
+        users = [
+            asyncio.create_task(run_user(desk, plan.seed, i, stop), name=f"user {i}") for i in range(plan.num_users)
+        ]
+        others = [
+            asyncio.create_task(self._cluster.watch(), name="supervisor"),
+            asyncio.create_task(self._watch(), name="watch"),
+        ]
+        injecting = asyncio.create_task(self._injector.run(faults, self._begin), name="faults")
+        timer = asyncio.create_task(asyncio.sleep(plan.seconds), name="end of the run")
+        try:
+            await _all_unless_failed([timer, injecting], [*users, *others])
+            stop.set()
+            async with asyncio.timeout(2 * PATIENCE_SECONDS):
+                await _all_unless_failed(users, others)
+        finally:
+            for task in (*users, *others, injecting, timer):
+                task.cancel()
+            await asyncio.gather(*users, *others, injecting, timer, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Memory, bills and progress, once a second. Never returns."""
+        next_sample = 0.0
+        while True:
+            seconds = time.monotonic() - self._begin
+            if seconds >= next_sample:
+                next_sample += SAMPLE_SECONDS
+                self._memory.sample(self._cluster.statuses, seconds)
+                await asyncio.to_thread(self._bills.read)
+            self._progress.seconds = seconds
+            self._on_progress(self._progress)
+            await asyncio.sleep(1.0)
+
+    def _note_record(self, record: Record) -> None:
+        self._records.append(record)
+        self._progress.num_requests += 1
+        self._progress.num_bad += record.finding.verdict in NEVER_ALLOWED
+
+    def _note_fault(self, what: str) -> None:
+        self._progress.num_faults += 1
+        self._progress.last_fault = what
+
+    def _report(self, unrest: Sequence[str]) -> dict[str, Any]:
+        plan = self._plan
+        warm_up = min(SOAK_WARM_UP_SECONDS, plan.seconds / 3)
+        figures = make_report(self._records, self._injector.disturbances, self._bills.bills, plan.fleet)
+        figures["problems"] += [*self._injector.never_back, *unrest]
+        return {
+            "minutes": plan.minutes,
+            "seed": plan.seed,
+            "engine": plan.engine,
+            "shards": plan.num_shards,
+            "edges": plan.num_edges,
+            "routers": plan.num_routers,
+            "users": plan.num_users,
+            "num_faults": len(self._injector.disturbances),
+            **figures,
+            "memory": self._memory.figures(warm_up),
+        }
+
+
+async def _all_unless_failed(wanted: Sequence[asyncio.Task[Any]], watched: Sequence[asyncio.Task[Any]]) -> None:
+    """Until all `wanted` have ended; raises as soon as any of both fails."""
+    open_tasks = set(wanted)
+    while open_tasks:
+        done, _ = await asyncio.wait(
+            (*open_tasks, *(t for t in watched if not t.done())), return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+        open_tasks -= done

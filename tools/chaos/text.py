@@ -1,0 +1,118 @@
+"""A report for people: as text, and as tables of a page in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+_NEVER: Final = ("wrong", "lost", "doubled", "miscounted")
+
+
+def summary(report: dict[str, Any]) -> str:
+    """For the terminal."""
+    verdicts, latency, ledger = report["verdicts"], report["latency"], report["ledger"]
+    lines = [
+        f"{report['minutes']:g} minutes, seed {report['seed']}, {report['engine']} engine: "
+        f"{report['requests']:,} requests, {report['num_faults']} faults",
+        "answers: "
+        + ", ".join(f"{count:,} {name}" for name, count in verdicts.items() if count or name in _NEVER)
+        + f", {report['double_billed']} double-billed, {report['not_billed']} not billed, "
+        f"{report['unexplained']} failed without a fault",
+        f"on the way: {report['connections_broken']:,} broken connections, {report['resumes']:,} streams taken up "
+        f"again, {report['refusals_tried_again']:,} refusals tried again",
+        f"bills: {ledger['billed_tokens']:,} tokens of {ledger['billed_requests']:,} requests, {ledger['exact']:,} "
+        f"whole answers billed exactly, {ledger['lost_with_their_router']} bills lost with their router",
+        f"first token: calm {_pair(latency['calm']['ttft'])} s, under faults {_pair(latency['disturbed']['ttft'])} s; "
+        f"longest pause: calm {_pair(latency['calm']['longest_pause'])} s, "
+        f"under faults {_pair(latency['disturbed']['longest_pause'])} s (p50 / p99)",
+    ]
+    if report["failures"]:
+        lines.append("failures: " + ", ".join(f"{count} {name}" for name, count in report["failures"].items()))
+    if report["faults"]:
+        lines += ["", _fault_table(report)]
+    lines += ["", _memory_table(report)]
+    return "\n".join(lines)
+
+
+def chaos_page(report: dict[str, Any]) -> str:
+    """What stands between the markers of `chaos`."""
+    verdicts, latency, ledger = report["verdicts"], report["latency"], report["ledger"]
+    fleet = f"{report['edges']} edges, {report['routers']} routers, {report['shards']} {report['engine']} shards"
+    rows = [
+        ("run", f"{report['minutes']:g} minutes, seed {report['seed']}; {fleet}; {report['users']} users"),
+        ("faults", f"{report['num_faults']}"),
+        ("requests", f"{report['requests']:,}"),
+        ("wrong / lost / doubled", " / ".join(str(verdicts[name]) for name in ("wrong", "lost", "doubled"))),
+        (
+            "double-billed / not billed / miscounted",
+            f"{report['double_billed']} / {report['not_billed']} / {verdicts['miscounted']}",
+        ),
+        ("whole and right", f"{verdicts['ok']:,}"),
+        ("left by their client (what came was right)", f"{verdicts['left']:,}"),
+        ("failed with a clear error", f"{verdicts['failed']:,}"),
+        ("refused, also when tried again", f"{verdicts['refused']:,}"),
+        ("broken with their connection (what came was right)", f"{verdicts['broken']:,}"),
+        ("failed with no fault to explain it", f"{report['unexplained']}"),
+        ("streams taken up again", f"{report['resumes']:,}"),
+        ("billed exactly / bill lost with its router", f"{ledger['exact']:,} / {ledger['lost_with_their_router']}"),
+        ("first token, calm (p50 / p99)", f"{_pair(latency['calm']['ttft'])} s"),
+        ("first token, under faults", f"{_pair(latency['disturbed']['ttft'])} s"),
+        ("longest pause in an answer, calm (p50 / p99)", f"{_pair(latency['calm']['longest_pause'])} s"),
+        ("longest pause in an answer, under faults", f"{_pair(latency['disturbed']['longest_pause'])} s"),
+    ]
+    return "\n\n".join((_table(("", ""), rows), _fault_table(report), _memory_table(report)))
+
+
+def soak_page(report: dict[str, Any]) -> str:
+    """What stands between the markers of `soak`."""
+    about = (
+        f"{report['minutes']:g} minutes, {report['users']} users, {report['requests']:,} requests, "
+        f"{report['verdicts']['ok'] + report['verdicts']['left']:,} of them right."
+    )
+    return f"{about}\n\n{_memory_table(report)}"
+
+
+def _fault_table(report: dict[str, Any]) -> str:
+    heads = ("fault", "times", "requests felt it", "failed", "part back s", "first answer s", "longest pause s")
+    rows = [
+        (
+            row["kind"],
+            str(row["count"]),
+            f"{row['requests']:,}",
+            str(row["failed"]),
+            *(_most(row[name]) for name in ("restored_seconds", "first_answer_seconds", "longest_pause_seconds")),
+        )
+        for row in report["faults"]
+    ]
+    return _table(heads, rows)
+
+
+def _memory_table(report: dict[str, Any]) -> str:
+    heads = ("process", "watched s", "RSS MB at first", "at the end", "MB per hour")
+    rows = [
+        (
+            row["name"],
+            f"{row['seconds']:.0f}",
+            f"{row['start_mb']}",
+            f"{row['end_mb']}",
+            _number(row["slope_mb_per_hour"]),
+        )
+        for row in report["memory"]
+    ]
+    return _table(heads, rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def _pair(percentiles: dict[str, float | None]) -> str:
+    return f"{_number(percentiles['p50'])} / {_number(percentiles['p99'])}"
+
+
+def _most(spread: dict[str, float | None]) -> str:
+    return f"{_number(spread['p50'])} (at most {_number(spread['max'])})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
