@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.router_link import LinkRequest
 from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop
 from kvloom.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1 import router_service_pb2
@@ -48,6 +49,17 @@ class Intake:
     def request_from_submit(self, submit: Submit, client_id: str) -> Request:
         """A request that came over a client's stream. Raises KvloomError."""
         _check_choices(submit)
+        choices = convert.choices_from_proto(list(submit.choices))
+        return self._request(submit, submit.prompt_token_ids[:], choices, client_id)
+
+    def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
+        """A request from this very process. Raises KvloomError."""
+        check_num_choices(len(choices), "choices")
+        return self._request(wanted, wanted.prompt_token_ids, choices, client_id)
+
+    def _request(
+        self, submit: Submit | LinkRequest, token_ids: Sequence[int], choices: Sequence[ChoiceSpec], client_id: str
+    ) -> Request:
         _check_names(
             request_id=submit.request_id,
             tenant=submit.tenant,
@@ -56,7 +68,6 @@ class Intake:
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
-        token_ids = submit.prompt_token_ids[:]
         self._check_prompt(token_ids, submit.model, "prompt_token_ids")
         self._check_text_size(submit.prompt_text, "prompt_text")
         return Request(
@@ -65,7 +76,7 @@ class Intake:
             model=submit.model,
             prompt_token_ids=token_ids,
             prompt_text=submit.prompt_text or self._text_for_screening(token_ids, submit.model),
-            choices=convert.choices_from_proto(list(submit.choices)),
+            choices=choices,
             max_tokens=submit.stop.max_tokens if submit.stop.HasField("max_tokens") else None,
             sampling=_with_seed(submit.sampling),
             stop=_copied(submit.stop),

@@ -29,6 +29,7 @@ from router.decision_log import DecisionLog
 from router.fleet_watcher import FleetWatcher
 from router.health import HealthReporter
 from router.intake import Intake
+from router.local_link import LocalRouterLink
 from router.metrics import RouterMetrics
 from router.plan import Planner
 from router.resumable_answers import ResumableAnswers
@@ -85,6 +86,7 @@ class RouterServer:
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
         self._watcher = FleetWatcher(self._registry, router_id, self._dispatcher)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
+        self._intake = intake
         self._decision_writer = self._new_decision_writer()
         journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
@@ -117,6 +119,10 @@ class RouterServer:
         self._announcer = Announcer(registry, RouterRecord(reachable_address(address), self._router_id))
         log.info("router listens", address=address)
         return address
+
+    def local_link(self, name: str) -> LocalRouterLink:
+        """A way in for this process itself."""
+        return LocalRouterLink(self._dispatcher, self._intake, name)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Until `stop` is set; then lets running requests end. Raises what one of the router's own tasks raised."""
