@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, Protocol
 
 import structlog
@@ -61,7 +60,7 @@ class ShardPeer(Protocol):
 
     def submit(self, attempt: SubmitAttempt) -> None: ...
 
-    def cancel(self, slots: Sequence[int]) -> None: ...
+    def cancel(self, cancel: CancelOnShard) -> None: ...
 
     def want_kv_snapshot(self) -> None: ...
 
@@ -208,7 +207,7 @@ class Dispatcher:
             case CancelOnShard():
                 shard = self._shards.get(action.shard_id)
                 if shard is not None:
-                    shard.cancel(action.slots)
+                    shard.cancel(action)
             case RequestEnded():
                 self._num_live_requests -= 1
                 if not self._num_live_requests:

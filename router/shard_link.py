@@ -7,7 +7,7 @@ or stalls so long that keepalive gives up, the core is told that the shard is do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Final
 
 import grpc
@@ -18,7 +18,7 @@ from kvloom.local_stream import LocalStream, connect_local
 from kvloom.registry import ShardRecord
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert
-from router.core.actions import SubmitAttempt
+from router.core.actions import CancelOnShard, SubmitAttempt
 from router.core.events import KvSnapshotArrived, LoadReported, ShardDown, ShardUp, StepArrived
 from router.dispatcher import Dispatcher
 from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of, raise_if_cancelled
@@ -48,7 +48,8 @@ class ShardLink:
         self._dispatcher = dispatcher
         self._connected = False
         self._submits: list[SubmitAttempt] = []
-        self._cancels: list[int] = []
+        self._cancels: dict[int, int | None] = {}
+        """Slot → how many of its tokens had arrived; None: it goes on elsewhere."""
         self._want_kv_snapshot = False
         self._overflown = False
         self._wake = asyncio.Event()
@@ -78,14 +79,14 @@ class ShardLink:
     def submit(self, attempt: SubmitAttempt) -> None:
         if self._cancels:
             # A slot is taken again only after its sequence's end came in: a cancel that still waits is for the old one.
-            taken = {choice.slot for choice in attempt.choices}
-            self._cancels = [slot for slot in self._cancels if slot not in taken]
+            for choice in attempt.choices:
+                self._cancels.pop(choice.slot, None)
         self._submits.append(attempt)
         self._overflown = self._overflown or len(self._submits) > MAX_WAITING_SUBMITS
         self._wake.set()
 
-    def cancel(self, slots: Sequence[int]) -> None:
-        self._cancels.extend(slots)
+    def cancel(self, cancel: CancelOnShard) -> None:
+        self._cancels.update(zip_longest(cancel.slots, cancel.num_output_tokens))
         self._wake.set()
 
     def want_kv_snapshot(self) -> None:
@@ -186,13 +187,18 @@ class ShardLink:
                 break
         taken, self._submits = self._submits[:num_submits], self._submits[num_submits:]
         # A cancel must not overtake the submit it is for.
-        cancels: list[int] = []
+        cancels: dict[int, int | None] = {}
         if not self._submits:
-            cancels, self._cancels = self._cancels, []
+            cancels, self._cancels = self._cancels, {}
         want_kv_snapshot, self._want_kv_snapshot = self._want_kv_snapshot, False
         return shard_service_pb2.ShardServiceConnectRequest(
             submits=[convert.submit_to_proto(attempt) for attempt in taken],
-            cancel_slots=cancels,
+            cancel_slots=cancels.keys(),
+            unwanted=[
+                shard_service_pb2.Unwanted(slot=slot, num_output_tokens=count)
+                for slot, count in cancels.items()
+                if count is not None
+            ],
             want_kv_snapshot=want_kv_snapshot,
         )
 

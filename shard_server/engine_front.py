@@ -38,6 +38,7 @@ from shard_server.engines.base import (
     StepOutput,
 )
 from shard_server.kv_mirror import KvMirror
+from shard_server.letting_go import LettingGo
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
 from shard_server.refusals import draining, engine_failed, queue_full, refusal
@@ -79,8 +80,7 @@ class EngineFront:
         self._kv = KvMirror()
         self._connections: list[RouterConnection] = []
         self._live: dict[str, LiveSequence] = {}
-        self._letting_go: set[str] = set()
-        """Finished here, and cancelled in the engine, whose end for them is still to come."""
+        self._letting_go = LettingGo(metrics)
         self._serials = itertools.count()
         self._origins = itertools.count(1)
         self._load = LoadReporter(engine.info.num_blocks)
@@ -111,8 +111,7 @@ class EngineFront:
             return
         self._connections.remove(connection)
         for sequence in list(connection.by_slot.values()):
-            self._cancel_in_engine(sequence)
-            self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
+            self._cancel_unwanted(sequence, sequence.num_output_tokens)
         self._metrics.on_routers(len(self._connections))
 
     def receive(self, connection: RouterConnection, frame: ShardServiceConnectRequest) -> None:
@@ -121,9 +120,14 @@ class EngineFront:
             raise protocol_violation("Only the first frame carries a hello.")
         for submit in frame.submits:
             self._submit(connection, submit)
+        num_arrived = {entry.slot: entry.num_output_tokens for entry in frame.unwanted}
         for slot in frame.cancel_slots:
             sequence = connection.by_slot.get(slot)
-            if sequence is not None:  # else its finish is on its way, or has arrived
+            if sequence is None:  # its finish is on its way, or has arrived
+                continue
+            if slot in num_arrived:
+                self._cancel_unwanted(sequence, num_arrived[slot])
+            else:
                 self._cancel_in_engine(sequence)
                 self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
         connection.send_step()
@@ -187,6 +191,7 @@ class EngineFront:
             sequence = live.get(request_id)
             if sequence is None:
                 num_discarded += len(token_ids)
+                self._letting_go.note_tokens(request_id, len(token_ids))
                 continue
             if request_id in ends or len(token_ids) != 1:
                 token_ids, delta = sequence.push_carefully(token_ids)
@@ -250,7 +255,7 @@ class EngineFront:
 
     def _end(self, end: SequenceEnd) -> None:
         """An end whose sequence has not finished with its last tokens."""
-        self._letting_go.discard(end.request_id)
+        self._letting_go.end(end.request_id)
         sequence = self._live.get(end.request_id)
         if sequence is None:
             return
@@ -335,6 +340,13 @@ class EngineFront:
     def _cancel_in_engine(self, sequence: LiveSequence) -> None:
         self._letting_go.add(sequence.request.request_id)
         self._engine.cancel(sequence.request.request_id)
+
+    def _cancel_unwanted(self, sequence: LiveSequence, num_arrived_tokens: int) -> None:
+        """Nobody wants what comes behind its first `num_arrived_tokens`."""
+        self._cancel_in_engine(sequence)
+        num_late_tokens = max(0, sequence.num_output_tokens - num_arrived_tokens)
+        self._letting_go.add_unwanted(sequence.request.request_id, num_late_tokens)
+        self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
 
     def _finish(
         self,

@@ -13,6 +13,8 @@ from shard_server.engines.base import EngineLoad
 _LATENCY_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
+_WASTED_TOKENS: Final = (0, 1, 2, 3, 4, 8, 16, 32, 64)
+
 
 class ShardMetrics:
     """One per process; tests give a registry of their own."""
@@ -52,6 +54,12 @@ class ShardMetrics:
             "kvloom_shard_finished_sequences", "Sequences by how they ended", ["reason"], registry=registry
         )
         self._discarded = counter("kvloom_shard_discarded_tokens", "Tokens generated after their sequence had ended")
+        self._wasted = counter(
+            "kvloom_wasted_tokens", "Tokens generated for sequences that nobody wanted any more, delivered to nobody"
+        )
+        self._wasted_each = histogram(
+            "kvloom_shard_wasted_tokens_per_cancel", "Of each cancelled sequence: its wasted tokens", _WASTED_TOKENS
+        )
         self._queued_prefill = gauge("kvloom_shard_queued_prefill_tokens", "Prompt tokens that wait for prefill")
         self._cached_blocks = gauge("kvloom_shard_cached_blocks", "KV blocks in the prefix cache")
         self._routers = gauge("kvloom_shard_connected_routers", "Routers with an open stream")
@@ -96,6 +104,11 @@ class ShardMetrics:
     def on_finish(self, reason: FinishReason.ValueType, e2e_latency_seconds: float) -> None:
         self._finished.labels(FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()).inc()
         self._e2e.observe(e2e_latency_seconds)
+
+    def on_unwanted_end(self, num_wasted_tokens: int) -> None:
+        """The engine has ended a sequence that was cancelled because nobody wanted it."""
+        self._wasted.inc(num_wasted_tokens)
+        self._wasted_each.observe(num_wasted_tokens)
 
     def on_routers(self, num_routers: int) -> None:
         self._routers.set(num_routers)

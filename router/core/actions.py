@@ -44,6 +44,9 @@ class PlacementDecided:
 class CancelOnShard:
     shard_id: str
     slots: Sequence[int]
+    num_output_tokens: Sequence[int] = ()
+    """Of each slot's sequence: as many as had arrived, whatever comes behind them is wasted. Empty: they go on
+    elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

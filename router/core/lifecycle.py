@@ -160,10 +160,10 @@ class Lifecycle:
 
     def end(self, choice: Choice, reason: FinishReason.ValueType, error: KvloomError | None, now: float) -> None:
         """End it now, wherever it is; what is held is dropped."""
+        self._leave_shard(choice)
         if choice.hold is not None:
             self._forget_tokens(choice, choice.hold.num_tokens)
             choice.hold = None
-        self._leave_shard(choice)
         self._end(choice, Finish(choice.client_slot, reason, error=error), now)
 
     def end_request(
@@ -177,7 +177,7 @@ class Lifecycle:
         """Cancel it where it runs, or take it out of what waits. Its slot stays in use until the shard has ended it."""
         live = choice.request
         if choice.shard_id:
-            self._outbox.cancel(choice.shard_id, choice.shard_slot)
+            self._outbox.cancel(choice)
             self._fleet.shards[choice.shard_id].detach(choice)
         elif choice in live.pending:
             live.pending.remove(choice)

@@ -13,7 +13,7 @@ class Outbox:
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self._clients: list[Client] = []
-        self._cancels: dict[str, list[int]] = {}
+        self._cancels: dict[str, tuple[list[int], list[int]]] = {}
         self.screen_slots: list[int] = []
         self.screen_deltas: list[str] = []
         self.close_slots: list[int] = []
@@ -21,8 +21,11 @@ class Outbox:
     def add(self, action: Action) -> None:
         self._actions.append(action)
 
-    def cancel(self, shard_id: str, slot: int) -> None:
-        self._cancels.setdefault(shard_id, []).append(slot)
+    def cancel(self, choice: Choice) -> None:
+        """Where it runs."""
+        slots, num_output_tokens = self._cancels.setdefault(choice.shard_id, ([], []))
+        slots.append(choice.shard_slot)
+        num_output_tokens.append(len(choice.output_token_ids))
 
     def step(self, client: Client) -> Step:
         """The step that this event sends to `client`."""
@@ -60,7 +63,7 @@ class Outbox:
         """All actions since the last call."""
         actions = self._actions
         if self._cancels:
-            actions.extend(CancelOnShard(shard_id, slots) for shard_id, slots in self._cancels.items())
+            actions.extend(CancelOnShard(shard_id, *cancels) for shard_id, cancels in self._cancels.items())
             self._cancels = {}
         if self._clients:
             for client in self._clients:
