@@ -47,12 +47,23 @@ class ReadyLine(msgspec.Struct):
 
     address: str
     metrics_address: str = ""
+    router_address: str = ""
+    """Of a router inside, as are its metrics."""
+    router_metrics_address: str = ""
     event: str = "ready"
 
 
-def announce_ready(address: str, metrics_address: str = "") -> None:
+def announce_ready(
+    address: str, metrics_address: str = "", router_address: str = "", router_metrics_address: str = ""
+) -> None:
     """Tell whoever started this process that it serves, and where."""
-    sys.stdout.buffer.write(msgspec.json.encode(ReadyLine(address=address, metrics_address=metrics_address)) + b"\n")
+    line = ReadyLine(
+        address=address,
+        metrics_address=metrics_address,
+        router_address=router_address,
+        router_metrics_address=router_metrics_address,
+    )
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import msgspec
 
 from kvloom.service import ReadyLine
 from tools.bounded_log import BoundedLog
+from tools.shared_port import SharedPort
 
 _EXEC_BOUND: Final = Path(__file__).with_name("exec_bound.py")
 _CHUNK_BYTES: Final = 64 * 2**10
@@ -46,6 +48,10 @@ class ChildSpec:
     """Between SIGTERM and SIGKILL."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """On top of this process's environment."""
+    listens_on: SharedPort | None = None
+    """It gets a socket that listens there, by `--listen-fd`."""
+    starts_first: bool = False
+    """A successor may start while its predecessor still runs; else it would find its place taken."""
 
 
 def bound_command(argv: Sequence[str]) -> list[str]:
@@ -57,15 +63,19 @@ class Child:
     """A launched process. It leads a process group of its own, so a Ctrl-C in the terminal does not reach it and
     whatever it starts can be ended with it. It is killed by the kernel if this process dies."""
 
-    def __init__(self, spec: ChildSpec, log: BoundedLog) -> None:
+    def __init__(self, spec: ChildSpec, log: BoundedLog, listener: socket.socket | None = None) -> None:
+        """`listener` is shared with the process and stays the caller's. Raises OSError when it cannot be launched."""
         self.spec = spec
         self._log = log
         self._tail: collections.deque[bytes] = collections.deque()
         self._num_tail_bytes = 0
         self._exited = asyncio.Event()
         self._ready_line: asyncio.Future[ReadyLine] = asyncio.get_running_loop().create_future()
+        inherited = () if listener is None else (listener.fileno(),)
+        flags = () if listener is None else ("--listen-fd", str(listener.fileno()))
         self._popen = subprocess.Popen(
-            bound_command(spec.argv),
+            bound_command((*spec.argv, *flags)),
+            pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

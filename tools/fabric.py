@@ -11,9 +11,11 @@ from kvloom.config import KvloomConfig
 from tools.child import ChildFailedError
 from tools.failures import CommandError
 from tools.processes import STOP_ORDER, plan_stages
-from tools.readiness import fleet_is_complete, http_url, is_http_ready, router_address
+from tools.readiness import fleet_is_complete, http_url, is_edge_ready, router_address
 from tools.reporters import Reporter
+from tools.shared_port import SharedPort
 from tools.state import FabricState, RunFolder, own_start_time
+from tools.supervised import ProcessState
 from tools.supervisor import Supervisor
 
 _READY_TIMEOUT_SECONDS = 60.0
@@ -32,6 +34,7 @@ class Fabric:
         folder: RunFolder,
         reporter: Reporter,
         *,
+        http_port: SharedPort,
         embed_redis: bool,
         start_timeout_seconds: float,
     ) -> None:
@@ -47,7 +50,11 @@ class Fabric:
         )
         self._supervisor = Supervisor(
             plan_stages(
-                config, folder.config_path, embed_redis=embed_redis, start_timeout_seconds=start_timeout_seconds
+                config,
+                folder.config_path,
+                embed_redis=embed_redis,
+                start_timeout_seconds=start_timeout_seconds,
+                http_port=http_port,
             ),
             stop_order=STOP_ORDER,
             log_dir=folder.log_dir,
@@ -86,15 +93,22 @@ class Fabric:
         self._announce()
         await self._supervisor.watch()
 
+    async def _is_complete(self) -> bool:
+        """Every shard is known to every router, and every edge takes requests."""
+        if not self._supervisor.all_ready:
+            return False
+        running = [status for status in self._supervisor.statuses if status.state == ProcessState.READY]
+        routers = [status.router_address for status in running if status.router_address]
+        edges = [status.metrics_address for status in running if status.role == "edge"]
+        num_shards = self._config.shard.num_shards
+        answers = await asyncio.gather(
+            *(fleet_is_complete(address, num_shards) for address in routers), *map(is_edge_ready, edges)
+        )
+        return all(answers)
+
     async def _wait_ready(self) -> None:
-        """Every shard is known to the router, and the edge takes requests."""
-        config = self._config
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-        while not (
-            self._supervisor.all_ready
-            and await fleet_is_complete(self._state.router_address, config.shard.num_shards)
-            and await is_http_ready(config)
-        ):
+        while not await self._is_complete():
             if time.monotonic() > deadline:
                 raise CommandError(
                     f"every process runs, but {self._state.http_url}/ready did not turn ready in "

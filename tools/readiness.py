@@ -28,12 +28,23 @@ def router_address(config: KvloomConfig) -> str:
     return f"{reachable_host(config.router.host)}:{config.router.port}"
 
 
+def reachable_address(address: str) -> str:
+    """As `reachable_host`, of host:port."""
+    host, _, port = address.rpartition(":")
+    return f"{reachable_host(host.strip('[]'))}:{port}"
+
+
 async def is_http_ready(config: KvloomConfig) -> bool:
-    """True when the edge's /ready answers 200."""
-    host = reachable_host(config.edge.host)
+    """Of an edge that uses its port alone."""
+    return await is_edge_ready(f"{config.edge.host}:{config.edge.port}")
+
+
+async def is_edge_ready(address: str) -> bool:
+    """True when the /ready of the edge that listens there answers 200."""
+    host, _, port = reachable_address(address).rpartition(":")
     try:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), config.edge.port)
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
                 writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 status_line = await reader.readline()
@@ -46,7 +57,7 @@ async def is_http_ready(config: KvloomConfig) -> bool:
 
 async def fleet_is_complete(address: str, num_shards: int) -> bool:
     """True when the router sees at least `num_shards` ready shards."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(reachable_address(address)) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:
             answer = await stub.ListModels(router_service_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS)

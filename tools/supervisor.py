@@ -1,4 +1,4 @@
-"""Starts a set of processes in order, keeps them running, stops them in order."""
+"""Starts a set of processes in order, keeps them running, replaces those it is asked to, stops them in order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Supervisor:
 
     @property
     def statuses(self) -> list[ProcessStatus]:
-        return [process.status for process in self._processes]
+        """With those that have been replaced and still run."""
+        found = [(process.status, process.predecessor) for process in self._processes]
+        return [status for pair in found for status in pair if status is not None]
 
     @property
     def all_ready(self) -> bool:
@@ -66,8 +68,15 @@ class Supervisor:
         """Never returns. Raises what a keeper raised, which only a fault of the supervisor itself can cause."""
         await _all_or_first_failure(self._keepers)
 
+    async def replace(self, name: str) -> None:
+        """A planned restart of one process (see SupervisedProcess.replace). Raises ChildFailedError."""
+        (process,) = (process for process in self._processes if process.spec.name == name)
+        await process.replace(self._force)
+
     async def stop(self) -> None:
         """End all processes, role after role. Repeatable."""
+        for process in self._processes:
+            process.close_port()
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)

@@ -22,6 +22,9 @@ PORT = click.IntRange(0, 65535)
 
 @click.command()
 @option("--shards", type=click.IntRange(1, 1024), help="How many engine shards.  [default: 2]")
+@option("--edges", type=click.IntRange(1, 256), help="How many HTTP edges; they share the port.  [default: 1]")
+@option("--routers", type=click.IntRange(1, 256), help="How many routers; they share the port.  [default: 1]")
+@option("--colocate", is_flag=True, help="A router inside each edge's process: one hop less for every token.")
 @option("--engine", type=click.Choice(["torch", "sim"]), help="What computes the tokens.  [default: torch]")
 @option("--sim-step-ms", type=click.FloatRange(min=0), help="Duration of one step of the sim engine.  [default: 20]")
 @option(

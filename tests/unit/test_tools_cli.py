@@ -16,7 +16,8 @@ from tools.failures import CommandError
 from tools.launch import absolute_model, apply_flags
 from tools.models import resolve_model
 from tools.options import load_config_file
-from tools.processes import pick_free_ports, plan_stages, port_is_free
+from tools.processes import pick_free_ports, plan_stages
+from tools.shared_port import SharedPort
 
 PAGE = (REPOSITORY / "docs" / "cli.md").read_text()
 EXPLAINED_ONCE = {"--data-dir", "--config", "--help", "--json"}
@@ -119,12 +120,45 @@ def test_a_path_given_to_up_survives_the_change_of_directory(tmp_path: Path, mon
 
 
 def test_a_port_in_use_is_noticed_and_a_fresh_one_is_free():
-    """The check before the start is what keeps a second fabric off the first."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert not port_is_free("127.0.0.1", server.getsockname()[1])
+    """A claim that another process's listener does not stop would put two fabrics behind one port."""
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError):
+        SharedPort("127.0.0.1", server.getsockname()[1])
     ports = pick_free_ports(4)
     assert len(set(ports)) == 4
-    assert all(port_is_free("127.0.0.1", port) for port in ports)
+    for port in ports:
+        SharedPort("127.0.0.1", port).close()
+
+
+def test_a_claimed_port_is_open_to_those_who_were_told_and_to_no_other_fabric():
+    """SO_REUSEPORT alone would let a second fabric join in silently, and take half of the first one's traffic."""
+    claimed = SharedPort("127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError):
+            SharedPort("127.0.0.1", claimed.port)
+        with claimed.listener(), claimed.listener(), pytest.raises(OSError):
+            SharedPort("127.0.0.1", claimed.port)
+        with socket.socket() as ordinary_server, pytest.raises(OSError):
+            ordinary_server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ordinary_server.bind(("127.0.0.1", claimed.port))
+    finally:
+        claimed.close()
+    SharedPort("127.0.0.1", claimed.port).close()
+
+
+def test_connections_that_wait_in_a_socket_outlive_the_process_that_served_it():
+    """This is what a restart rests on: the supervisor keeps the socket, the successor takes what waits."""
+    claimed = SharedPort("127.0.0.1", 0)
+    try:
+        with claimed.listener() as listener:
+            of_the_process = listener.dup()
+            with socket.create_connection(("127.0.0.1", claimed.port), timeout=5.0) as client:
+                of_the_process.close()
+                client.sendall(b"hello")
+                served, _ = listener.accept()
+                with served:
+                    assert served.recv(5) == b"hello"
+    finally:
+        claimed.close()
 
 
 def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
@@ -142,3 +176,22 @@ def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
     assert len(set(names)) == len(names)
     external = plan_stages(config, path, embed_redis=False, start_timeout_seconds=1)
     assert [spec.role for stage in external for spec in stage].count("redis") == 0
+
+
+@pytest.mark.parametrize(
+    ("num_edges", "num_routers", "colocate", "expected"),
+    [
+        (1, 1, False, ["safety", "router", "shard-0", "edge"]),
+        (2, 2, False, ["safety", "router-0", "router-1", "shard-0", "edge-0", "edge-1"]),
+        (2, 1, True, ["safety", "shard-0", "edge-0", "edge-1"]),
+    ],
+)
+def test_several_edges_and_routers_are_numbered_and_colocated_routers_are_no_processes(
+    tmp_path: Path, num_edges: int, num_routers: int, colocate: bool, expected: list[str]
+):
+    """Logs and commands go by these names; an only one keeps the name that it always had."""
+    config = KvloomConfig()
+    config.shard.num_shards = 1
+    config.edge.num_edges, config.edge.colocate, config.router.num_routers = num_edges, colocate, num_routers
+    (stage,) = plan_stages(config, tmp_path / "config.json", embed_redis=False, start_timeout_seconds=1)
+    assert [spec.name for spec in stage] == expected

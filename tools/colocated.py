@@ -1,0 +1,71 @@
+"""python -m tools.colocated --config FILE: an edge with a router inside, in one process and on one event loop.
+
+Edge and router are what they are apart (edge_http, router): only the link between them is another. The router serves
+its gRPC API as ever, to SDKs and to edges elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from edge_http.process import add_door_flags as add_edge_flags
+from edge_http.process import doors_from as edge_doors_from
+from edge_http.process import serve_edge, served_model
+from kvloom.config import load_config
+from kvloom.service import announce_ready, run_service, stop_event
+from kvloom.telemetry import configure_logging
+from router.process import add_door_flags as add_router_flags
+from router.process import doors_from as router_doors_from
+from router.process import load_tokenizer, open_router
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Until SIGTERM or SIGINT; the edge ends first, since it is the router's client. Raises StartError, ConfigError."""
+    config = load_config(options.config)
+    configure_logging(config.log, options.name)
+    stop = stop_event()
+    tokenizer = await asyncio.to_thread(load_tokenizer, config)
+    router_port = config.router.port if options.router_port is None else options.router_port
+    doors = router_doors_from(options, router_port)
+    router, router_address, router_metrics = await open_router(config, tokenizer, options.name, doors)
+
+    def on_ready(address: str, metrics_address: str) -> None:
+        announce_ready(address, metrics_address, router_address, router_metrics)
+
+    link = router.local_link(options.name)
+    edge_has_ended = asyncio.Event()
+
+    async def serve_edge_side() -> None:
+        try:
+            edge_doors = edge_doors_from(options, config)
+            await serve_edge(config, link, served_model(config, tokenizer), edge_doors, stop, on_ready)
+        finally:
+            await link.close()
+            edge_has_ended.set()
+
+    await link.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(router.serve(edge_has_ended), name="router")
+            tasks.create_task(serve_edge_side(), name="edge")
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+    finally:
+        tokenizer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.colocated", description="An HTTP edge with a router inside.")
+    parser.add_argument("--config", type=Path, required=True, help="TOML or JSON file")
+    parser.add_argument("--name", default="edge-0", help="name in logs and towards shards")
+    parser.add_argument("--port", type=int, help="overrides edge.port; 0 picks one")
+    parser.add_argument("--router-port", type=int, help="overrides router.port; 0 picks one")
+    add_edge_flags(parser)
+    add_router_flags(parser)
+    run_service(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
