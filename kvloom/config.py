@@ -128,6 +128,29 @@ class OverloadConfig(Section):
     produces, so that it is not run over."""
 
 
+class HealthConfig(Section):
+    """When the router suspects a shard: then it gets no new work, what runs there goes on elsewhere, and requests for
+    one token find out when it is well again (docs/reliability.md)."""
+
+    enabled: bool = True
+    stall_seconds: PositiveFloat = 5.0
+    """A shard that has something to do and makes no progress for so long is suspected; the time that prefill should take
+    is added."""
+    slow_factor: Annotated[float, Meta(gt=1)] = 10.0
+    """So is one whose tokens come so many times slower than the median of the shards that serve the same model."""
+    slow_seconds: PositiveFloat = 10.0
+    """Of decoding, before that is judged."""
+    max_failures: PositiveInt = 5
+    """So is one whose engine has failed so many requests in a row."""
+    max_suspected_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Of a model's shards; more are not suspected, whatever they do."""
+    probe_seconds: PositiveFloat = 1.0
+    """To the first probe of a suspected shard; every one that is missed doubles it."""
+    max_probe_seconds: PositiveFloat = 30.0
+    num_probes: PositiveInt = 3
+    """In a row that must be answered in time."""
+
+
 class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8081
@@ -143,6 +166,7 @@ class RouterConfig(Section):
     """RPCs open at a time on one HTTP/2 connection; more wait at the client."""
     drain_timeout_seconds: PositiveFloat = 30.0
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
+    health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)

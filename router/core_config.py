@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom.config import KvloomConfig
+from kvloom.config import HealthConfig, KvloomConfig
 from router.core.core import CoreConfig
+from router.core.health import HealthSettings
 from router.core.overload import OverloadConfig
 
 MAX_HELD_TOKENS: Final = 4096
@@ -24,9 +25,23 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         safety_required=config.safety.on_unavailable == "refuse",
         max_held_tokens=MAX_HELD_TOKENS,
         decision_sample_share=router.decision_log.sample_share,
+        health=_health_settings(router.health) if router.health.enabled else None,
         overload=OverloadConfig(
             sheds_early=router.overload.sheds_early,
             outage_patience_seconds=router.overload.outage_patience_seconds,
             ramp_start_requests=router.overload.ramp_start_requests,
         ),
+    )
+
+
+def _health_settings(health: HealthConfig) -> HealthSettings:
+    return HealthSettings(
+        stall_seconds=health.stall_seconds,
+        slow_factor=health.slow_factor,
+        slow_seconds=health.slow_seconds,
+        max_failures=health.max_failures,
+        max_suspected_share=health.max_suspected_share,
+        probe_seconds=health.probe_seconds,
+        max_probe_seconds=health.max_probe_seconds,
+        num_probes=health.num_probes,
     )

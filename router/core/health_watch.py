@@ -7,7 +7,7 @@ from collections import OrderedDict
 from statistics import median
 from typing import Final
 
-from router.core.actions import ShardHealthChanged
+from router.core.actions import CancelOnShard, ShardHealthChanged
 from router.core.dispatch import Dispatcher
 from router.core.fleet import Fleet, Shard
 from router.core.health import HealthSettings, HealthState, Pace, ShardHealth, Symptom
@@ -175,7 +175,7 @@ class HealthWatch:
         if health.is_probe_overdue(now):
             health.miss_probe(now)
             assert health.probe_slot is not None
-            self._outbox.cancel(shard.shard_id, health.probe_slot)
+            self._outbox.add(CancelOnShard(shard.shard_id, [health.probe_slot]))
         health.take_answer(now)
         if health.state is not before:
             if before is HealthState.SUSPECTED:

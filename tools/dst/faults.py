@@ -69,13 +69,23 @@ class Faults:
     def shard_slow(self) -> None:
         shard = self._shard()
         shard.slowness = 10.0
-        self._world.timeline.after(self._soon(0.5), self._world.restore_speed, shard)
+        self._world.timeline.after(self._soon(self._rng.choice((0.5, 3.0))), self._world.restore_speed, shard)
 
     def shard_hung(self) -> None:
         """Connected and silent; later it wakes up, or it is killed."""
         shard = self._shard()
         shard.hang()
-        self._world.timeline.after(self._soon(0.6), self._end_hang, shard, shard.incarnation)
+        self._world.timeline.after(self._soon(self._hang_seconds()), self._end_hang, shard, shard.incarnation)
+
+    def engine_hung(self) -> None:
+        """The engine's thread stands still, the process does not."""
+        shard = self._shard()
+        shard.hang_engine()
+        self._world.timeline.after(self._soon(self._hang_seconds()), shard.wake_engine)
+
+    def _hang_seconds(self) -> float:
+        """At most; some last longer than any router puts up with."""
+        return self._rng.choice((0.6, 6.0))
 
     def _end_hang(self, shard: SimShard, incarnation: int) -> None:
         if shard.incarnation != incarnation or not shard.is_hung:

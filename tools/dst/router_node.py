@@ -14,8 +14,10 @@ from router.core.actions import (
     FleetChanged,
     PlacementDecided,
     RequestEnded,
+    RequestsMoved,
     ScreenAnswers,
     SendStep,
+    ShardHealthChanged,
     SubmitAttempt,
     WantKvSnapshot,
 )
@@ -60,10 +62,17 @@ class RouterNode:
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._num_pauses = 0
         self._timer_at: float | None = None
+        self.here_since = self.now
+        """Since when it has not stood still."""
 
     @property
     def is_paused(self) -> bool:
         return self._num_pauses > 0
+
+    @property
+    def stuck_shard_ids(self) -> set[str]:
+        """Those that make no tokens: the truth, which the router has to find out."""
+        return {shard.shard_id for shard in self._world.shards if shard.is_stuck}
 
     @property
     def now(self) -> float:
@@ -93,6 +102,7 @@ class RouterNode:
 
     def go_on(self) -> None:
         self._num_pauses -= 1
+        self.here_since = self.now
         self._work_off()
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
@@ -176,7 +186,7 @@ class RouterNode:
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)
-            case RequestEnded() | FleetChanged() | PlacementDecided():
+            case RequestEnded() | FleetChanged() | PlacementDecided() | ShardHealthChanged() | RequestsMoved():
                 pass
 
     def _arm_timer(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from router.core.core import CoreConfig
+from router.core.health import HealthSettings
 from router.core.placement import POLICIES
 
 MODELS: Final = ("model-a", "model-b")
@@ -17,6 +18,7 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "shard_reincarnation": 0.4,
     "shard_slow": 0.5,
     "shard_hung": 0.4,
+    "engine_hung": 0.4,
     "shard_draining": 0.5,
     "cache_cleared": 0.4,
     "stream_break": 0.5,
@@ -126,6 +128,23 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         safety_required=rng.random() < 0.6,
         max_held_tokens=rng.choice((6, 1000)),
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
+        health=_draw_health(random.Random(f"{seed} health")),
+    )
+
+
+def _draw_health(rng: random.Random) -> HealthSettings | None:
+    """In the measure of simulated steps, which are short."""
+    if rng.random() < 0.2:
+        return None
+    return HealthSettings(
+        stall_seconds=rng.choice((0.1, 0.25)),
+        slow_factor=rng.choice((3.0, 10.0)),
+        slow_seconds=rng.choice((0.1, 0.5)),
+        max_failures=rng.choice((1, 3)),
+        max_suspected_share=rng.choice((0.34, 0.5, 1.0)),
+        probe_seconds=rng.choice((0.02, 0.2)),
+        max_probe_seconds=1.0,
+        num_probes=rng.choice((1, 3)),
     )
 
 

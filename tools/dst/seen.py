@@ -7,6 +7,7 @@ import enum
 from router.core.core import CoreConfig
 from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
 from router.core.fleet import OUTSTANDING_PER_BATCH
+from router.core.health import HealthState
 
 
 class State(enum.Enum):
@@ -24,9 +25,11 @@ class SeenChoice:
         "finish_reason",
         "limit",
         "num_attempts",
+        "num_moves",
         "num_sent_tokens",
         "num_starts",
         "place",
+        "placed_at",
         "request",
         "sent_text",
         "spec",
@@ -41,13 +44,22 @@ class SeenChoice:
         """Shard and slot, while it runs."""
         self.emitted: list[int] = []
         """By the attempts that were its current one."""
+        self.placed_at = 0.0
+        """By the router's clock."""
         self.num_attempts = 0
+        self.num_moves = 0
+        """Attempts that its shard, or the router, ended by no fault of its own."""
         self.limit: int | None = None
         """Of its last attempt."""
         self.num_starts = 0
         self.num_sent_tokens = 0
         self.sent_text = ""
         self.finish_reason = 0
+
+    @property
+    def num_failures(self) -> int:
+        """Attempts that count against it, the last one included."""
+        return self.num_attempts - self.num_moves
 
     @property
     def num_tokens(self) -> int:
@@ -111,19 +123,31 @@ class SeenRequest:
 
 
 class SeenShard:
-    __slots__ = ("description", "is_draining", "load", "open")
+    __slots__ = ("description", "health", "is_draining", "limit", "load", "open")
 
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
         self.is_draining = False
         self.load = ShardLoad()
         """As last reported."""
-        self.open: dict[int, SeenChoice] = {}
-        """By slot: what was submitted and has not been finished by the shard, cancelled ones too."""
+        self.health = HealthState.HEALTHY
+        """As the router last judged it."""
+        self.limit = OUTSTANDING_PER_BATCH * description.max_batch
+        """Sequences that it is sent at most."""
+        self.open: dict[int, SeenChoice | None] = {}
+        """By slot: what was submitted and has not been finished by the shard, cancelled ones too. None: a probe."""
 
     @property
     def has_room(self) -> bool:
-        return len(self.open) < OUTSTANDING_PER_BATCH * self.description.max_batch
+        return len(self.open) < self.limit
+
+    def ramp_up(self, num_started: int) -> None:
+        """First tokens came: who gets a trickle of work gets more."""
+        self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
+
+    @property
+    def is_suspected(self) -> bool:
+        return self.health is HealthState.SUSPECTED
 
     @property
     def is_idle(self) -> bool:
@@ -147,8 +171,10 @@ class SeenShard:
 
 
 def eligible(shards: dict[str, SeenShard], request: SeenRequest) -> list[SeenShard]:
-    """Shards that could run it: not the one where it has just failed, unless there is no other."""
+    """Shards that could run it: not those that are suspected, and not the one where it has just failed, unless there is
+    no other."""
     able = [shard for shard in shards.values() if shard.can_take(request)]
+    able = [shard for shard in able if not shard.is_suspected] or able
     if request.avoid_shard_id and len(able) > 1:
         return [shard for shard in able if shard.description.shard_id != request.avoid_shard_id]
     return able

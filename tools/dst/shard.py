@@ -8,6 +8,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
+from router.core.dispatch import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
 from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardUp
 from router.core.frames import Finish
 from tools.dst import script
@@ -28,6 +29,7 @@ class SimShard:
         self.streams: list[ShardStream] = []
         self.is_up = False
         self.is_hung = False
+        self.has_hung_engine = False
         self.is_draining = False
         self.slowness = 1.0
         self.incarnation = 0
@@ -41,6 +43,7 @@ class SimShard:
     def start(self) -> None:
         self.incarnation += 1
         self.is_up, self.is_hung, self.is_draining = True, False, False
+        self.has_hung_engine = False
         self.slowness = 1.0
         self.cache = BlockCache(self.shape)
         self.engine = Engine(self._world, self.shape, self.cache)
@@ -69,6 +72,19 @@ class SimShard:
                 stream.to_shard.heal()
             self._step_is_due = False
             self._schedule_step()
+
+    def hang_engine(self) -> None:
+        """Nothing is computed, but frames are read, cancels are answered and loads reported."""
+        if self.is_up:
+            self.has_hung_engine = True
+
+    def wake_engine(self) -> None:
+        self.has_hung_engine = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """It makes no tokens."""
+        return self.is_hung or self.has_hung_engine
 
     def set_draining(self, draining: bool) -> None:
         """Routers are told at once."""
@@ -140,7 +156,8 @@ class SimShard:
 
     def _submit(self, stream: ShardStream, attempt: SubmitAttempt) -> None:
         for spec in attempt.choices:
-            self._world.checks.on_submit(self, stream, attempt, spec)
+            if attempt.request.client_id != PROBE_CLIENT_ID:
+                self._world.checks.on_submit(self, stream, attempt, spec)
             if self.is_draining:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
             elif len(self.engine.sequences) >= self.shape.max_sequences:
@@ -154,8 +171,11 @@ class SimShard:
 
     def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         request = attempt.request
-        assert isinstance(request.sampling, script.Sampling)
-        tokens = script.answer(request.sampling.script_key, spec.index)[: attempt.max_tokens]
+        if request.client_id == PROBE_CLIENT_ID:
+            tokens = PROBE_TOKEN_IDS
+        else:
+            assert isinstance(request.sampling, script.Sampling)
+            tokens = script.answer(request.sampling.script_key, spec.index)[: attempt.max_tokens]
         sequence = Sequence(
             request, tokens, attempt.max_tokens, position=len(spec.output_token_ids), num_chars=spec.num_delivered_chars
         )
@@ -178,7 +198,7 @@ class SimShard:
         if incarnation != self.incarnation or not self.is_up or self.is_hung or not self._step_is_due:
             return
         self._step_is_due = False
-        changes = self.engine.step()
+        changes = [] if self.has_hung_engine else self.engine.step()
         self._tell_kv(changes)
         self._schedule_step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,8 @@ class ShardStream:
     def load_report(self, load: ShardLoad) -> list[Event]:
         if self._world.chance("load_report_lost"):
             return []
+        if self.shard.has_hung_engine and self.old_load is not None:
+            load = dataclasses.replace(self.old_load, draining=load.draining)  # nobody counts anew
         old, self.old_load = self.old_load, load
         if old is not None and self._world.chance("load_report_stale"):
             load = old

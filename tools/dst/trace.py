@@ -13,8 +13,10 @@ from router.core.actions import (
     CancelOnShard,
     CheckPrompt,
     RequestEnded,
+    RequestsMoved,
     ScreenAnswers,
     SendStep,
+    ShardHealthChanged,
     SubmitAttempt,
     WantKvSnapshot,
 )
@@ -118,6 +120,10 @@ def _action(action: Action) -> str:
         case ScreenAnswers():
             texts = dict(zip(action.slots, action.deltas, strict=True))
             return f"screen {texts}, close {list(action.close_slots)}"
+        case ShardHealthChanged():
+            return f"{action.shard_id} is {action.state.value} {action.symptom}".rstrip()
+        case RequestsMoved():
+            return f"moved {action.num_requests} requests off {action.shard_id}"
         case RequestEnded():
             return f"ended {action.request_id} {_reason(action.reason)} {action.num_output_tokens} tokens"
         case _:

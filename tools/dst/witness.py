@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from router.core.actions import Action, CancelOnShard, RequestEnded, SendStep, SubmitAttempt
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.core.actions import Action, CancelOnShard, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
 from router.core.core import CoreConfig
+from router.core.dispatch import PROBE_CLIENT_ID
 from router.core.events import (
     ClientGone,
     Event,
@@ -23,7 +25,8 @@ from router.core.events import (
     StepArrived,
 )
 from router.core.frames import Finish, Step
-from router.core.lifecycle import RETRYABLE_REASONS
+from router.core.health import HealthState
+from router.core.lifecycle import MAX_MOVES, RETRYABLE_REASONS
 from tools.dst.seen import SeenChoice, SeenRequest, SeenShard, State
 from tools.dst.violation import Violation
 
@@ -44,6 +47,8 @@ class Witness:
         self.arriving: SeenRequest | None = None
         """The request of the event at hand, admitted or refused."""
         self.gone_client = ""
+        self.now = 0.0
+        """When the event at hand came."""
         self.event: Event | None = None
         """The one at hand."""
         self._waiting: list[SeenRequest] | None = None
@@ -62,6 +67,7 @@ class Witness:
     def take_event(self, event: Event, now: float) -> None:
         """Before the core handles it."""
         self.event = event
+        self.now = now
         self._waiting = None
         self.arriving = None
         self.gone_client = ""
@@ -101,6 +107,7 @@ class Witness:
             self.live[event.request.request_id] = seen
 
     def _take_step(self, shard: SeenShard, step: Step) -> None:
+        shard.ramp_up(sum(start.slot in shard.open for start in step.starts))
         position = 0
         for i, slot in enumerate(step.slots):
             count = step.num_tokens[i] if step.num_tokens else 1
@@ -112,8 +119,10 @@ class Witness:
             choice = shard.current(finish.slot)
             shard.open.pop(finish.slot, None)
             if choice is not None:
-                can_retry = finish.error is not None and finish.error.reason in RETRYABLE_REASONS
-                self._leave(choice, shard, can_retry=can_retry)
+                reason = 0 if finish.error is None else finish.error.reason
+                if reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
+                    choice.num_moves += 1
+                self._leave(choice, shard, can_retry=reason in RETRYABLE_REASONS)
 
     def _lose_shard(self, shard_id: str) -> None:
         shard = self.shards.pop(shard_id, None)
@@ -127,7 +136,7 @@ class Witness:
         """It runs there no more: it waits for another shard, or its end is near."""
         choice.place = None
         choice.state = State.OVER
-        if can_retry and choice.num_attempts < self.config.max_attempts and not choice.is_at_limit:
+        if can_retry and choice.num_failures < self.config.max_attempts and not choice.is_at_limit:
             choice.state = State.WAITING
             choice.request.avoid_shard_id = shard.description.shard_id
 
@@ -143,6 +152,9 @@ class Witness:
             match action:
                 case SendStep():
                     self._take_news(action, checks, node)
+                case SubmitAttempt() if action.request.client_id == PROBE_CLIENT_ID:
+                    checks.on_probe(node, action)
+                    self.shards[action.shard_id].open[action.choices[0].slot] = None
                 case SubmitAttempt():
                     seen = self.live.get(action.request.request_id)
                     checks.on_dispatch(node, seen, action)
@@ -150,6 +162,12 @@ class Witness:
                         self._take_attempt(seen, action)
                 case CancelOnShard():
                     self._take_cancel(action)
+                case ShardHealthChanged():
+                    checks.on_health(node, action)
+                    shard = self.shards[action.shard_id]
+                    if shard.is_suspected and action.state is not HealthState.SUSPECTED:
+                        shard.limit = 1
+                    shard.health = action.state
                 case _:
                     pass
         self._waiting = None
@@ -173,6 +191,7 @@ class Witness:
         for spec in action.choices:
             choice = seen.choice(spec.index)
             choice.state = State.RUNNING
+            choice.placed_at = self.now
             choice.num_attempts += 1
             choice.limit = action.max_tokens
             choice.place = (action.shard_id, spec.slot)
@@ -185,6 +204,7 @@ class Witness:
             if choice is not None:
                 choice.place = None
                 choice.state = State.OVER
+                choice.num_moves += 1  # unless it ends, which the same event says, it is moved
 
     def _take_news(self, action: SendStep, checks: Checks, node: RouterNode) -> None:
         step = action.step

@@ -104,7 +104,7 @@ class World:
 
     def _is_at_rest(self) -> bool:
         return (
-            all(shard.is_up and not shard.is_hung and not shard.engine.sequences for shard in self.shards)
+            all(shard.is_up and not shard.is_stuck and not shard.engine.sequences for shard in self.shards)
             and all(len(node.streams) == len(self.shards) and not node.is_paused for node in self.nodes)
             and all(node.core.is_idle and node.safety is not None for node in self.nodes)
             and all(

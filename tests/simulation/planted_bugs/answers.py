@@ -152,7 +152,7 @@ def has_no_patience_in_the_queue(patch: Patch) -> None:
     original = RouterCore._on_request_arrived
 
     def on_request_arrived(self: RouterCore, event: Any, now: float) -> None:
-        self._config = dataclasses.replace(self._config, max_queue_seconds=0.02)
+        self._overload._max_queue_seconds = 0.02
         original(self, event, now)
 
     patch.setattr(RouterCore, "_on_request_arrived", on_request_arrived)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from router.core.actions import Action, RequestEnded, SendStep, SubmitAttempt
+from router.core.actions import Action, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event
 from router.core.frames import Finish, Step
 from tools.dst.checkers.attempts import AttemptsContinue, Fence, PlacementsFit, SlotsRest
@@ -14,6 +14,7 @@ from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesInShape, TextIntact, TokensExact
 from tools.dst.checkers.ends import BilledIsDelivered, EndsJustified, EndsOnce
 from tools.dst.checkers.fleet import FleetTold
+from tools.dst.checkers.health import NobodyWaitsForTheHung, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.rest import IndexExact, LoadTrue
@@ -46,6 +47,8 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     DeadlinesKept,
     SafetyKept,
     FleetTold,
+    NobodyWaitsForTheHung,
+    SuspicionBounded,
     IndexExact,
     LoadTrue,
 )
@@ -62,6 +65,8 @@ class Checks:
 
         self._before_event = having("before_event")
         self._on_dispatch = having("on_dispatch")
+        self._on_probe = having("on_probe")
+        self._on_health = having("on_health")
         self._on_step = having("on_step")
         self._on_sent = having("on_sent")
         self._on_finish = having("on_finish")
@@ -83,6 +88,14 @@ class Checks:
     def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
         """A request goes to a shard."""
         _tell(self._on_dispatch, node, seen, attempt)
+
+    def on_probe(self, node: RouterNode, attempt: SubmitAttempt) -> None:
+        """A shard is asked for a token by the router itself."""
+        _tell(self._on_probe, node, attempt)
+
+    def on_health(self, node: RouterNode, change: ShardHealthChanged) -> None:
+        """A shard is suspected, probed or healthy again."""
+        _tell(self._on_health, node, change)
 
     def on_step(self, node: RouterNode, news: SendStep) -> None:
         """A client is told something."""

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from router.core.actions import Action, PlacementDecided, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, StepArrived
+from router.core.lifecycle import MAX_MOVES
 from tools.dst import script
 from tools.dst.checkers.base import Checker
+from tools.dst.seen import eligible
 
 if TYPE_CHECKING:
     from tools.dst.router_node import RouterNode
     from tools.dst.seen import SeenChoice, SeenRequest
     from tools.dst.shard import SimShard
     from tools.dst.shard_stream import ShardStream
+
+MAX_CANCELLED_MOVES: Final = MAX_MOVES
 
 
 class Fence(Checker):
@@ -53,6 +57,9 @@ class SlotsRest(Checker):
     invariant = "slots_rest"
 
     def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
+        self.on_probe(node, attempt)
+
+    def on_probe(self, node: RouterNode, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         taken = [spec.slot for spec in attempt.choices if shard is not None and spec.slot in shard.open]
         if taken or len({spec.slot for spec in attempt.choices}) < len(attempt.choices):
@@ -78,7 +85,7 @@ class AttemptsContinue(Checker):
             choice = seen.choice(spec.index)
             if choice.place is not None:
                 self.fail(f"{attempt.request.request_id} runs twice")
-            if choice.num_attempts >= node.config.max_attempts:
+            if choice.num_failures >= node.config.max_attempts or choice.num_moves > MAX_CANCELLED_MOVES:
                 self.fail(f"{attempt.request.request_id} has more than {node.config.max_attempts} attempts")
             if [*choice.spec.output_token_ids, *choice.emitted] != list(spec.output_token_ids):
                 self.fail(f"{attempt.request.request_id} does not go on behind what was emitted")
@@ -95,7 +102,8 @@ class AttemptsContinue(Checker):
 
 
 class PlacementsFit(Checker):
-    """A request goes to a shard of its model that takes work, has room, and whose window holds it."""
+    """A request goes to a shard of its model that takes work, has room, and whose window holds it; to one that is
+    suspected only when there is no other."""
 
     invariant = "placements_fit"
 
@@ -105,6 +113,8 @@ class PlacementsFit(Checker):
             self.fail(f"{attempt.request.request_id} was dispatched to {attempt.shard_id}, which is not there")
         if not shard.can_take(seen) or not shard.has_room:
             self.fail(f"{attempt.request.request_id} was dispatched to {attempt.shard_id}, which cannot take it now")
+        if shard not in eligible(node.witness.shards, seen):
+            self.fail(f"{attempt.request.request_id} was dispatched to {attempt.shard_id}, where it should not go")
         window = shard.description.max_model_len
         if len(attempt.request.prompt_token_ids) + attempt.max_tokens > window:
             self.fail(f"{attempt.request.request_id} may grow beyond the {window} tokens of {attempt.shard_id}")

@@ -101,7 +101,7 @@ def _failed_everywhere(node: RouterNode, choice: SeenChoice) -> bool:
     """It has had all its attempts, or there is no shard for another one."""
     if not choice.num_attempts:
         return False
-    return choice.num_attempts >= node.config.max_attempts or not eligible(node.witness.shards, choice.request)
+    return choice.num_failures >= node.config.max_attempts or not eligible(node.witness.shards, choice.request)
 
 
 def _queue_was_full(node: RouterNode, choice: SeenChoice) -> bool:

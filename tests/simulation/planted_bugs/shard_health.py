@@ -1,0 +1,52 @@
+"""Planted bugs in what is done about shards that hang or are slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.core.fleet import Shard
+from router.core.health import ShardHealth
+from router.core.health_watch import HealthWatch
+from router.core.moving import Mover
+from router.core.placement.placer import Placer
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import NobodyWaitsForTheHung, PlacementsFit, SuspicionBounded
+
+
+@caught_by(NobodyWaitsForTheHung)
+def takes_reports_for_progress(patch: Patch) -> None:
+    """A load report counts as a sign of life, as a ping would: whose engine hangs is never suspected."""
+    original = ShardHealth.note_load
+
+    def note_load(self: ShardHealth, *args: Any) -> None:
+        original(self, *args)
+        self.silent_seconds = 0.0
+
+    patch.setattr(ShardHealth, "note_load", note_load)
+
+
+@caught_by(NobodyWaitsForTheHung)
+def leaves_the_suspected_their_work(patch: Patch) -> None:
+    """A suspected shard gets nothing new, but what runs there stays."""
+    patch.setattr(Mover, "move_off", lambda _self, _shard, _now: None)
+
+
+@caught_by(SuspicionBounded)
+def suspects_everybody(patch: Patch) -> None:
+    """Nobody counts how many shards are suspected already."""
+    patch.setattr(HealthWatch, "_may_suspect", lambda _self, _shard: True)
+
+
+@caught_by(PlacementsFit)
+def trusts_the_suspected(patch: Patch) -> None:
+    """A suspected shard gets new work like any other."""
+    original = Placer.eligible
+
+    def eligible(self: Placer, live: Any) -> list[Shard]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Shard, "is_suspected", property(lambda _shard: False))
+            return original(self, live)
+
+    patch.setattr(Placer, "eligible", eligible)

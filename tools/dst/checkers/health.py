@@ -1,0 +1,106 @@
+"""Shards that hang: nobody waits for them for long, and suspicion has its bounds."""
+# ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from router.core.actions import Action, ShardHealthChanged
+from router.core.events import Event, ShardUp
+from router.core.health import HealthState
+from router.core.lifecycle import MAX_MOVES
+from tools.dst.checkers.base import Checker
+from tools.dst.seen import State, eligible
+
+if TYPE_CHECKING:
+    from tools.dst.router_node import RouterNode
+    from tools.dst.seen import SeenChoice, SeenShard
+
+STALLS: Final = 3.0
+SLACK_SECONDS: Final = 1.0
+"""For prefill that the router has reason to wait for, and for what it does not see (that a shard tells of its load once
+more, say)."""
+
+
+def num_serving(shards: Sequence[SeenShard]) -> tuple[int, int]:
+    """Shards that take work, and those of them that are not healthy."""
+    serving = [shard for shard in shards if not shard.is_draining]
+    return len(serving), sum(shard.health is not HealthState.HEALTHY for shard in serving)
+
+
+class NobodyWaitsForTheHung(Checker):
+    """No choice stays on a shard that makes no tokens for longer than the configured time and some slack, while a shard
+    that nobody suspects has room for it."""
+
+    invariant = "nobody_waits_for_the_hung"
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[RouterNode, SeenChoice], float] = {}
+        """Since when a choice could have been somewhere else."""
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        health = node.config.health
+        if health is None:
+            return
+        waiting = set(self._waiting(node)) if node.stuck_shard_ids else set()
+        self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in waiting}
+        for choice in waiting:
+            since = self._since.setdefault((node, choice), max(node.now, choice.placed_at))
+            seconds = node.now - max(since, node.here_since)
+            if seconds > STALLS * health.stall_seconds + SLACK_SECONDS:
+                assert choice.place is not None
+                self.fail(
+                    f"{choice.request.request.request_id} has been on {choice.place[0]}, which hangs, for "
+                    f"{seconds:.2f} s"
+                )
+
+    def _waiting(self, node: RouterNode) -> Iterator[SeenChoice]:
+        shards = node.witness.shards
+        for seen in node.witness.live.values():
+            if seen.is_waiting or any(choice.num_moves >= MAX_MOVES for choice in seen.choices):
+                continue
+            for choice in seen.choices:
+                if choice.state is State.RUNNING and choice.place and choice.place[0] in node.stuck_shard_ids:
+                    stuck = shards.get(choice.place[0])
+                    if stuck is not None and self._may_suspect(node, stuck) and self._has_other(node, choice, stuck):
+                        yield choice
+
+    def _has_other(self, node: RouterNode, choice: SeenChoice, stuck: SeenShard) -> bool:
+        request = choice.request.request
+        longest = max(other.num_tokens for other in choice.request.choices)
+        window = len(request.prompt_token_ids) + (longest + 1 if request.max_tokens is None else request.max_tokens)
+        return any(
+            shard is not stuck
+            and shard.has_room
+            and not shard.is_suspected
+            and shard.description.max_model_len >= window
+            for shard in eligible(node.witness.shards, choice.request)
+        )
+
+    def _may_suspect(self, node: RouterNode, stuck: SeenShard) -> bool:
+        assert node.config.health is not None
+        if stuck.health is not HealthState.HEALTHY or stuck.is_draining:
+            return True
+        model = stuck.description.model
+        count, num_unwell = num_serving([s for s in node.witness.shards.values() if s.description.model == model])
+        return num_unwell + 1 <= node.config.health.max_suspected_share * count
+
+
+class SuspicionBounded(Checker):
+    """No more of a model's shards are suspected than the configuration allows: a fault that all have is none of
+    theirs."""
+
+    invariant = "suspicion_bounded"
+
+    def on_health(self, node: RouterNode, change: ShardHealthChanged) -> None:
+        shard = node.witness.shards[change.shard_id]
+        # Who was suspected when its stream broke is so when it comes back, however many there are by now.
+        is_new = shard.health is HealthState.HEALTHY and not isinstance(node.witness.event, ShardUp)
+        if change.state is not HealthState.SUSPECTED or not is_new or shard.is_draining:
+            return
+        model = shard.description.model
+        count, num_unwell = num_serving([s for s in node.witness.shards.values() if s.description.model == model])
+        share = 0.0 if node.config.health is None else node.config.health.max_suspected_share
+        if num_unwell + 1 > share * count:
+            self.fail(f"{node.name} suspects {num_unwell + 1} of {count} shards of {model}, at most {share:g} may be")
