@@ -15,6 +15,7 @@ from tools.lazy_group import LazyGroup
         "up": "tools.up:up",
         "down": "tools.up:down",
         "status": "tools.status:status",
+        "restart": "tools.restart:restart",
         "logs": "tools.logs:logs",
         "chat": "tools.chat:chat",
         "explain": "tools.explain:explain",
@@ -42,6 +43,7 @@ def main() -> None:
         "index": "tools.bench_index:bench_index",
         "conversations": "tools.bench_conversations:bench_conversations",
         "data-plane": "tools.bench_data_plane:bench_data_plane",
+        "overload": "tools.bench_overload:bench_overload",
         "routing": "tools.simulate.study:study_command",
     },
 )

@@ -6,13 +6,16 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 
 from kvloom.config import KvloomConfig
 from tools.child import ChildFailedError
+from tools.control import control_socket
 from tools.failures import CommandError
 from tools.processes import STOP_ORDER, plan_stages
 from tools.readiness import fleet_is_complete, http_url, is_edge_ready, router_address
 from tools.reporters import Reporter
+from tools.restart_plan import plan_restart
 from tools.shared_port import SharedPort
 from tools.state import FabricState, RunFolder, own_start_time
 from tools.supervised import ProcessState
@@ -48,6 +51,7 @@ class Fabric:
             router_address=router_address(config),
             model=config.model.name,
         )
+        self._restarting = asyncio.Lock()
         self._supervisor = Supervisor(
             plan_stages(
                 config,
@@ -91,7 +95,22 @@ class Fabric:
         await self._wait_ready()
         self._enter_phase("ready")
         self._announce()
-        await self._supervisor.watch()
+        async with control_socket(self._folder.run_dir, self._restart):
+            await self._supervisor.watch()
+
+    async def _restart(self, wanted: Sequence[str], tell: Callable[[str], None]) -> None:
+        """One process after another; the next one once the fabric is whole again. Raises CommandError."""
+        if self._restarting.locked():
+            raise CommandError("another restart is going on")
+        async with self._restarting:
+            for name in plan_restart(self._supervisor.statuses, wanted):
+                try:
+                    await self._supervisor.replace(name)
+                except ChildFailedError as error:
+                    raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
+                await self._wait_ready()
+                for report in (tell, self._reporter.step):
+                    report(f"{name} was restarted")
 
     async def _is_complete(self) -> bool:
         """Every shard is known to every router, and every edge takes requests."""

@@ -66,7 +66,11 @@ def test_flags_go_over_the_file(tmp_path: Path):
         router_port=None,
         redis_url=None,
         no_deterministic=True,
+        edges=2,
+        routers=None,
+        colocate=True,
     )
+    assert (config.edge.num_edges, config.edge.colocate, config.router.num_routers) == (2, True, 1)
     assert (config.shard.num_shards, config.shard.engine, config.edge.port) == (3, "sim", 0)
     assert not config.shard.torch.deterministic
     assert config.router.port == KvloomConfig().router.port
@@ -137,9 +141,8 @@ def test_a_claimed_port_is_open_to_those_who_were_told_and_to_no_other_fabric():
             SharedPort("127.0.0.1", claimed.port)
         with claimed.listener(), claimed.listener(), pytest.raises(OSError):
             SharedPort("127.0.0.1", claimed.port)
-        with socket.socket() as ordinary_server, pytest.raises(OSError):
-            ordinary_server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            ordinary_server.bind(("127.0.0.1", claimed.port))
+        with pytest.raises(OSError):
+            socket.create_server(("127.0.0.1", claimed.port))
     finally:
         claimed.close()
     SharedPort("127.0.0.1", claimed.port).close()
