@@ -146,7 +146,7 @@ def looks_only_at_the_head_of_the_line(patch: Patch) -> None:
 @caught_by(NoIdleWait)
 def lets_the_hopeless_wait(patch: Patch) -> None:
     """A request whose last shard has gone waits for its timeout."""
-    patch.setattr(Lifecycle, "give_up_hopeless", lambda _self, _now: None)
+    patch.setattr(Lifecycle, "give_up", lambda _self, _live, _now: None)
 
 
 @caught_by(NoStarvation)

@@ -27,7 +27,7 @@ def takes_a_place_for_who_needs_none(patch: Patch) -> None:
         if self._refusal(request) is None and request.request_id not in self._lifecycle.requests:
             live = LiveRequest(request, self._lifecycle.client(request.client_id), now)
             if not self._placer.can_run(live):
-                self._make_queue_place(request.tenant, now)
+                self._make_queue_place(request, now)
         original(self, event, now)
 
     patch.setattr(RouterCore, "_on_request_arrived", on_request_arrived)
