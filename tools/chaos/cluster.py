@@ -112,8 +112,9 @@ class Cluster:
         return [Doorway(name, f"http://127.0.0.1:{proxy.port}") for name, proxy in self.door_proxies.items()]
 
     @property
-    def router_addresses(self) -> list[str]:
-        return [self.status(name).address for name in self.names("router")]
+    def router_address(self) -> str:
+        """That the routers share."""
+        return router_address(self.config)
 
     # --- faults
 

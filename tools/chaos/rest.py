@@ -38,9 +38,9 @@ async def _what_is_wrong(cluster: Cluster) -> list[str]:
             wrong.append(f"{name} works on {load.num_running + load.num_waiting} sequences that nobody waits for")
     num_shards = cluster.config.shard.num_shards
     wrong += [
-        f"the router at {address} does not see all {num_shards} shards"
-        for address in cluster.router_addresses
-        if not await fleet_is_complete(address, num_shards)
+        f"{name} does not see all {num_shards} shards"
+        for name in cluster.names("router")
+        if not await fleet_is_complete(cluster.status(name).address, num_shards)
     ]
     return wrong
 

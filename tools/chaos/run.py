@@ -141,7 +141,7 @@ class _Run:
         oracle, curiosity = await self._oracle()
         async with (
             HttpClient(cluster.doorways, plan.model.name) as http,
-            SdkClient(cluster.router_addresses, plan.model.name) as sdk,
+            SdkClient(cluster.router_address, 2 * plan.num_routers, plan.model.name) as sdk,
         ):
             yield Desk(http, sdk, oracle, self._tokenizer, curiosity, self._note_record)
 
@@ -152,7 +152,7 @@ class _Run:
         rng = random.Random(f"questions of {self._plan.seed}")
         pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS) for _ in range(_NUM_RECORDED)]
         try:
-            async with Client(self._cluster.router_addresses[0]) as client:
+            async with Client(self._cluster.router_address) as client:
                 recorded = await RecordedOracle.record(client, self._plan.model.name, pool, self._tokenizer)
         except KvloomError as error:
             raise CommandError(f"the undisturbed answers could not be had: {error.message}") from error

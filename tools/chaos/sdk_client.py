@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -11,18 +12,20 @@ from kvloom.client import Client
 from kvloom.errors import KvloomError
 from kvloom.generate_request import GenerateOptions
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from tools.chaos.questions import Door, Errand, Manner
 from tools.chaos.transcript import End, Transcript
 
+MAX_TRIES: Final = 40
+RETRY_SECONDS: Final = 0.5
 _FINISH_REASONS: Final = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
 
 
 class SdkClient:
-    """A connection to each router. Use `async with`."""
+    """Several connections to the address that the routers share. Use `async with`."""
 
-    def __init__(self, addresses: Sequence[str], model: str) -> None:
-        self._clients = [Client(address, client_id="chaos") for address in addresses]
+    def __init__(self, address: str, num_connections: int, model: str) -> None:
+        self._clients = [Client(address, client_id=f"chaos-{number}") for number in range(num_connections)]
         self._model = model
 
     async def __aenter__(self) -> SdkClient:
@@ -38,14 +41,18 @@ class SdkClient:
         self, errand: Errand, prompt_ids: Sequence[int], transcript: Transcript, rng: random.Random, name: str
     ) -> None:
         """Fills the transcript. `name` is the request's id. The caller sets the time limit."""
-        transcript.request_ids.append(name)
-        try:
-            await self._ask(rng.choice(self._clients), errand, prompt_ids, transcript, name)
-        except KvloomError as error:
-            transcript.code, transcript.message = error.kind.openai_code or "", error.message
-            is_broken = error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST and transcript.first_at is not None
-            is_refused = error.kind.http_status in (429, 503) and transcript.first_at is None
-            transcript.end = End.BROKEN if is_broken else End.REFUSED if is_refused else End.ERROR
+        for attempt in range(MAX_TRIES):
+            # A name is in use until the router has let go of it.
+            request_id = f"{name}.{attempt}" if attempt else name
+            transcript.request_ids.append(request_id)
+            try:
+                await self._ask(rng.choice(self._clients), errand, prompt_ids, transcript, request_id)
+            except KvloomError as error:
+                _note_failure(transcript, error)
+            if transcript.end is not End.REFUSED:
+                return
+            transcript.num_refusals += 1
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(
         self, client: Client, errand: Errand, prompt_ids: Sequence[int], transcript: Transcript, name: str
@@ -53,6 +60,7 @@ class SdkClient:
         question = errand.question
         leave_after = errand.breaks[0] if errand.manner is Manner.LEAVER else None
         answer = client.generate(**self._options(errand, prompt_ids, name))
+        transcript.code = ""
         num_prompt_tokens, num_output_tokens, num_open = 0, 0, question.n
         try:
             async for delta in answer:
@@ -64,7 +72,9 @@ class SdkClient:
                     seen.token_ids.extend(delta.token_ids)
                 if delta.finish is not None:
                     num_open -= 1
-                    seen.finish_reason = _FINISH_REASONS.get(delta.finish.reason, "")
+                    seen.finish_reason = _FINISH_REASONS.get(delta.finish.reason)
+                    if seen.finish_reason is None:
+                        transcript.end, transcript.code = End.ERROR, FinishReason.Name(delta.finish.reason)
                     num_prompt_tokens = delta.finish.num_prompt_tokens
                     num_output_tokens += delta.finish.num_output_tokens
                 elif transcript.num_events == leave_after:
@@ -72,7 +82,7 @@ class SdkClient:
                     return
         finally:
             await answer.aclose()
-        if not num_open:
+        if not num_open and not transcript.code:
             transcript.end = End.COMPLETE
             transcript.num_prompt_tokens, transcript.num_output_tokens = num_prompt_tokens, num_output_tokens
 
@@ -92,3 +102,12 @@ class SdkClient:
         else:
             options["messages"] = [{"role": "user", "content": question.prompt}]
         return options
+
+
+def _note_failure(transcript: Transcript, error: KvloomError) -> None:
+    transcript.code, transcript.message = error.kind.openai_code or error.reason_name.lower(), error.message
+    if transcript.first_at is None and error.kind.http_status in (429, 503):
+        transcript.end = End.REFUSED
+    else:
+        is_lost = error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
+        transcript.end = End.BROKEN if is_lost else End.ERROR
