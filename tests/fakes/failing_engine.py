@@ -1,0 +1,129 @@
+"""An engine that gives up sequences where a test says, around a real one; and a simulated one that recites."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvloom.config import ShardConfig
+from shard_server.engines.base import (
+    Capability,
+    Engine,
+    EngineError,
+    EngineInfo,
+    EngineRequest,
+    FinishReason,
+    SequenceEnd,
+    StepOutput,
+)
+from shard_server.engines.sim_engine import SimEngine
+from shard_server.engines.sim_sequence import SimSequence
+from shard_server.engines.sim_tokens import expected_token_id
+
+
+class FailingEngine:
+    """`fails_at(request)`: behind how many output tokens (those of earlier attempts included) a sequence fails here;
+    None: it does not. `die` ends the whole engine."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.fails_at: Callable[[EngineRequest], int | None] = lambda _: None
+        self.num_failed = 0
+        self.num_submitted = 0
+        self._limits: dict[str, int] = {}
+        """What each may still emit."""
+        self._failed: set[str] = set()
+        self._dead = asyncio.Event()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._inner.info
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    def submit(self, request: EngineRequest) -> None:
+        self.num_submitted += 1
+        position = self.fails_at(request)
+        self._inner.submit(request)
+        if position is not None:
+            self._limits[request.request_id] = max(0, position - len(request.output_token_ids))
+
+    def cancel(self, request_id: str) -> None:
+        self._inner.cancel(request_id)
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        async for output in self._inner.steps():
+            if self._dead.is_set():
+                raise EngineError("the test has ended this engine")
+            yield self._cut(output)
+
+    def die(self) -> None:
+        """With the next step."""
+        self._dead.set()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _cut(self, output: StepOutput) -> StepOutput:
+        if not self._limits and not self._failed:
+            return output
+        cut = dataclasses.replace(output, request_ids=[], token_ids=[], ends=[], logprobs=dict(output.logprobs))
+        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            if request_id in self._failed:
+                continue
+            limit = self._limits.get(request_id)
+            kept = token_ids if limit is None else token_ids[:limit]
+            if kept:
+                cut.request_ids.append(request_id)
+                cut.token_ids.append(kept)
+                if request_id in cut.logprobs:
+                    cut.logprobs[request_id] = cut.logprobs[request_id][: len(kept)]
+            if limit is None:
+                continue
+            self._limits[request_id] = limit - len(kept)
+            if not self._limits[request_id]:
+                del self._limits[request_id]
+                self._failed.add(request_id)
+                self.num_failed += 1
+                self._inner.cancel(request_id)
+                cut.ends.append(SequenceEnd(request_id, FinishReason.ERROR, "as the test wants it"))
+        for end in output.ends:
+            self._limits.pop(end.request_id, None)
+            if end.request_id in self._failed:
+                self._failed.discard(end.request_id)
+            else:
+                cut.ends.append(end)
+
+        return cut
+
+
+class RecitingEngine(SimEngine):
+    """The simulated engine, but to a prompt that begins with `cue` it answers with `recital`, over and over."""
+
+    def __init__(
+        self, model_name: str, config: ShardConfig, vocab_size: int, recital: Sequence[int], cue: int, **options: int
+    ) -> None:
+        super().__init__(model_name, config, vocab_size, stamps=(0,), **options)
+        self._recital = recital
+        self._cue = cue
+
+    @property
+    def info(self) -> EngineInfo:
+        promised = {
+            Capability.LOGPROBS,
+            Capability.SEEDED_RESUME,
+            Capability.BATCH_INVARIANT,
+            Capability.PREFIX_CACHING,
+        }
+        return dataclasses.replace(super().info, capabilities=frozenset(promised))
+
+    def _stamp(self, sequence: SimSequence) -> int:
+        request = sequence.request
+        return self.token_at(request.prompt_token_ids, request.sampling.seed, sequence.num_output_tokens)
+
+    def token_at(self, prompt: Sequence[int], seed: int, position: int) -> int:
+        if prompt[0] == self._cue:
+            return self._recital[position % len(self._recital)]
+        return expected_token_id(prompt, seed, position)

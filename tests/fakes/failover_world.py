@@ -1,0 +1,198 @@
+"""A real router and real shard servers in one process, each shard behind a proxy whose connections can be broken."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvloom.config import KvloomConfig, ShardConfig
+from kvloom.registry import ShardRecord
+from kvloom.router_link import GrpcRouterLink, LinkRequest
+from kvloom.tokenizer import ModelTokenizer
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StopConditions, TokenLogprobs
+from router.core.core import RouterCore
+from router.core_config import core_config
+from router.server import RouterServer
+from shard_server.engines.base import Engine
+from shard_server.server import ShardServer
+from tests.fakes.breaking_proxy import BreakingProxy
+from tests.fakes.failing_engine import FailingEngine
+from tests.fakes.router_world import RouterWorld, num_ready_shards
+
+MODEL = "model"
+TIMEOUT_SECONDS = 60.0
+
+_names = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """All that a client is told of one choice, but for what depends on the cache and on time."""
+
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[tuple[float, Sequence[int], Sequence[float]]]
+    reason: int
+    stop_string: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    error_reason: int
+
+
+class Collected:
+    """A sink that keeps what it hears, and lets a test wait for it."""
+
+    def __init__(self, n: int) -> None:
+        self.token_ids: list[list[int]] = [[] for _ in range(n)]
+        self.texts = [""] * n
+        self.logprobs: list[list[tuple[float, Sequence[int], Sequence[float]]]] = [[] for _ in range(n)]
+        self.starts: list[SequenceStart | None] = [None] * n
+        self.finishes: list[SequenceFinish | None] = [None] * n
+        self._changed = asyncio.Event()
+
+    def on_start(self, index: int, start: SequenceStart) -> None:
+        assert self.starts[index] is None, "started twice"
+        self.starts[index] = start
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        assert self.finishes[index] is None, "news after the end"
+        self.token_ids[index].extend(token_ids)
+        self.texts[index] += delta
+        self.logprobs[index].extend((x.logprob, tuple(x.top_token_ids), tuple(x.top_logprobs)) for x in logprobs)
+        self._changed.set()
+
+    def on_finish(self, index: int, finish: SequenceFinish) -> None:
+        assert self.finishes[index] is None, "finished twice"
+        self.finishes[index] = finish
+        self._changed.set()
+
+    async def has_tokens(self, count: int) -> None:
+        """Every choice has as many, or has ended."""
+        await self._until(lambda: all(f or len(t) >= count for f, t in zip(self.finishes, self.token_ids, strict=True)))
+
+    async def ended(self) -> list[Ended]:
+        await self._until(lambda: all(self.finishes))
+        return [
+            Ended(
+                tuple(self.token_ids[index]),
+                self.texts[index],
+                tuple(self.logprobs[index]),
+                finish.reason,
+                finish.stop_string,
+                finish.num_prompt_tokens,
+                finish.num_output_tokens,
+                finish.error.reason,
+            )
+            for index, finish in enumerate(self.finishes)
+            if finish is not None
+        ]
+
+    async def _until(self, reached: Any) -> None:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while not reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@dataclasses.dataclass
+class Member:
+    """A shard of the fleet."""
+
+    shard_id: str
+    engine: FailingEngine
+    proxy: BreakingProxy
+    metrics: CollectorRegistry
+    stop: asyncio.Event
+    serving: asyncio.Task[None]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.get_sample_value(name, {"model_name": MODEL, **labels}) or 0.0
+
+
+class FailoverWorld(RouterWorld):
+    """`tokenizer`: of the shards and of the router."""
+
+    def __init__(self, redis_url: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(redis_url)
+        self.tokenizer = tokenizer
+        self.config.model.name = MODEL
+        self.config.router.health.enabled = False  # each fault shows by itself
+        self.config.router.overload.outage_patience_seconds = 0.0
+        self.members: dict[str, Member] = {}
+        self.link: GrpcRouterLink
+
+    async def start_router(self) -> None:
+        core = RouterCore(core_config(self.config))
+        server = RouterServer(self.config, core, self.tokenizer, "router-0", self.metrics)
+        self.address = await server.start("127.0.0.1", 0)
+        self.served = asyncio.create_task(server.serve(self.stop))
+        self._cleanup.push_async_callback(self._stop_router)
+        self.link = await self.connect()
+
+    async def add_shard(self, shard_id: str, engine: Engine, config: ShardConfig) -> Member:
+        """Serves, and is announced under its proxy's address."""
+        served = KvloomConfig(model=self.config.model, shard=config)
+        failing = FailingEngine(engine)
+        metrics = CollectorRegistry()
+        server = ShardServer(served, failing, self.tokenizer, shard_id, metrics_registry=metrics)
+        proxy = BreakingProxy(await server.start())
+        stop = asyncio.Event()
+        serving = asyncio.create_task(server.serve(stop))
+        member = Member(shard_id, failing, proxy, metrics, stop, serving)
+        self._cleanup.push_async_callback(self._stop_member, member)
+        await proxy.start()
+        await self.announce(shard_id, proxy.address)
+        self.members[shard_id] = member
+        return member
+
+    async def announce(self, shard_id: str, address: str) -> None:
+        await self.registry.announce(ShardRecord(shard_id, address, MODEL, f"incarnation-{next(_names)}"))
+
+    def begin(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Collected:
+        answer = Collected(fields.get("n", 1))
+        self.submit(prompt, max_tokens, answer, **fields)
+        return answer
+
+    def submit(self, prompt: Sequence[int], max_tokens: int, answer: Collected, **fields: Any) -> int:
+        stop = StopConditions(max_tokens=max_tokens, **fields.pop("stop", {}))
+        request = LinkRequest("", MODEL, prompt, "", fields.pop("sampling"), stop, **fields)
+        return self.link.submit(request, answer)
+
+    async def fleet_is(self, num_shards: int) -> None:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while num_ready_shards(self.link) != num_shards:
+                await self.link.wait_fleet_change()
+
+    def billed(self) -> Mapping[str, float]:
+        """What metering has counted so far."""
+        counts = {"requests": 0.0, "output_tokens": 0.0, "attempts": 0.0}
+        for metric in self.metrics.collect():
+            for sample in metric.samples:
+                if sample.name == "kvloom_router_requests_total":
+                    counts["requests"] += sample.value
+                elif sample.name == "kvloom_router_attempts_total":
+                    counts["attempts"] += sample.value
+                elif sample.name == "kvloom_router_tokens_total" and sample.labels["gen_ai_token_type"] == "output":
+                    counts["output_tokens"] += sample.value
+        return counts
+
+    @staticmethod
+    async def _stop_member(member: Member) -> None:
+        await member.proxy.stop()
+        member.stop.set()
+        await asyncio.wait_for(asyncio.gather(member.serving, return_exceptions=True), TIMEOUT_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def failover_world(redis_url: str, tokenizer: ModelTokenizer) -> AsyncIterator[FailoverWorld]:
+    world = FailoverWorld(redis_url, tokenizer)
+    try:
+        yield world
+    finally:
+        await world.close()
