@@ -63,7 +63,7 @@ class RouterCore:
         self._dispatcher = Dispatcher(
             self._fleet, self._index, self._ledger, self._placer, self._outbox, config.decision_sample_share
         )
-        self._overload = OverloadGuard(config.overload, self._dispatcher.queue.lines, config.max_queue_seconds)
+        self._overload = OverloadGuard(config.overload, self._dispatcher.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
         patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(self._dispatcher.queue, self._lifecycle, self._deadlines, patience_seconds)

@@ -92,6 +92,14 @@ class DispatchQueue:
         """Requests that wait although no ready shard could ever run them."""
         return [live for live in self.lines if not self._placer.eligible(live)]
 
+    def engine_wait_seconds(self, model: str, now: float) -> float:
+        """How long a request that is sent now waits in the engine of the shard that has least to do. Next to nothing
+        under a policy that holds requests back."""
+        if self._hold is not None:
+            return 0.0
+        views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
+        return min((view.queue_seconds(now) for view in views), default=0.0)
+
     def next_deadline(self) -> float:
         """When `serve` has something to do at the latest; infinity: not before another event."""
         if not self.lines:

@@ -19,8 +19,8 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
+from router.core.dispatch_queue import DispatchQueue
 from router.core.events import Request, Tier
-from router.core.waiting_lines import WaitingLines
 
 RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
@@ -29,6 +29,8 @@ MIN_MEASURED_REQUESTS: Final = 4.0
 """Less than this says nothing yet: only the queue's bound holds."""
 SERVICE_SMOOTHING: Final = 0.05
 """Weight of a request in the moving averages of what serving one takes."""
+MIN_WAIT_SHARE: Final = 0.02
+"""Of a request's time: who waits less than that is not kept from an answer by waiting, whatever the averages say."""
 MIN_SHARE_OF_RATE: Final = 0.02
 """What the lower tier is thought to get at least of the fleet, however much the higher one brings."""
 MIN_RETRY_SECONDS: Final = 1.0
@@ -136,20 +138,25 @@ class _Model:
         else:
             self.output_share = _smoothed(self.output_share, min(1.0, num_tokens / ended.max_tokens))
 
-    def service_seconds(self, max_tokens: int | None) -> float:
-        """From dispatch to last token, of a request like those before."""
+    def decode_seconds(self, max_tokens: int | None) -> float:
+        """From first to last token, of a request like those before; 0 when nothing is known."""
         if self.seconds_per_token is None:
             return 0.0
         num_tokens = self.output_tokens if max_tokens is None else max_tokens * (self.output_share or 0.0)
-        return self.prefill_seconds + num_tokens * self.seconds_per_token
+        return num_tokens * self.seconds_per_token
+
+    def service_seconds(self, max_tokens: int | None) -> float:
+        """From dispatch to last token."""
+        return self.prefill_seconds + self.decode_seconds(max_tokens)
 
 
 class OverloadGuard:
     """Pure, like all of the core; measures per model."""
 
-    def __init__(self, config: OverloadConfig, lines: WaitingLines, max_queue_seconds: float) -> None:
+    def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
         self._config = config
-        self._lines = lines
+        self._queue = queue
+        self._lines = queue.lines
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
 
@@ -174,13 +181,19 @@ class OverloadGuard:
 
     def refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
         """Why the request would wait in vain; None when it would not, or when nobody knows."""
-        if not self._config.sheds_early or not self._lines.num_waiting(request.model):
+        if not self._config.sheds_early:
             return None
-        wait_seconds = self.wait_seconds(request.model, request.tier, now)
-        if wait_seconds is None:
+        engine_seconds = self._queue.engine_wait_seconds(request.model, now)
+        wait_seconds = engine_seconds
+        if self._lines.num_waiting(request.model):
+            wait_seconds += self.wait_seconds(request.model, request.tier, now) or 0.0
+        if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
             return None
-        time_seconds = timeout_seconds - self._model(request.model).service_seconds(request.max_tokens)
-        if wait_seconds <= min(self._max_queue_seconds, time_seconds):
+        measured = self._model(request.model)
+        # What is waited for in the engine is part of what was measured between dispatch and first token.
+        answer_seconds = measured.decode_seconds(request.max_tokens)
+        answer_seconds += max(0.0, measured.prefill_seconds - engine_seconds) if answer_seconds else 0.0
+        if wait_seconds <= min(self._max_queue_seconds, timeout_seconds - answer_seconds):
             return None
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,

