@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final, Self, TypeVar, Unpack
 
 import grpc
@@ -24,8 +24,10 @@ from kvloom.generate_request import GenerateOptions, build_request
 from kvloom.generation import Delta, DeltaBuffer, Finishes
 from kvloom.grpc_errors import from_rpc_error
 from kvloom.resumed_call import resumed_responses
-from kvloom.router_link import CHANNEL_OPTIONS, GrpcRouterLink, LinkRequest
-from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from kvloom.router_channels import RouterChannels, may_be_elsewhere
+from kvloom.router_group import REATTACH_SECONDS, RouterGroup
+from kvloom.router_link import LinkRequest
+from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 MAX_BUFFERED_TOKENS: Final = 16_384
@@ -35,27 +37,31 @@ _Answer = TypeVar("_Answer")
 
 
 class Client:
-    """A connection to one router, for use on one event loop. Every failure is a KvloomError."""
+    """The way to a router, or to any of several, for use on one event loop. Every failure is a KvloomError."""
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         client_id: str = "",
+        reattach_seconds: float = REATTACH_SECONDS,
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
     ) -> None:
-        """`address`: host:port of the router. `client_id` names this client in the router's logs. At most
-        `max_buffered_tokens` tokens of a request wait for its reader; beyond that it is cancelled."""
-        self._address = address
+        """`address`: host:port of the router; of several, a list, or with commas between them. `client_id` names this
+        client in the routers' logs. An answer to `token_ids` that loses its router looks `reattach_seconds` for one
+        that goes on with it; 0: it fails at once. At most `max_buffered_tokens` tokens of a request wait for its
+        reader; beyond that it is cancelled."""
+        self._addresses = [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
+        self._reattach_seconds = reattach_seconds
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
-        self._channel: grpc.aio.Channel | None = None
-        self._link: GrpcRouterLink | None = None
+        self._channels: RouterChannels | None = None
+        self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        self._channels = RouterChannels(self._addresses)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -64,11 +70,11 @@ class Client:
     async def close(self) -> None:
         """Ends what is running. Repeatable."""
         link, self._link = self._link, None
-        channel, self._channel = self._channel, None
+        channels, self._channels = self._channels, None
         if link is not None:
             await link.close()
-        if channel is not None:
-            await channel.close()
+        if channels is not None:
+            await channels.close()
 
     def generate(self, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta, None]:
         """News of the answer (of all n answers), in order; see GenerateOptions for what may be asked.
@@ -93,56 +99,62 @@ class Client:
     async def plan(self, **options: Unpack[GenerateOptions]) -> router_service_pb2.PlanResponse:
         """Where would this request go, and why? Places nothing."""
         request = router_service_pb2.PlanRequest(request=build_request(options))
-        return await self._call(self._stub.Plan(request, timeout=self._connect_timeout_seconds))
+        return await self._routers.call(lambda stub: stub.Plan(request, timeout=self._connect_timeout_seconds))
 
     async def explain(self, request_id: str) -> router_service_pb2.ExplainResponse:
         """Why a request went where it went, and how it turned out. Raises KvloomError (NOT_FOUND) when the router does
         not remember it."""
         request = router_service_pb2.ExplainRequest(request_id=request_id)
-        return await self._call(self._stub.Explain(request, timeout=self._connect_timeout_seconds))
+        return await self._routers.call(lambda stub: stub.Explain(request, timeout=self._connect_timeout_seconds))
 
     async def list_models(self) -> list[router_service_pb2.ModelInfo]:
         """What the fleet serves now."""
         request = router_service_pb2.ListModelsRequest()
-        answer = await self._call(self._stub.ListModels(request, timeout=self._connect_timeout_seconds))
+        answer = await self._routers.call(lambda stub: stub.ListModels(request, timeout=self._connect_timeout_seconds))
         return list(answer.models)
 
     async def cancel(self, request_id: str) -> bool:
-        """End a running request, by its id, whoever started it. False when the router runs no such request."""
+        """End a running request, by its id, whoever started it. False when no router runs such a request."""
         request = router_service_pb2.CancelRequest(request_id=request_id)
-        answer = await self._call(self._stub.Cancel(request, timeout=self._connect_timeout_seconds))
+        answer = await self._routers.call(
+            lambda stub: stub.Cancel(request, timeout=self._connect_timeout_seconds), lambda answer: answer.found
+        )
         return answer.found
 
     @property
-    def _stub(self) -> router_service_pb2_grpc.RouterServiceStub:
-        if self._channel is None:
+    def _routers(self) -> RouterChannels:
+        if self._channels is None:
             raise RuntimeError("the client is closed: use `async with Client(...)`")
-        return router_service_pb2_grpc.RouterServiceStub(self._channel)
-
-    async def _call(self, call: Awaitable[_Answer]) -> _Answer:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        return self._channels
 
     async def _generate_by_rpc(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
-        call = self._stub.Generate(request)
+        """A router that cannot be reached, or that is lost before the first response, is no loss: another is asked."""
         finishes = Finishes(max(1, request.n))
-        try:
-            async for response in call:
-                for news in response.deltas:
-                    delta = Delta.from_proto(news)
-                    finishes.note(delta)
-                    yield delta
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        finally:
-            call.cancel()
+        routers = self._routers
+        stubs = routers.stubs
+        for stub in stubs:
+            call = stub.Generate(request)
+            has_begun = False
+            try:
+                async for response in call:
+                    has_begun = True
+                    for news in response.deltas:
+                        delta = Delta.from_proto(news)
+                        finishes.note(delta)
+                        yield delta
+            except grpc.aio.AioRpcError as error:
+                if has_begun or stub is stubs[-1] or not may_be_elsewhere(error):
+                    raise from_rpc_error(error) from error
+            else:
+                routers.prefer(stub)
+                break
+            finally:
+                call.cancel()
         finishes.raise_failure()
 
     async def _generate_resumable(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
         finishes = Finishes(max(1, request.n))
-        responses = resumed_responses(self._stub, request)
+        responses = resumed_responses(self._routers.stubs[0], request)
         try:
             async for response in responses:
                 for news in response.deltas:
@@ -170,11 +182,10 @@ class Client:
                 link.cancel(handle)
         finishes.raise_failure()
 
-    async def _connected_link(self) -> GrpcRouterLink:
-        if self._channel is None:
-            raise RuntimeError("the client is closed: use `async with Client(...)`")
+    async def _connected_link(self) -> RouterGroup:
         if self._link is None:
-            self._link = GrpcRouterLink(self._address, self._client_id)
+            addresses = self._routers.addresses
+            self._link = RouterGroup(self._client_id, addresses, reattach_seconds=self._reattach_seconds)
             await self._link.start()
         link = self._link
         try:
@@ -182,7 +193,7 @@ class Client:
                 while not link.connected:
                     await link.wait_fleet_change()
         except TimeoutError:
-            message = f"No router answers at {self._address}."
+            message = f"No router answers at {', '.join(self._addresses)}."
             raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0) from None
         return link
 

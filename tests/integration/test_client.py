@@ -27,7 +27,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    async with Client(router.address, client_id="sdk") as client:
+    async with Client(router.address, client_id="sdk", reattach_seconds=0.3) as client:
         yield client
 
 
@@ -172,8 +172,9 @@ async def test_a_slow_reader_is_cancelled_and_told(router: FakeRouter) -> None:
 
 
 async def test_a_lost_router_is_an_error_with_a_reason(router: FakeRouter, client: Client) -> None:
-    """Mid-stream, before the first connection, and for RPCs."""
+    """Mid-stream when it does not take the request up again, before the first connection, and for RPCs."""
     router.answers = False
+    router.fleet.ClearField("models")  # what a router says that has come back and knows no shard
     task = asyncio.create_task(collect(client.generate(model="m", token_ids=[1])))
     await router.wait_until(lambda: bool(router.connections) and bool(router.connections[0].submits))
     router.connections[0].frames.put_nowait(None)
