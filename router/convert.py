@@ -143,6 +143,7 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         prefill_tokens_per_second=load.prefill_tokens_per_second,
         decode_step_seconds=load.decode_step_seconds,
         draining=load.draining,
+        hand_over=load.hand_over,
         num_own_running=load.num_own_running,
         num_own_waiting=load.num_own_waiting,
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,

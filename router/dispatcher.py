@@ -20,8 +20,10 @@ from router.core.actions import (
     FleetChanged,
     PlacementDecided,
     RequestEnded,
+    RequestsMoved,
     ScreenAnswers,
     SendStep,
+    ShardHealthChanged,
     SubmitAttempt,
     WantKvSnapshot,
 )
@@ -89,6 +91,10 @@ class Observer(Protocol):
     def fleet_changed(self) -> None:
         """Shards, the safety service or draining: what health depends on."""
         ...
+
+    def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
+
+    def requests_moved(self, moved: RequestsMoved) -> None: ...
 
 
 class Dispatcher:
@@ -208,6 +214,10 @@ class Dispatcher:
                 shard = self._shards.get(action.shard_id)
                 if shard is not None:
                     shard.cancel(action)
+            case ShardHealthChanged():
+                self._observer.shard_health_changed(action)
+            case RequestsMoved():
+                self._observer.requests_moved(action)
             case RequestEnded():
                 self._num_live_requests -= 1
                 if not self._num_live_requests:

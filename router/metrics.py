@@ -12,7 +12,9 @@ from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
 from kvloom.v1.generation_pb2 import FinishReason
-from router.core.actions import ModelState, RequestEnded
+from router.core.actions import ModelState, RequestEnded, RequestsMoved, ShardHealthChanged
+from router.core.health import HealthState
+from router.core.shard_state import ShardState
 
 log = structlog.get_logger()
 
@@ -23,8 +25,14 @@ TOKEN_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1,
 class RouterMetrics:
     """Histograms carry the names of OpenTelemetry's GenAI conventions, the rest is `kvloom_router_...`."""
 
-    def __init__(self, models: Callable[[], Iterable[ModelState]], registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self,
+        models: Callable[[], Iterable[ModelState]],
+        shards: Callable[[], Iterable[ShardState]],
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
         self._models = models
+        self._shards = shards
         self._model_names: set[str] = set()
         self._registry = registry
         self._requests = Counter(
@@ -47,6 +55,14 @@ class RouterMetrics:
         )
         self._attempts = Counter(
             "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry=registry
+        )
+        self._trips = Counter(
+            "kvloom_router_shard_trips", "Times that a shard was suspected, by why.", ("symptom",), registry=registry
+        )
+        self._moved = Counter(
+            "kvloom_router_requests_moved",
+            "Requests taken off a shard that was suspected or handed over its work.",
+            registry=registry,
         )
         self._decisions_dropped = Counter(
             "kvloom_decisions_dropped",
@@ -86,12 +102,19 @@ class RouterMetrics:
     def request_refused(self, error: KvloomError) -> None:
         self._refused.labels(error.reason_name.lower()).inc()
 
+    def shard_health_changed(self, change: ShardHealthChanged) -> None:
+        if change.state is HealthState.SUSPECTED:
+            self._trips.labels(change.symptom).inc()
+
+    def requests_moved(self, moved: RequestsMoved) -> None:
+        self._moved.inc(moved.num_requests)
+
     def decisions_dropped(self, count: int) -> None:
         self._decisions_dropped.inc(count)
 
     def watch(self, gauges: Callable[[], dict[str, float]]) -> None:
         """Read these (by name) and the fleet at every scrape."""
-        self._registry.register(_FleetCollector(gauges, self._models))
+        self._registry.register(_FleetCollector(gauges, self._models, self._shards))
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, ("gen_ai_request_model",), buckets=buckets, registry=self._registry)
@@ -104,9 +127,15 @@ class RouterMetrics:
 
 
 class _FleetCollector(Collector):
-    def __init__(self, gauges: Callable[[], dict[str, float]], models: Callable[[], Iterable[ModelState]]) -> None:
+    def __init__(
+        self,
+        gauges: Callable[[], dict[str, float]],
+        models: Callable[[], Iterable[ModelState]],
+        shards: Callable[[], Iterable[ShardState]],
+    ) -> None:
         self._gauges = gauges
         self._models = models
+        self._shards = shards
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, value in self._gauges().items():
@@ -115,6 +144,13 @@ class _FleetCollector(Collector):
         for model in self._models():
             ready.add_metric([model.name], model.num_ready_shards)
         yield ready
+        health = GaugeMetricFamily(
+            "kvloom_router_shard_health", "1 for the state that the shard is in.", labels=["shard_id", "state"]
+        )
+        for shard in self._shards():
+            for state in HealthState:
+                health.add_metric([shard.description.shard_id, state.value], float(shard.health is state))
+        yield health
 
 
 def _log_end(ended: RequestEnded, outcome: str, error_type: str) -> None:

@@ -20,7 +20,7 @@ from kvloom.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router import dispatcher
-from router.core.actions import PlacementDecided, RequestEnded
+from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.events import DrainEnded, DrainStarted
 from router.core.shard_state import ShardState
 from router.decision_file import DecisionWriter, RotatingFile
@@ -80,7 +80,7 @@ class RouterServer:
         self._router_id = router_id
         self._announcer: Announcer[RouterRecord] | None = None
         self._draining = False
-        self._metrics = RouterMetrics(lambda: core.fleet.models, metrics_registry)
+        self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
         self._dispatcher = dispatcher.Dispatcher(core, self)
         self._safety_link = _safety_link(config, self._dispatcher)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
@@ -199,6 +199,14 @@ class RouterServer:
     def fleet_changed(self) -> None:
         self._decisions.fleet_changed()
         self._health.look_again()
+
+    def shard_health_changed(self, change: ShardHealthChanged) -> None:
+        log.warning("shard health changed", shard_id=change.shard_id, health=change.state.value, symptom=change.symptom)
+        self._metrics.shard_health_changed(change)
+
+    def requests_moved(self, moved: RequestsMoved) -> None:
+        log.info("requests moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests)
+        self._metrics.requests_moved(moved)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

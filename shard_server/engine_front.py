@@ -41,7 +41,7 @@ from shard_server.kv_mirror import KvMirror
 from shard_server.letting_go import LettingGo
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
-from shard_server.refusals import draining, engine_failed, queue_full, refusal
+from shard_server.refusals import draining, engine_failed, queue_full, refusal, stopping
 from shard_server.sequences import LiveSequence, logprobs_to_proto, shown_output
 from shard_server.submits import resolve_submit
 
@@ -142,12 +142,21 @@ class EngineFront:
     def draining(self) -> bool:
         return self._load.draining
 
-    def set_draining(self, draining: bool) -> None:
-        """While it is set new sequences are refused; routers are told at once."""
-        if draining != self._load.draining:
-            self._load.draining = draining
+    def set_draining(self, draining: bool, *, hand_over: bool = False) -> None:
+        """While it is set new sequences are refused; with `hand_over` routers move those that run to other shards.
+        Routers are told at once."""
+        if (draining, hand_over) != (self._load.draining, self._load.hand_over):
+            self._load.draining, self._load.hand_over = draining, hand_over
             for connection in self._connections:
                 connection.send_step(load=self._load.report(connection.origin))
+
+    def give_back(self) -> None:
+        """The process ends: every sequence finishes with DRAINING, behind which its router goes on elsewhere."""
+        for sequence in list(self._live.values()):
+            self._cancel_in_engine(sequence)
+            self._finish(sequence, generation_pb2.FINISH_REASON_ERROR, stopping())
+        for connection in self._connections:
+            connection.send_step()
 
     async def wait_idle(self) -> None:
         """Returns when no sequence is live."""

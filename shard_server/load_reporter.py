@@ -21,10 +21,11 @@ _NO_SHARE: Final = LoadShare()
 
 
 class LoadReporter:
-    """Keeps the newest load. `draining` is the shard's own and part of every report."""
+    """Keeps the newest load. `draining` and `hand_over` are the shard's own and part of every report."""
 
     def __init__(self, num_blocks: int) -> None:
         self.draining = False
+        self.hand_over = False
         self._load = EngineLoad(num_available_blocks=num_blocks)
         self._num_blocks = num_blocks
         self._reported_at = float("-inf")
@@ -85,6 +86,7 @@ class LoadReporter:
             decode_step_seconds=load.decode_step_seconds,
             num_preemptions=load.num_preemptions,
             draining=self.draining,
+            hand_over=self.hand_over,
             num_own_running=own.num_running,
             num_own_waiting=own.num_waiting + num_own_in_flight,
             num_own_queued_prefill_tokens=own.num_queued_prefill_tokens + num_own_in_flight_tokens,

@@ -20,6 +20,12 @@ def draining() -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard takes no new requests: it is draining.")
 
 
+def stopping() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING, "The shard that served this request has stopped.", retry_after_seconds=1.0
+    )
+
+
 def queue_full(num_sequences: int) -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_QUEUE_FULL,

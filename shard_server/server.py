@@ -58,6 +58,7 @@ class ShardServer:
         self._max_pending_frames = max_pending_frames
         self._advertised_address = advertised_address
         self._stopping = False
+        self._hand_over_timer: asyncio.TimerHandle | None = None
         self._front: EngineFront
         self._server: grpc.aio.Server
         self._local_server: LocalServer[ShardServiceConnectRequest]
@@ -133,14 +134,17 @@ class ShardServer:
         idle = asyncio.create_task(self._front.wait_idle(), name="drain")
         await asyncio.wait({idle, self._engine_task}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
-            log.warning("drain timed out; what runs is broken off", timeout_seconds=timeout_seconds)
+            log.warning("drain timed out; what runs is handed back", timeout_seconds=timeout_seconds)
             idle.cancel()
+            self._front.give_back()
 
     async def _stop(self) -> None:
         self._stopping = True
         await service.set_serving(self._health, SERVICE_NAMES, False)
         if self._announcer is not None:
             await self._announcer.withdraw()
+        if self._hand_over_timer is not None:
+            self._hand_over_timer.cancel()
         self._front.end_connections()
         await asyncio.gather(self._server.stop(FLUSH_SECONDS), self._local_server.stop(FLUSH_SECONDS))
         await self._engine.close()
@@ -155,16 +159,27 @@ class ShardServer:
             if error is not None:
                 raise EngineError(f"the engine died: {error}") from error
 
-    async def _on_drain_call(self, draining: bool) -> None:
+    async def _on_drain_call(self, draining: bool, deadline_seconds: float | None) -> None:
         if not self._stopping:
-            await self._set_draining(draining)
+            await self._set_draining(draining, deadline_seconds)
         elif not draining:
             raise KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard is stopping; it cannot resume.")
 
-    async def _set_draining(self, draining: bool) -> None:
+    async def _set_draining(self, draining: bool, deadline_seconds: float | None = None) -> None:
+        if self._hand_over_timer is not None:
+            self._hand_over_timer.cancel()
+            self._hand_over_timer = None
         self._front.set_draining(draining)
+        if draining and deadline_seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._hand_over_timer = loop.call_later(deadline_seconds, self._hand_over)
         await service.set_serving(self._health, SERVICE_NAMES, not draining)
         log.info("draining" if draining else "taking work again")
+
+    def _hand_over(self) -> None:
+        self._hand_over_timer = None
+        log.info("handing over what runs")
+        self._front.set_draining(True, hand_over=True)
 
 
 def _shard_info(info: EngineInfo, shard_id: str, incarnation_id: str) -> ShardInfo:

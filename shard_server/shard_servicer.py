@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from kvloom.errors import KvloomError, protocol_violation
+from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.grpc_errors import abort
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -30,14 +30,16 @@ HELLO_TIMEOUT_SECONDS: Final = 10.0
 FLUSH_SECONDS: Final = 0.5
 """How long the message at hand may take to be written when a stream ends."""
 MAX_ROUTER_ID_CHARS: Final = 128
+MAX_DEADLINE_SECONDS: Final = 7 * 24 * 3600.0
 
 Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConnectResponse]
 
 
 class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
-    """`set_draining` follows a Drain call; it raises KvloomError when it cannot (the process is stopping)."""
+    """`set_draining` follows a Drain call, with its deadline; it raises KvloomError when it cannot (the process is
+    stopping)."""
 
-    def __init__(self, front: EngineFront, set_draining: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, front: EngineFront, set_draining: Callable[[bool, float | None], Awaitable[None]]) -> None:
         self._front = front
         self._set_draining = set_draining
 
@@ -72,7 +74,12 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
     async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
         error = None
         try:
-            await self._set_draining(request.draining)
+            deadline_seconds = request.deadline_seconds if request.HasField("deadline_seconds") else None
+            if deadline_seconds is not None and not 0 <= deadline_seconds <= MAX_DEADLINE_SECONDS:
+                raise invalid_argument(
+                    f"deadline_seconds must be between 0 and {MAX_DEADLINE_SECONDS:g}.", "deadline_seconds"
+                )
+            await self._set_draining(request.draining, deadline_seconds)
         except KvloomError as refusal:
             error = refusal.to_proto()
         load = self._front.load_report()

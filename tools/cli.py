@@ -16,6 +16,8 @@ from tools.lazy_group import LazyGroup
         "down": "tools.up:down",
         "status": "tools.status:status",
         "restart": "tools.restart:restart",
+        "drain": "tools.drain:drain",
+        "undrain": "tools.drain:undrain",
         "logs": "tools.logs:logs",
         "chat": "tools.chat:chat",
         "explain": "tools.explain:explain",

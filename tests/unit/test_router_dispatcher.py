@@ -8,7 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from kvloom.errors import KvloomError
-from router.core.actions import Action, FleetChanged, PlacementDecided, RequestEnded, SendStep
+from router.core.actions import (
+    Action,
+    FleetChanged,
+    PlacementDecided,
+    RequestEnded,
+    RequestsMoved,
+    SendStep,
+    ShardHealthChanged,
+)
 from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
 from router.core.frames import Step
 from router.dispatcher import Dispatcher
@@ -46,6 +54,10 @@ class Silent:
     def request_refused(self, error: KvloomError) -> None: ...
 
     def fleet_changed(self) -> None: ...
+
+    def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
+
+    def requests_moved(self, moved: RequestsMoved) -> None: ...
 
 
 class Reacting:
