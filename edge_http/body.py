@@ -1,38 +1,86 @@
-"""Reads a JSON body within its limits."""
+"""Reads a JSON body within its limits: of size, of time, and of what all bodies together may hold in memory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 import xxhash
 from aiohttp import web
 
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.config import EdgeConfig
+from kvloom.errors import KvloomError, invalid_argument, request_timeout
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
-BODY_TIMEOUT_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 2.0
 
 
-async def read_json_body(request: web.BaseRequest, max_bytes: int) -> bytes:
-    """The raw bytes. Raises KvloomError (UNSUPPORTED_MEDIA_TYPE, REQUEST_TOO_LARGE, INVALID_ARGUMENT)."""
+class BodyBudget:
+    """Bytes of bodies that have come and are not read yet. They are counted as they come: who announces much and sends
+    little takes nobody's place."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_leases = 0
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[BodyLease]:
+        self.num_leases += 1
+        lease = BodyLease(self)
+        try:
+            yield lease
+        finally:
+            self.num_leases -= 1
+            self.num_bytes -= lease.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises KvloomError (OVERLOADED)."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_OVERLOADED,
+                "This server is receiving too many large requests.",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        self.num_bytes += num_bytes
+
+
+class BodyLease:
+    """One body's part of the budget."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises KvloomError (OVERLOADED)."""
+        self._budget.take(num_bytes)
+        self.num_bytes += num_bytes
+
+
+async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: BodyLease) -> bytes:
+    """The raw bytes. Raises KvloomError (UNSUPPORTED_MEDIA_TYPE, REQUEST_TOO_LARGE, REQUEST_TIMEOUT, OVERLOADED,
+    INVALID_ARGUMENT)."""
     _check_headers(request)
     length = request.content_length
-    if length is not None and length > max_bytes:
-        raise _too_large(max_bytes)
+    if length is not None and length > config.max_body_bytes:
+        raise _too_large(config.max_body_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     chunks: list[bytes] = []
     size_bytes = 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+        async with asyncio.timeout(config.body_timeout_seconds):
             while chunk := await request.content.readany():
                 size_bytes += len(chunk)
-                if size_bytes > max_bytes:
-                    raise _too_large(max_bytes)
+                if size_bytes > config.max_body_bytes:
+                    raise _too_large(config.max_body_bytes)
+                lease.take(len(chunk))
                 chunks.append(chunk)
     except TimeoutError as error:
-        raise invalid_argument(f"The body did not arrive within {BODY_TIMEOUT_SECONDS:g} s.") from error
+        raise request_timeout(f"The body did not arrive within {config.body_timeout_seconds:g} s.") from error
     except web.RequestPayloadError as error:
         raise invalid_argument("The body is not framed as its headers say.") from error
     return b"".join(chunks)

@@ -17,7 +17,16 @@ from edge_http.shapes import ChatShape
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     with edge.admitted() as place:
-        raw = await read_json_body(request, edge.config.max_body_bytes)
+        job = await _read_job(edge, request)
+        envelope = envelope_for(edge, job, "chatcmpl-")
+        return await generate(edge, request, place, job, ChatShape(envelope, job.model.tokenizer), envelope.id)
+
+
+async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
+    """Raises KvloomError."""
+    with edge.bodies.lease() as lease:
+        raw = await read_json_body(request, edge.config, lease)
+        edge.check_room()
         body = decode_chat(raw, edge.config.max_messages)
         model = edge.find_model(body.model)
         n = num_choices(body)
@@ -26,7 +35,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
         max_tokens, max_tokens_field = chat_max_tokens(body)
         stop = stop_conditions(body, max_tokens)
         key = session_key(request, body.prompt_cache_key)
-        job = Job(
+        return Job(
             operation="chat",
             model=model,
             prompts=[await chat_prompt(body, model.tokenizer)],
@@ -41,5 +50,3 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )
-        envelope = envelope_for(edge, job, "chatcmpl-")
-        return await generate(edge, request, place, job, ChatShape(envelope, model.tokenizer), envelope.id)

@@ -17,7 +17,16 @@ from edge_http.shapes import CompletionShape
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     with edge.admitted() as place:
-        raw = await read_json_body(request, edge.config.max_body_bytes)
+        job = await _read_job(edge, request)
+        envelope = envelope_for(edge, job, "cmpl-")
+        return await generate(edge, request, place, job, CompletionShape(envelope, job.model.tokenizer), envelope.id)
+
+
+async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
+    """Raises KvloomError."""
+    with edge.bodies.lease() as lease:
+        raw = await read_json_body(request, edge.config, lease)
+        edge.check_room()
         body = decode_completion(raw)
         model = edge.find_model(body.model)
         n = num_choices(body)
@@ -25,7 +34,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
         sampling = completion_sampling(body, guide)
         stop = stop_conditions(body, completion_max_tokens(body))
         key = session_key(request, body.prompt_cache_key)
-        job = Job(
+        return Job(
             operation="text_completion",
             model=model,
             prompts=await completion_prompts(body, n, model.tokenizer),
@@ -40,5 +49,3 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
         )
-        envelope = envelope_for(edge, job, "cmpl-")
-        return await generate(edge, request, place, job, CompletionShape(envelope, model.tokenizer), envelope.id)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from edge_http.body import BodyBudget
 from edge_http.elsewhere import Elsewhere
 from edge_http.metrics import EdgeMetrics
 from edge_http.resume_journal import new_tag
@@ -57,6 +58,7 @@ class Edge:
         """Of this process; part of its responses' ids."""
         self.elsewhere: Elsewhere | None = None
         """The way to other edges' responses; None without Redis."""
+        self.bodies = BodyBudget(config.max_pending_body_bytes)
         self.num_running = 0
         self._draining = False
         self._leaving = False
@@ -92,12 +94,7 @@ class Edge:
                 "This server is stopping and takes no new requests.",
                 retry_after_seconds=DRAINING_RETRY_SECONDS,
             )
-        if self.num_running >= self.config.max_concurrent_requests:
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_QUEUE_FULL,
-                "This server is at its limit of concurrent requests.",
-                retry_after_seconds=BUSY_RETRY_SECONDS,
-            )
+        self.check_room()
         self.num_running += 1
         self._idle.clear()
         place = Place(self._give_up_place)
@@ -106,6 +103,16 @@ class Edge:
         finally:
             if not place.handed_over:
                 place.give_up()
+
+    def check_room(self) -> None:
+        """Whoever is still sending a body takes nobody's place, and is counted once it is there. Raises KvloomError
+        (QUEUE_FULL)."""
+        if self.num_running - self.bodies.num_leases >= self.config.max_concurrent_requests:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_QUEUE_FULL,
+                "This server is at its limit of concurrent requests.",
+                retry_after_seconds=BUSY_RETRY_SECONDS,
+            )
 
     def _give_up_place(self) -> None:
         self.num_running -= 1

@@ -20,6 +20,7 @@ def error_response(error: KvloomError) -> web.Response:
     response = json_response(error.to_openai(), error.kind.http_status)
     if error.retry_after_seconds > 0:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+        response.headers["retry-after-ms"] = str(round(error.retry_after_seconds * 1e3))  # OpenAI's clients look here
     if error.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
         response.force_close()  # what is left of the request is not worth reading
     return response

@@ -10,24 +10,16 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
+from edge_http.connection import Connection
 from edge_http.dispatch import Dispatcher
 from edge_http.edge import Edge
-from edge_http.json_response import error_response
-from kvloom.errors import KvloomError, invalid_argument
 from kvloom.service import StartError
-from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
 
-KEEPALIVE_SECONDS: Final = 75.0
-"""Idle connections are closed after this; longer than load balancers' usual 60 s, so that they close first."""
-LINGER_SECONDS: Final = 2.0
-"""How long the rest of a refused body is read, so that its sender sees the answer."""
-MAX_HEADERS: Final = 100
 BACKLOG: Final = 1024
 SHUTDOWN_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 1.0
@@ -35,46 +27,14 @@ LEAVE_SECONDS: Final = 1.0
 LEAVE_POLL_SECONDS: Final = 0.02
 
 
-class _Connection(web.RequestHandler):
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,  # noqa: ARG002
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,  # noqa: ARG002
-    ) -> web.StreamResponse:
-        """What is not well-formed HTTP ends here; the connection is closed."""
-        if isinstance(exc, LineTooLong):
-            error = KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, "The request line or a header is too long.")
-        elif status < 500:
-            error = invalid_argument("The request is not valid HTTP.")
-        else:
-            log.error("connection broke", exc_info=exc)
-            error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
-        response = error_response(error)
-        response.force_close()
-        return response
-
-
 class _Server(web.Server):
     def __init__(self, edge: Edge) -> None:
         # Cancelling handlers is how a client that goes away ends its request.
         super().__init__(Dispatcher(edge), handler_cancellation=True, request_factory=self._request)
         self._edge = edge
-        self._options: dict[str, Any] = {
-            "keepalive_timeout": KEEPALIVE_SECONDS,
-            "lingering_time": LINGER_SECONDS,
-            "max_line_size": edge.config.max_header_bytes,
-            "max_field_size": edge.config.max_header_bytes,
-            "max_headers": MAX_HEADERS,
-            "auto_decompress": False,
-            "access_log": None,
-        }
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=asyncio.get_running_loop(), **self._options)
+        return Connection(self, self._edge)
 
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any

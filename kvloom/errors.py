@@ -47,6 +47,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     ),
     _R.ERROR_REASON_EVENTS_GONE: ErrorKind("OUT_OF_RANGE", 410, "invalid_request_error", "events_gone"),
     _R.ERROR_REASON_STREAM_TAKEN_OVER: ErrorKind("ABORTED", 409, "invalid_request_error", "stream_taken_over"),
+    _R.ERROR_REASON_REQUEST_TIMEOUT: ErrorKind("DEADLINE_EXCEEDED", 408, "invalid_request_error", "request_timeout"),
     _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
     _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),
@@ -54,6 +55,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_QUEUE_TIMEOUT: ErrorKind("DEADLINE_EXCEEDED", 408, "overloaded_error", "queue_timeout"),
     _R.ERROR_REASON_DEADLINE_EXCEEDED: ErrorKind("DEADLINE_EXCEEDED", 504, "api_error", "deadline_exceeded"),
     _R.ERROR_REASON_DRAINING: ErrorKind("UNAVAILABLE", 503, "overloaded_error", "draining"),
+    _R.ERROR_REASON_OVERLOADED: ErrorKind("RESOURCE_EXHAUSTED", 503, "overloaded_error", "overloaded"),
     _R.ERROR_REASON_SHARD_LOST: ErrorKind("UNAVAILABLE", 502, "api_error", "shard_lost"),
     _R.ERROR_REASON_ENGINE_FAILED: ErrorKind("INTERNAL", 500, "api_error", "engine_failed"),
     _R.ERROR_REASON_CLIENT_TOO_SLOW: ErrorKind("RESOURCE_EXHAUSTED", 429, "invalid_request_error", "client_too_slow"),
@@ -127,6 +129,11 @@ def invalid_argument(message: str, field: str = "") -> KvloomError:
 
 def unsupported(message: str, field: str) -> KvloomError:
     return KvloomError(_R.ERROR_REASON_UNSUPPORTED_PARAMETER, message, field=field)
+
+
+def request_timeout(message: str) -> KvloomError:
+    """Its sender was too slow."""
+    return KvloomError(_R.ERROR_REASON_REQUEST_TIMEOUT, message)
 
 
 def protocol_violation(message: str) -> KvloomError:
