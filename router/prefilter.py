@@ -59,12 +59,25 @@ class PrefilteredAnswers:
         self.prefilter = None
 
     def take(
-        self, slots: Sequence[int], deltas: Sequence[str], close_slots: Sequence[int], outgoing: Outgoing
+        self,
+        slots: Sequence[int],
+        deltas: Sequence[str],
+        close_slots: Sequence[int],
+        outgoing: Outgoing,
+        skips: Iterable[tuple[int, int, str]] = (),
     ) -> AnswersScreened | None:
-        """Put what must be screened into `outgoing`; returns what is known at once, None if that is nothing."""
+        """Put what must be screened into `outgoing`; returns what is known at once, None if that is nothing. `skips`
+        (slot, characters, the last of them) were cleared by the core, before the slot's delta."""
         current = self.prefilter
         is_plain = current is not None and not current.is_suspicious(_SEPARATOR.join(deltas))
         answers = self._answers
+        for slot, num_chars, last_char in skips:
+            answer = answers.get(slot)
+            if answer is None:
+                answer = answers[slot] = _Answer()
+            answer.num_chars += num_chars
+            answer.num_skipped += num_chars
+            answer.last_char = last_char
         clear_slots: list[int] = []
         num_clear_chars: list[int] = []
         for slot, delta in zip(slots, deltas, strict=True):

@@ -70,7 +70,7 @@ class SafetyLink:
         self._wake.set()
 
     def screen_answers(self, answers: ScreenAnswers) -> None:
-        known = self._answers.take(answers.slots, answers.deltas, answers.close_slots, self._outgoing)
+        known = self._answers.take(answers.slots, answers.deltas, answers.close_slots, self._outgoing, answers.skips)
         if self._outgoing:
             self._num_waiting_chars += sum(map(len, answers.deltas))
             self._wake.set()
@@ -114,8 +114,8 @@ class SafetyLink:
     def _on_frame(self, frame: safety_service_pb2.ScreenResponse) -> None:
         if frame.HasField("policy"):
             self._policy = frame.policy
-            self._answers.prefilter = Prefilter.from_policy(frame.policy)
-            self._dispatcher.dispatch(SafetyUp(frame.policy.screens_prompts, frame.policy.screens_answers))
+            prefilter = self._answers.prefilter = Prefilter.from_policy(frame.policy)
+            self._dispatcher.dispatch(SafetyUp(frame.policy.screens_prompts, frame.policy.screens_answers, prefilter))
         for verdict in frame.prompts:
             self._dispatcher.dispatch(convert.verdict_from_proto(verdict))
         if frame.slots or frame.halts or frame.closed_slots:

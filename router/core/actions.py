@@ -78,6 +78,8 @@ class ScreenAnswers:
     slots: Sequence[int]
     deltas: Sequence[str]
     close_slots: Sequence[int] = ()
+    skips: Sequence[tuple[int, int, str]] = ()
+    """(slot, characters, the last of them) that were cleared without it, before the slot's delta."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -345,7 +345,9 @@ class RouterCore:
     # -- safety, time ---------------------------------------------------------------------------------------------
 
     def _on_safety_up(self, event: ev.SafetyUp) -> None:
-        self._screening.set_up(screens_prompts=event.screens_prompts, screens_answers=event.screens_answers)
+        self._screening.set_up(
+            screens_prompts=event.screens_prompts, screens_answers=event.screens_answers, prefilter=event.prefilter
+        )
 
     def _on_tick(self, now: float) -> None:
         self._index.settle()

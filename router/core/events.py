@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from router.core.frames import Step
 
@@ -82,6 +83,7 @@ class ShardLoad:
     decode_step_seconds: float = 0.0
     draining: bool = False
     hand_over: bool = False
+    """It drains, and what runs there is to go on elsewhere."""
     num_own_running: int = 0
     """The part of `num_running` that came over this router's stream; what is left is other routers'."""
     num_own_waiting: int = 0
@@ -174,12 +176,22 @@ class LoadReported:
 # -- safety -----------------------------------------------------------------------------------------------------------
 
 
+class TextFilter(Protocol):
+    """Tells text in which something may begin that the policy forbids. Exact in one direction: other text is clear."""
+
+    def is_suspicious(self, text: str) -> bool:
+        """`text` may be several deltas joined by NUL characters."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SafetyUp:
     """The stream to the safety service stands, or its policy changed."""
 
     screens_prompts: bool
     screens_answers: bool
+    prefilter: TextFilter | None = None
+    """What it lets pass need not be screened; None: everything is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

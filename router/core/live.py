@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import FinishReason
-from router.core.events import ChoiceSpec, Request
+from router.core.events import ChoiceSpec, Request, TextFilter
 from router.core.frames import Finish, Start, Step
 from router.core.load_ledger import ReservationKey
 
@@ -135,6 +135,7 @@ class Choice:
         "index",
         "is_done",
         "is_screened",
+        "last_skipped_char",
         "max_tokens",
         "num_attempts",
         "num_cached_tokens",
@@ -142,7 +143,9 @@ class Choice:
         "num_given_chars",
         "num_given_tokens",
         "num_moves",
+        "num_skipped_chars",
         "output_token_ids",
+        "prefilter",
         "request",
         "screening_slot",
         "shard_id",
@@ -175,6 +178,11 @@ class Choice:
         self.is_screened = False
         self.screening_slot: int | None = None
         """None until there is text to screen."""
+        self.prefilter: TextFilter | None = None
+        """Of the policy in force when text of it was first sent to be screened; None before."""
+        self.num_skipped_chars = 0
+        """Text that was cleared here, and that the safety service has not been told of."""
+        self.last_skipped_char = ""
 
 
 class LiveRequest:

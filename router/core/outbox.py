@@ -17,6 +17,7 @@ class Outbox:
         self.screen_slots: list[int] = []
         self.screen_deltas: list[str] = []
         self.close_slots: list[int] = []
+        self.screen_skips: list[tuple[int, int, str]] = []
 
     def add(self, action: Action) -> None:
         self._actions.append(action)
@@ -76,7 +77,7 @@ class Outbox:
                     actions.append(SendStep(client.client_id, step))
             self._clients = []
         if self.screen_slots or self.close_slots:
-            actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots))
-            self.screen_slots, self.screen_deltas, self.close_slots = [], [], []
+            actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots, self.screen_skips))
+            self.screen_slots, self.screen_deltas, self.close_slots, self.screen_skips = [], [], [], []
         self._actions = []
         return actions

@@ -13,7 +13,7 @@ from router.core.dispatch import Dispatcher
 from router.core.fleet import Shard
 from router.core.frames import Finish, Step
 from router.core.lifecycle import RETRYABLE_REASONS, Lifecycle
-from router.core.live import Choice
+from router.core.live import Choice, Hold
 from router.core.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 from router.core.screening import Screening
@@ -65,19 +65,20 @@ class Relay:
             if choice is not None:
                 self._lifecycle.start(choice, start, now)
         if step.num_tokens or step.logprobs:
-            overfull = self._relay_ragged(shard, step)
+            overfull = self._relay_ragged(shard, step, now)
         else:
-            overfull = self._relay_singles(shard, step)
+            overfull = self._relay_singles(shard, step, now)
         for choice in overfull:
             self._on_overfull(choice, now)
         for finish in step.finishes:
             self._on_finish(shard, finish, now)
 
-    def _relay_singles(self, shard: Shard, step: Step) -> list[Choice]:
+    def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
         choices = shard.choices
         screening, outbox = self._screening, self._outbox
         overfull: list[Choice] = []
+        is_plain = screening.are_plain(step.deltas)
         client = None
         add_slot = add_token = add_delta = None
         for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
@@ -86,14 +87,17 @@ class Relay:
                 continue
             choice.output_token_ids.append(token_id)
             choice.num_chars += len(delta)
-            if choice.is_screened and delta:
-                screening.send(choice, delta)
             hold = choice.hold
-            if hold is not None:
+            if hold is None:
+                if choice.is_screened and delta:
+                    screening.send(choice, delta)
+            elif not self._passes(choice, hold, delta, is_plain=is_plain):
                 hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
                 hold.num_tokens += 1
                 if hold.num_tokens > choice.request.max_held_tokens:
                     overfull.append(choice)
+                elif hold.num_clear_chars == choice.num_chars:
+                    self._lifecycle.settle(choice, now)
                 continue
             if choice.client is not client:
                 client = choice.client
@@ -104,13 +108,26 @@ class Relay:
             add_delta(delta)  # pyright: ignore[reportOptionalCall]
         return overfull
 
-    def _relay_ragged(self, shard: Shard, step: Step) -> list[Choice]:
+    def _passes(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
+        """Have new text screened, unless the prefilter clears it; whether it can go straight to the client."""
+        if choice.is_screened and delta and not self._screening.clear(choice, hold, delta, is_plain=is_plain):
+            self._screening.send(choice, delta)
+            return False
+        return (
+            not hold.entries
+            and hold.start is None
+            and hold.num_clear_chars == choice.num_chars
+            and not choice.request.prompt_verdict_open
+        )
+
+    def _relay_ragged(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """Any number of tokens an entry, logprobs. Returns the choices that hold too many tokens."""
         counts: Sequence[int] = step.num_tokens or [1] * len(step.slots)
         logprobs: dict[int, list[object]] = {}
         for slot, entry in step.logprobs:
             logprobs.setdefault(slot, []).append(entry)
         overfull: list[Choice] = []
+        is_plain = self._screening.are_plain(step.deltas)
         position = 0
         for slot, count, delta in zip(step.slots, counts, step.deltas, strict=True):
             token_ids = step.token_ids[position : position + count]
@@ -120,16 +137,18 @@ class Relay:
                 continue
             choice.output_token_ids.extend(token_ids)
             choice.num_chars += len(delta)
-            if choice.is_screened and delta:
-                self._screening.send(choice, delta)
             hold = choice.hold
-            if hold is None:
+            if hold is None and choice.is_screened and delta:
+                self._screening.send(choice, delta)
+            if hold is None or self._passes(choice, hold, delta, is_plain=is_plain):
                 self._outbox.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
                 continue
             hold.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
             hold.num_tokens += count
             if hold.num_tokens > choice.request.max_held_tokens:
                 overfull.append(choice)
+            elif hold.num_clear_chars == choice.num_chars:
+                self._lifecycle.settle(choice, now)
         return overfull
 
     def _on_overfull(self, choice: Choice, now: float) -> None:

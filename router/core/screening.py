@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from router.core.actions import CheckPrompt
-from router.core.live import Choice, LiveRequest
+from router.core.events import TextFilter
+from router.core.live import Choice, Hold, LiveRequest
 from router.core.outbox import Outbox
 from router.core.slot_pool import SlotPool
+
+_SEPARATOR: Final = "\0"
 
 
 class Screening:
@@ -16,6 +22,7 @@ class Screening:
         self.is_up = False
         self.screens_prompts = False
         self.screens_answers = False
+        self._prefilter: TextFilter | None = None
         self._checks: dict[int, LiveRequest] = {}
         self._check_ids = SlotPool()
         self._answers: dict[int, Choice | None] = {}
@@ -23,14 +30,16 @@ class Screening:
         self._slots = SlotPool()
         self._closing: set[int] = set()
 
-    def set_up(self, *, screens_prompts: bool, screens_answers: bool) -> None:
+    def set_up(self, *, screens_prompts: bool, screens_answers: bool, prefilter: TextFilter | None = None) -> None:
         self.is_up = True
         self.screens_prompts = screens_prompts
         self.screens_answers = screens_answers
+        self._prefilter = prefilter
 
     def reset(self) -> None:
         """The stream broke: nothing that was asked over it will be answered."""
         self.is_up = False
+        self._prefilter = None
         for choice in self._answers.values():
             if choice is not None:
                 choice.screening_slot = None
@@ -53,12 +62,36 @@ class Screening:
             self._check_ids.free(check_id)
         return live
 
+    def are_plain(self, deltas: Sequence[str]) -> bool:
+        """The prefilter finds nothing in any of them, looking once."""
+        prefilter = self._prefilter
+        return prefilter is not None and self.screens_answers and not prefilter.is_suspicious(_SEPARATOR.join(deltas))
+
+    def clear(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
+        """Clear a gated answer's newest text (`choice.num_chars` counts it) without asking, if all before it is clear
+        and the prefilter, which said `is_plain` of the whole step, finds nothing in it."""
+        prefilter = self._prefilter
+        if prefilter is None or hold.num_clear_chars != choice.num_chars - len(delta):
+            return False
+        if choice.screening_slot is not None and choice.prefilter is not prefilter:
+            return False  # it is screened by an earlier policy
+        if not is_plain and prefilter.is_suspicious(delta):
+            return False
+        hold.num_clear_chars = choice.num_chars
+        choice.num_skipped_chars += len(delta)
+        choice.last_skipped_char = delta[-1]
+        return True
+
     def send(self, choice: Choice, delta: str) -> None:
-        """Have text screened; the first text opens the slot."""
+        """Have text screened; the first text opens the slot. The service hears how much it was not shown before."""
         slot = choice.screening_slot
         if slot is None:
             slot = choice.screening_slot = self._slots.allocate()
+            choice.prefilter = self._prefilter
             self._answers[slot] = choice
+        if choice.num_skipped_chars:
+            self._outbox.screen_skips.append((slot, choice.num_skipped_chars, choice.last_skipped_char))
+            choice.num_skipped_chars = 0
         self._outbox.screen_slots.append(slot)
         self._outbox.screen_deltas.append(delta)
 
