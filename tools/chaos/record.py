@@ -37,8 +37,3 @@ class Record:
             is_complete=self.is_complete,
             may_miss_bill=may_miss_bill,
         )
-
-    @property
-    def title(self) -> str:
-        """For a list of failures."""
-        return f"{self.errand.manner} {self.errand.door} {self.seen.request_ids[-1:] or ''}: {self.finding.detail}"

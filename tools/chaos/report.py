@@ -18,9 +18,13 @@ _TTFT_CODES: Final = frozenset({Verdict.OK, Verdict.LEFT})
 
 
 def make_report(
-    records: Sequence[Record], disturbances: Sequence[Disturbance], bills: Iterable[Bill], fleet: Fleet
+    records: Sequence[Record],
+    disturbances: Sequence[Disturbance],
+    bills: Iterable[Bill],
+    fleet: Fleet,
+    begin: float,
 ) -> dict[str, Any]:
-    """`problems` lists what must not have happened; the run is good when there are none."""
+    """`begin`: of the load, on the monotonic clock. `problems` lists what must not have happened; the run is good when there are none."""
     verdicts = Counter(record.finding.verdict for record in records)
     unexcused = [
         record for record in records if not is_excused(record.errand, record.seen, record.finding, disturbances, fleet)
@@ -46,11 +50,26 @@ def make_report(
         "ledger": _ledger(settlement),
         "faults": _faults(records, disturbances),
         "latency": _latency(records, disturbances),
-        "problems": [f"{r.finding.verdict}: {r.title}" for r in never[:MAX_LISTED]]
-        + [f"unexplained {r.finding.verdict}: {r.title} ({r.seen.message})" for r in unexplained[:MAX_LISTED]]
+        "problems": [_problem("", r, disturbances, begin) for r in never[:MAX_LISTED]]
+        + [_problem("unexplained ", r, disturbances, begin) for r in unexplained[:MAX_LISTED]]
         + [f"double-billed: {line}" for line in settlement.over[:MAX_LISTED]]
         + [f"not billed: {line}" for line in settlement.under[:MAX_LISTED]],
     }
+
+
+def _problem(prefix: str, record: Record, disturbances: Sequence[Disturbance], begin: float) -> str:
+    """With what to look for in the logs: the request's last name, its time, and the faults that it felt."""
+    seen, errand = record.seen, record.errand
+    felt = [
+        f"{one.kind} {one.target} at {one.began_at - begin:.1f} s"
+        for one in disturbances
+        if one.is_felt(seen.sent_at, seen.ended_at)
+    ]
+    return (
+        f"{prefix}{record.finding.verdict}: {errand.manner} {errand.door} {' '.join(seen.request_ids[-1:])} at "
+        f"{seen.sent_at - begin:.1f} to {seen.ended_at - begin:.1f} s: {record.finding.detail} {seen.message} "
+        f"[{'; '.join(felt) or 'no fault'}]"
+    )
 
 
 def _has_failed(record: Record) -> bool:

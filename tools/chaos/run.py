@@ -207,7 +207,7 @@ class _Run:
     def _report(self, unrest: Sequence[str]) -> dict[str, Any]:
         plan = self._plan
         warm_up = min(SOAK_WARM_UP_SECONDS, plan.seconds / 3)
-        figures = make_report(self._records, self._injector.disturbances, self._bills.bills, plan.fleet)
+        figures = make_report(self._records, self._injector.disturbances, self._bills.bills, plan.fleet, self._begin)
         figures["problems"] += [*self._injector.never_back, *unrest]
         return {
             "minutes": plan.minutes,
