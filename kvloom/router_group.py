@@ -63,7 +63,9 @@ class RouterGroup:
         """By handle: requests that look for one."""
         self._due: list[tuple[float, int]] = []
         """Heap of (when to try, handle of a parked request); those of requests that are over are skipped."""
-        self._next_batch_at = 0.0
+        self._batch_room = BATCH_REQUESTS
+        """How many may still be asked for in this batch."""
+        self._batch_ends_at = 0.0
         self._handles = itertools.count(1)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -196,19 +198,19 @@ class RouterGroup:
                 pass
 
     def _reattach_due(self) -> float | None:
-        """Try those whose time has come, a batch at most; returns when to be called again at the latest."""
+        """Try those whose time has come, a batch at most; returns in how many seconds to be called again at the latest,
+        None: not before there is news."""
         now = self.now()
-        if now < self._next_batch_at:
-            return self._next_batch_at - now
-        room = BATCH_REQUESTS
+        if now >= self._batch_ends_at:
+            self._batch_ends_at = now + BATCH_SECONDS * self._random.uniform(0.8, 1.2)
+            self._batch_room = BATCH_REQUESTS
         while self._due and self._due[0][0] <= now:
-            if not room:
-                self._next_batch_at = now + BATCH_SECONDS * self._random.uniform(0.8, 1.2)
-                return self._next_batch_at - now
+            if not self._batch_room:
+                return self._batch_ends_at - now
             _, handle = heapq.heappop(self._due)
             tracked = self._parked.get(handle)
             if tracked is not None:
-                room -= self._reattach(tracked, now)
+                self._batch_room -= self._reattach(tracked, now)
         return self._due[0][0] - now if self._due else None
 
     def _reattach(self, tracked: TrackedRequest, now: float) -> bool:

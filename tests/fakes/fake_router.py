@@ -42,6 +42,9 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.answers = True
         self.fail_with: KvloomError | None = None
         """How every choice (or Generate RPC) ends instead."""
+        self.refuses = False
+        """New streams end at once, as if nobody listened."""
+        self.address = ""
         self.connections: list[Connection] = []
         self.generate_requests: list[router_service_pb2.GenerateRequest] = []
         self.cancelled_rpcs = 0
@@ -60,6 +63,8 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
     async def Connect(self, request_iterator, context):
         connection: Connection | None = None
         hello = await context.read()
+        if self.refuses:
+            return
         connection = Connection(hello.hello.client_id)
         self.connections.append(connection)
         connection.frames.put_nowait(router_service_pb2.RouterServiceConnectResponse(fleet=self.fleet))

@@ -1,0 +1,344 @@
+"""RouterGroup over scripted routers on real sockets: losses, refusals, drains, and their bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvloom.errors import KvloomError
+from kvloom.router_group import MAX_LOSSES, RouterGroup
+from kvloom.router_link import LinkRequest
+from kvloom.v1 import generation_pb2, router_service_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from tests.fakes.fake_router import TIMEOUT_SECONDS, Connection, FakeRouter, serve_fake_router, text_of
+from tests.fakes.router_world import Answer, eventually
+
+R = ErrorReason
+LOST = R.ERROR_REASON_ROUTER_LOST
+DRAINING = KvloomError(R.ERROR_REASON_DRAINING, "I stop.")
+
+
+def request(ids: list[int], n: int = 1, name: str = "r", **fields) -> LinkRequest:
+    sampling, stop = generation_pb2.SamplingParams(), generation_pb2.StopConditions()
+    return LinkRequest(name, "m", ids, "", sampling, stop, n=n, **fields)
+
+
+class Routers:
+    """Two scripted routers and a group that is connected to both."""
+
+    def __init__(self, group: RouterGroup, routers: list[FakeRouter]) -> None:
+        self.group = group
+        self.routers = routers
+
+    async def taken(self, name: str, count: int = 1) -> tuple[FakeRouter, Connection, router_service_pb2.Submit]:
+        """Where the request was submitted last, once it has been `count` times."""
+
+        def submits() -> list[tuple[FakeRouter, Connection, router_service_pb2.Submit]]:
+            return [
+                (router, connection, submit)
+                for router in self.routers
+                for connection in router.connections
+                for submit in connection.submits
+                if submit.request_id == name
+            ]
+
+        await eventually(lambda: len(submits()) == count, f"{count} submits of {name}")
+        return max(submits(), key=lambda found: sum(len(choice.output_token_ids) for choice in found[2].choices))
+
+    def tell_fleet(self, router: FakeRouter, **fields) -> None:
+        router.fleet = router_service_pb2.FleetState(
+            models=[router_service_pb2.ModelInfo(name="m", num_ready_shards=1)], **fields
+        )
+        frame = router_service_pb2.RouterServiceConnectResponse(fleet=router.fleet)
+        router.connections[-1].frames.put_nowait(frame)
+
+
+@contextlib.asynccontextmanager
+async def routers(count: int = 2, reattach_seconds: float = 5.0) -> AsyncIterator[Routers]:
+    async with contextlib.AsyncExitStack() as cleanup:
+        served = [await cleanup.enter_async_context(serve_fake_router()) for _ in range(count)]
+        for router, address in served:
+            router.answers = False
+            router.address = address
+        group = RouterGroup("edge", [address for _, address in served], reattach_seconds=reattach_seconds)
+        cleanup.push_async_callback(group.close)
+        await group.start()
+        await eventually(lambda: all(router.connections for router, _ in served), "all connections")
+        await eventually(lambda: group.connected, "the group's connection")
+        await asyncio.wait_for(_all_take(group, count), TIMEOUT_SECONDS)
+        yield Routers(group, [router for router, _ in served])
+
+
+async def _all_take(group: RouterGroup, count: int) -> None:
+    while sum(member.link.connected for member in group._members._members.values()) < count:
+        await group.wait_fleet_change()
+
+
+def start(connection: Connection, slot: int, num_cached_tokens: int) -> None:
+    step = generation_pb2.StepFrame()
+    step.starts.add(slot=slot, num_cached_tokens=num_cached_tokens, shard_id="shard-0")
+    connection.frames.put_nowait(router_service_pb2.RouterServiceConnectResponse(step=step))
+
+
+def lose(connection: Connection) -> None:
+    connection.frames.put_nowait(None)
+
+
+async def test_a_lost_router_s_answers_go_on_at_another_behind_what_was_delivered() -> None:
+    """Only the open choices, with the same name and seed, and the time that is left; counts are those of the whole."""
+    async with routers() as fabric:
+        answer = Answer(2)
+        fabric.group.submit(request([1, 2, 3], n=2, timeout_seconds=50.0, session_key="chat"), answer)
+        _, connection, submit = await fabric.taken("r")
+        slots = [choice.slot for choice in submit.choices]
+        start(connection, slots[0], 2)
+        fabric.routers[0].tokens(connection, (slots[0], [7, 8]), (slots[1], [9]))
+        fabric.routers[0].finish(connection, slots[1], num_output_tokens=1)
+        await eventually(lambda: answer.finishes[1], "the first choice's end")
+        lose(connection)
+        router, other, again = await fabric.taken("r", 2)
+        assert other is not connection
+        (choice,) = again.choices
+        assert (choice.index, list(choice.output_token_ids)) == (0, [7, 8])
+        assert choice.num_delivered_chars == len(text_of(7) + text_of(8))
+        assert submit.sampling.HasField("seed")
+        assert (again.sampling, again.stop, again.session_key) == (submit.sampling, submit.stop, "chat")
+        assert 0 < again.timeout_seconds < 50.0
+        start(other, choice.slot, 1)
+        router.tokens(other, (choice.slot, [10]))
+        router.finish(other, choice.slot, num_output_tokens=3)
+        await eventually(lambda: answer.done, "the end")
+        assert answer.token_ids == [[7, 8, 10], [9]]
+        assert answer.starts[0] is not None
+        assert answer.starts[0].num_cached_tokens == 2
+        assert (answer.finish.num_cached_tokens, answer.finish.num_output_tokens) == (2, 3)
+        assert fabric.group.num_reattached == 1
+        assert not fabric.group.num_parked
+
+
+async def test_the_same_router_takes_it_up_when_it_is_the_only_one() -> None:
+    """A broken connection alone costs a pause."""
+    async with routers(1) as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1]), answer)
+        _, connection, submit = await fabric.taken("r")
+        fabric.routers[0].tokens(connection, (submit.choices[0].slot, [7]))
+        await eventually(lambda: answer.token_ids[0], "a token")
+        lose(connection)
+        router, other, again = await fabric.taken("r", 2)
+        router.tokens(other, (again.choices[0].slot, [8]))
+        router.finish(other, again.choices[0].slot)
+        await eventually(lambda: answer.done, "the end")
+        assert answer.token_ids == [[7, 8]]
+
+
+async def test_nobody_takes_it_within_the_bound() -> None:
+    """Both routers are gone: the client hears so, with what it has counted once; new requests are refused at once."""
+    async with routers(2, reattach_seconds=0.4) as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1, 2]), answer)
+        router, connection, submit = await fabric.taken("r")
+        router.tokens(connection, (submit.choices[0].slot, [7]))
+        await eventually(lambda: answer.token_ids[0], "a token")
+        lost_at = asyncio.get_running_loop().time()
+        for gone in fabric.routers:
+            gone.refuses = True
+            lose(gone.connections[-1])
+        await eventually(lambda: answer.done, "the end")
+        took_seconds = asyncio.get_running_loop().time() - lost_at
+        assert answer.finish.error.reason == LOST
+        assert (answer.finish.num_prompt_tokens, answer.finish.num_output_tokens) == (2, 1)
+        assert 0.35 < took_seconds < 4.0
+        assert fabric.group.num_given_up == 1
+        with pytest.raises(KvloomError) as caught:
+            fabric.group.submit(request([1]), Answer())
+        assert caught.value.reason == LOST
+
+
+async def test_without_patience_a_loss_is_an_error_at_once() -> None:
+    """edge.reattach_seconds = 0."""
+    async with routers(2, reattach_seconds=0.0) as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1]), answer)
+        _, connection, _ = await fabric.taken("r")
+        lose(connection)
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.error.reason == LOST
+
+
+async def test_a_draining_router_keeps_what_it_runs_and_gets_nothing_new() -> None:
+    """And what it gives up at its deadline another one takes."""
+    async with routers() as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1], name="old"), answer)
+        router, connection, submit = await fabric.taken("old")
+        fabric.tell_fleet(router, draining=True)
+        other = next(r for r in fabric.routers if r is not router)
+        await eventually(lambda: len(fabric.group._members.takers) == 1, "the drain is known")
+        for i in range(5):
+            fabric.group.submit(request([1], name=f"new-{i}"), Answer())
+            assert (await fabric.taken(f"new-{i}"))[0] is other
+        router.tokens(connection, (submit.choices[0].slot, [7]))
+        await eventually(lambda: answer.token_ids[0] == [7], "the old one's token")
+        router.finish(connection, submit.choices[0].slot, error=DRAINING)
+        taker, new_connection, again = await fabric.taken("old", 2)
+        assert taker is other
+        other.finish(new_connection, again.choices[0].slot)
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.reason == generation_pb2.FINISH_REASON_STOP
+
+
+async def test_all_routers_draining_refuse_with_a_reason() -> None:
+    """A client that asks a whole fabric in its shutdown is told to come back."""
+    async with routers(1) as fabric:
+        fabric.tell_fleet(fabric.routers[0], draining=True)
+        await eventually(lambda: fabric.group.fleet.draining, "the drain is known")
+        with pytest.raises(KvloomError) as caught:
+            fabric.group.submit(request([1]), Answer())
+        assert caught.value.reason == R.ERROR_REASON_DRAINING
+        assert caught.value.retry_after_seconds > 0
+
+
+@pytest.mark.parametrize("reason", ["SAFETY_UNAVAILABLE", "NO_SHARD_READY", "QUEUE_FULL", "DUPLICATE_REQUEST_ID"])
+async def test_a_router_that_cannot_take_it_yet_is_asked_again(reason: str) -> None:
+    """It has just started and finds its shards and its safety service only now."""
+    async with routers() as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1]), answer)
+        router, connection, submit = await fabric.taken("r")
+        router.tokens(connection, (submit.choices[0].slot, [7]))
+        await eventually(lambda: answer.token_ids[0], "a token")
+        for each in fabric.routers:
+            each.fail_with = KvloomError(ErrorReason.Value(f"ERROR_REASON_{reason}"), "Not yet.")
+        lose(connection)
+        await fabric.taken("r", 3)
+        for each in fabric.routers:
+            each.fail_with = None
+            each.answers = True
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.reason == generation_pb2.FINISH_REASON_STOP
+
+
+async def test_what_is_wrong_with_a_request_is_no_reason_to_try_again() -> None:
+    """Errors of the request itself end it at once, before and after a loss."""
+    async with routers() as fabric:
+        for router in fabric.routers:
+            router.fail_with = KvloomError(R.ERROR_REASON_NO_SHARD_READY, "None.")
+        answer = Answer()
+        fabric.group.submit(request([1]), answer)
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.error.reason == R.ERROR_REASON_NO_SHARD_READY
+        assert sum(len(c.submits) for router in fabric.routers for c in router.connections) == 1
+
+
+async def test_a_request_that_breaks_its_routers_is_given_up() -> None:
+    """It may be the request that kills them: not every router of a fabric is fed to it."""
+    async with routers() as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1]), answer)
+        for number in range(1, MAX_LOSSES + 2):
+            await eventually(lambda: _num_submits(fabric) == number, f"submit {number}")  # noqa: B023
+            tracked, member = next(iter(fabric.group._attached.values()))
+            tracked._submitted_at -= 2.0  # it was taken a while ago
+            router = next(r for r in fabric.routers if r.address == member.address)
+            lose(router.connections[-1])
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.error.reason == LOST
+        assert _num_submits(fabric) == MAX_LOSSES + 1
+
+
+def _num_submits(fabric: Routers) -> int:
+    return sum(len(c.submits) for router in fabric.routers for c in router.connections)
+
+
+async def test_hundreds_of_lost_answers_come_over_bit_by_bit() -> None:
+    """The surviving router is not stormed: what comes over is spread over time, and all of it comes."""
+    async with routers() as fabric:
+        answers = [Answer() for _ in range(300)]
+        for i, answer in enumerate(answers):
+            fabric.group.submit(request([i], name=f"r{i}", session_key="all of one"), answer)
+        await eventually(lambda: _num_submits(fabric) == 300, "all submits")
+        lost_at = asyncio.get_running_loop().time()
+        for router in fabric.routers:
+            router.answers = True
+        busiest = max(fabric.routers, key=lambda router: len(router.connections[-1].submits))
+        lose(busiest.connections[-1])
+        num_lost = len(busiest.connections[-1].submits)
+        assert num_lost >= 100
+        lost = [answers[int(submit.request_id[1:])] for submit in busiest.connections[-1].submits]
+        await eventually(lambda: all(answer.done for answer in lost), "all ends")
+        took_seconds = asyncio.get_running_loop().time() - lost_at
+        assert all(answer.finish.reason == generation_pb2.FINISH_REASON_STOP for answer in lost)
+        assert took_seconds > 0.02 * (num_lost // 32 - 1)
+
+
+async def test_cancelled_while_it_looks_for_a_router() -> None:
+    """Nobody generates for a client that left during the pause."""
+    async with routers(1) as fabric:
+        answer = Answer()
+        handle = fabric.group.submit(request([1]), answer)
+        _, connection, _ = await fabric.taken("r")
+        fabric.routers[0].fleet.ClearField("models")  # it comes back without a shard
+        lose(connection)
+        await eventually(lambda: fabric.group.num_parked, "the loss")
+        fabric.group.cancel(handle)
+        assert not fabric.group.num_parked
+        await eventually(lambda: len(fabric.routers[0].connections) == 2, "the router's return")
+        fabric.tell_fleet(fabric.routers[0])
+        fabric.group.submit(request([2], name="next"), Answer())
+        await fabric.taken("next")
+        assert _num_submits(fabric) == 2
+        assert not answer.done
+
+
+async def test_its_time_runs_out_while_it_looks_for_a_router() -> None:
+    """The deadline that the client gave holds across routers."""
+    async with routers(1) as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1], timeout_seconds=0.2), answer)
+        _, connection, _ = await fabric.taken("r")
+        fabric.routers[0].fleet.ClearField("models")
+        lose(connection)
+        await eventually(lambda: len(fabric.routers[0].connections) == 2, "the router's return")
+        await asyncio.sleep(0.25)  # the client's time
+        fabric.tell_fleet(fabric.routers[0])
+        await eventually(lambda: answer.done, "the end")
+        assert answer.finish.error.reason == R.ERROR_REASON_DEADLINE_EXCEEDED
+
+
+async def test_closing_tells_those_that_look_for_a_router() -> None:
+    """A process that shuts down leaves no request waiting."""
+    async with routers(1) as fabric:
+        answer = Answer()
+        fabric.group.submit(request([1]), answer)
+        _, connection, _ = await fabric.taken("r")
+        fabric.routers[0].fleet.ClearField("models")
+        lose(connection)
+        await eventually(lambda: fabric.group.num_parked, "the loss")
+        await fabric.group.close()
+        assert answer.finish.error.reason == LOST
+
+
+async def test_routers_come_and_go_by_their_addresses() -> None:
+    """A new one is used; one that is no longer listed ends what it runs and is left."""
+    async with routers(1) as fabric:
+        answer = Answer()
+        (first,) = fabric.routers
+        fabric.group.submit(request([1], name="old"), answer)
+        _, connection, submit = await fabric.taken("old")
+        async with serve_fake_router() as (second, address):
+            second.answers = False
+            fabric.routers.append(second)
+            fabric.group.set_addresses([address])
+            await eventually(lambda: [m.address for m in fabric.group._members.takers] == [address], "the change")
+            fabric.group.submit(request([1], name="new"), Answer())
+            assert (await fabric.taken("new"))[0] is second
+            assert first.address in fabric.group.addresses
+            first.finish(connection, submit.choices[0].slot)
+            await eventually(lambda: answer.done, "the old one's end")
+            fabric.group.set_addresses([address])
+            await eventually(lambda: fabric.group.addresses == [address], "the old router is left")
+            await fabric.group.close()
