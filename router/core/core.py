@@ -314,6 +314,8 @@ class RouterCore:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is not None:
             self._relay.on_step(shard, event.step, now)
+            if event.step.finishes:
+                self._health.on_ends(shard, now)
 
     def _on_kv_events(self, event: ev.KvEventsArrived, now: float) -> None:
         if event.shard_id in self._fleet.shards and self._index.apply_events(

@@ -156,7 +156,10 @@ class ShardHealth:
             self.num_failures += 1
         if slot == self.probe_slot:
             self.probe_slot = None
-            self._answer = is_good and now - self._probe_sent_at <= self._probe_limit_seconds
+            if not self._was_missed:
+                self._answer = is_good and now - self._probe_sent_at <= self._probe_limit_seconds
+            elif is_good:  # too late, but a sign of life
+                self.probe_at = min(self.probe_at, now + self._settings.probe_seconds)
 
     def note_load(self, load: ShardLoad) -> None:
         """A report. One whose counts only grow says that work arrives, not that any is done."""
@@ -212,9 +215,7 @@ class ShardHealth:
         if answer is None:
             return False
         before = self.state
-        if self._was_missed:
-            self.probe_at = now + self._settings.probe_seconds  # too late, but a sign of life
-        elif not answer:
+        if not answer:
             self.miss_probe(now)
         else:
             self._num_answered += 1

@@ -94,6 +94,12 @@ class HealthWatch:
             if hands_over:
                 self._mover.move_off(shard, now)
 
+    def on_ends(self, shard: Shard, now: float) -> None:
+        """Sequences have ended there, perhaps by failures: a shard that fails at once is never seen at work."""
+        health = shard.health
+        if health is not None and self._settings is not None and health.num_failures >= self._settings.max_failures:
+            self._examine(shard, health, now)
+
     def on_tick(self, now: float) -> None:
         if now < self.next_deadline():
             return

@@ -1,0 +1,95 @@
+"""Shards that hang behind an open connection, over real sockets: their answers go on elsewhere, and they come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
+from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+STALL_SECONDS = 0.3
+NUM_TOKENS = 400
+
+
+async def start(world: RouterWorld, num_shards: int = 3) -> list[FakeShard]:
+    world.config.router.health.stall_seconds = STALL_SECONDS
+    world.config.router.health.probe_seconds = 0.05
+    shards = [await world.start_shard(f"shard-{i}", step_seconds=0.002) for i in range(num_shards)]
+    await world.start_router()
+    return shards
+
+
+def health(world: RouterWorld, shard_id: str, state: str) -> bool:
+    return world.metric("kvloom_router_shard_health", shard_id=shard_id, state=state) == 1.0
+
+
+async def test_answers_leave_a_hung_shard_and_it_is_taken_back(world: RouterWorld) -> None:
+    """A shard that accepts and produces nothing must not hold answers: they go on elsewhere, token for token; awake
+    again, what it says late changes nothing, and it gets work once its probes are answered."""
+    shards = await start(world)
+    link = await world.connect()
+    await world.wait_for_shards(link, 3)
+    answers = [Answer() for _ in range(12)]
+    for i, answer in enumerate(answers):
+        link.submit(link_request([i, 5, 9], NUM_TOKENS), answer)
+    await eventually(lambda: all(answer.token_ids[0] for answer in answers), "first tokens")
+    hung = max(shards, key=lambda shard: shard.num_running)
+    hung_id = hung.info.shard_id
+    num_hung = hung.num_running
+    assert num_hung
+    hung.pause()
+    await eventually(lambda: health(world, hung_id, "suspected"), "suspicion")
+    # Also those that come now find a shard that is well.
+    late = await world.ask(link, [77], 20)
+    assert late.starts[0] is not None
+    assert late.starts[0].shard_id != hung_id
+    await eventually(lambda: all(answer.done for answer in answers), "all answers")
+    for i, answer in enumerate(answers):
+        assert answer.token_ids[0] == expected_tokens([i, 5, 9], 0, NUM_TOKENS)
+        assert answer.texts[0] == expected_text([i, 5, 9], 0, NUM_TOKENS)
+        assert answer.finish.num_output_tokens == NUM_TOKENS
+    assert world.metric("kvloom_router_requests_moved_total") == num_hung
+    assert world.metric("kvloom_router_shard_trips_total", symptom="stalled") == 1
+    hung.resume()
+    await eventually(lambda: health(world, hung_id, "healthy"), "the shard's return")
+    again = [asyncio.create_task(world.ask(link, [i, 1], 30)) for i in range(24)]
+    for i, answer in enumerate(await asyncio.gather(*again)):
+        assert answer.token_ids[0] == expected_tokens([i, 1], 0, 30)
+    assert any(len(submit.prompt_token_ids) == 2 for submit in hung.submits)
+
+
+async def test_probes_are_nobodys_requests(world: RouterWorld) -> None:
+    """What the router asks for itself is neither metered nor told to a client."""
+    shards = await start(world, 2)
+    link = await world.connect()
+    await world.wait_for_shards(link, 2)
+    answer = Answer()
+    link.submit(link_request([4], NUM_TOKENS), answer)
+    await eventually(lambda: answer.token_ids[0], "the first token")
+    hung = next(shard for shard in shards if shard.num_running)
+    hung.pause()
+    await eventually(lambda: answer.done, "the answer's end")
+    hung.resume()
+    await eventually(lambda: health(world, hung.info.shard_id, "healthy"), "the shard's return")
+    assert len(hung.submits) > 1
+    labels = {"gen_ai_request_model": "tiny"}
+    assert world.metric("kvloom_router_tokens_total", gen_ai_token_type="output", **labels) == NUM_TOKENS
+    assert world.metric("kvloom_router_requests_total", outcome="length", error_type="", **labels) == 1
+
+
+async def test_the_only_shard_is_not_suspected(world: RouterWorld) -> None:
+    """With nowhere to go, waiting is better than giving up: what hangs for a while goes on when it wakes."""
+    (shard,) = await start(world, 1)
+    link = await world.connect()
+    await world.wait_for_shards(link, 1)
+    answer = Answer()
+    link.submit(link_request([4], NUM_TOKENS), answer)
+    await eventually(lambda: answer.token_ids[0], "the first token")
+    shard.pause()
+    await asyncio.sleep(3 * STALL_SECONDS)  # what must not happen has no event
+    assert health(world, "shard-0", "healthy")
+    shard.resume()
+    await eventually(lambda: answer.done, "the answer's end")
+    assert answer.token_ids[0] == expected_tokens([4], 0, NUM_TOKENS)
