@@ -27,10 +27,12 @@ TIMEOUT_SECONDS = 10.0
 _prefixes = itertools.count(1)
 
 
-async def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
+async def eventually(
+    condition: Callable[[], object], what: str = "the condition", timeout_seconds: float = TIMEOUT_SECONDS
+) -> None:
     """Wait until it holds; fail by name when it does not come true."""
     try:
-        async with asyncio.timeout(TIMEOUT_SECONDS):
+        async with asyncio.timeout(timeout_seconds):
             while not condition():  # noqa: ASYNC110  (what is waited for has no event)
                 await asyncio.sleep(0.005)
     except TimeoutError:

@@ -1,0 +1,134 @@
+"""Real router processes between simulated shards and whoever asks: for tests that kill routers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from kvloom.config import KvloomConfig, dump_config
+from kvloom.router_finder import linked_routers
+from kvloom.router_group import RouterGroup
+from kvloom.service import ReadyLine
+from kvloom.tokenizer import ModelTokenizer
+from shard_server.engines.sim_engine import SimEngine
+from shard_server.server import ShardServer
+from tests.fakes.router_world import eventually
+
+MODEL = "tiny"
+TIMEOUT_SECONDS = 30.0
+
+_prefixes = itertools.count(1)
+
+
+class SplitCharacters:
+    """What shards decode with: characters whose bytes lie in two tokens, and some that never become whole."""
+
+    _pieces = (b" w", b"\xf0\x9f", b"\x99\x82", "é".encode())
+
+    def __init__(self, vocab_size: int) -> None:
+        pieces = (" w", None, None, "é")
+        self.token_texts: Sequence[str | None] = [pieces[i % 4] for i in range(vocab_size)]
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id % 4]
+
+
+class RouterProcess:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, address: str) -> None:
+        self.name = name
+        self.address = address
+        self._process = process
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    async def kill(self) -> None:
+        """As kill -9."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await asyncio.wait_for(self._process.communicate(), TIMEOUT_SECONDS)
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    async def wait(self) -> tuple[int, str]:
+        """(exit status, what it wrote to stderr)"""
+        _, errors = await asyncio.wait_for(self._process.communicate(), TIMEOUT_SECONDS)
+        return self._process.returncode or 0, errors.decode()
+
+
+class RouterProcesses:
+    def __init__(self, folder: Path, model_dir: Path, redis_url: str) -> None:
+        self.config = KvloomConfig()
+        self.config.model.name = MODEL
+        self.config.model.path = str(model_dir)
+        self.config.redis.url = redis_url
+        self.config.redis.key_prefix = f"routers-{folder.name}-{next(_prefixes)}"
+        self.config.safety.on_unavailable = "allow"
+        self.config.router.port = 0
+        self.config.shard.engine = "sim"
+        self.config.shard.sim.step_ms = 20.0
+        self.tokenizer = ModelTokenizer.load(model_dir)
+        self._folder = folder
+        self.cleanup = contextlib.AsyncExitStack()
+
+    async def start_shard(self, shard_id: str) -> None:
+        engine = SimEngine(MODEL, self.config.shard, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
+        metrics = CollectorRegistry()
+        texts = SplitCharacters(self.tokenizer.vocab_size)
+        server = ShardServer(self.config, engine, texts, shard_id, metrics_registry=metrics)
+        await server.start()
+        stop = asyncio.Event()
+        serving = asyncio.create_task(server.serve(stop))
+
+        async def end() -> None:
+            stop.set()
+            await asyncio.wait_for(serving, TIMEOUT_SECONDS)
+
+        self.cleanup.push_async_callback(end)
+
+    async def start_router(self, name: str, port: int = 0) -> RouterProcess:
+        path = self._folder / "kvloom.json"
+        dump_config(self.config, path)
+        flags = ("--config", str(path), "--name", name, "--port", str(port))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), TIMEOUT_SECONDS)
+        router = RouterProcess(name, process, msgspec.json.decode(line, type=ReadyLine).address)
+        self.cleanup.push_async_callback(router.kill)
+        return router
+
+    async def link(self, num_routers: int) -> RouterGroup:
+        """As an edge is linked: all routers are found in the registry and know the shards."""
+        group = await self.cleanup.enter_async_context(linked_routers(self.config, "test"))
+        await eventually(lambda: len(ready_routers(group)) == num_routers, f"{num_routers} routers")
+        return group
+
+
+def ready_routers(group: RouterGroup) -> list[str]:
+    return [member.address for member in group._members.takers if MODEL in member.ready_models]
+
+
+@contextlib.asynccontextmanager
+async def router_processes(folder: Path, model_dir: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
+    """With two shards."""
+    world = RouterProcesses(folder, model_dir, redis_url)
+    try:
+        await world.start_shard("shard-0")
+        await world.start_shard("shard-1")
+        yield world
+    finally:
+        await world.cleanup.aclose()
+        world.tokenizer.close()

@@ -1,0 +1,167 @@
+"""Routers that die, restart and drain, as processes, under 20 answers of every kind: nobody hears the difference."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.errors import reason_name
+from kvloom.router_group import RouterGroup
+from kvloom.router_link import LinkRequest
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
+from tests.fakes.router_processes import MODEL, RouterProcesses, router_processes
+from tests.fakes.router_world import Answer, eventually
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_REQUESTS = 20
+NUM_TOKENS = 50
+KINDS = (
+    SamplingParams(temperature=0.0, seed=1),
+    SamplingParams(seed=7),
+    SamplingParams(seed=8, logprobs=2),
+    SamplingParams(temperature=0.7, seed=2**63 + 1),
+)
+
+
+@dataclasses.dataclass
+class Question:
+    sampling: SamplingParams
+    prompt: list[int]
+    n: int
+    stop: tuple[str, ...] = ()
+
+    def request(self, name: str, timeout_seconds: float = 60.0) -> LinkRequest:
+        conditions = StopConditions(max_tokens=NUM_TOKENS, stop=self.stop)
+        return LinkRequest(name, MODEL, self.prompt, "", self.sampling, conditions, self.n, timeout_seconds)
+
+
+def questions() -> list[Question]:
+    return [Question(KINDS[i % 4], [10 + i, *range(20, 50)], 2 if i % 3 == 0 else 1) for i in range(NUM_REQUESTS)]
+
+
+def submit_all(link: RouterGroup, asked: list[Question], prefix: str) -> list[Answer]:
+    answers = [Answer(question.n) for question in asked]
+    for i, (question, answer) in enumerate(zip(asked, answers, strict=True)):
+        link.submit(question.request(f"{prefix}-{i}"), answer)
+    return answers
+
+
+async def all_done(answers: list[Answer]) -> None:
+    await eventually(lambda: all(answer.done for answer in answers), "all ends", timeout_seconds=40.0)
+
+
+async def half_way(answers: list[Answer]) -> None:
+    await eventually(lambda: all(len(answer.token_ids[0]) >= 5 or answer.done for answer in answers), "first tokens")
+
+
+async def undisturbed(link: RouterGroup) -> tuple[list[Question], list[Answer]]:
+    """Questions of every kind, a stop string in the middle of some answers, and what they are answered."""
+    asked = questions()
+    answers = submit_all(link, asked, "first")
+    await all_done(answers)
+    for question, answer in zip(asked[1::5], answers[1::5], strict=True):
+        text = answer.texts[0]
+        question.stop = (text[len(text) * 3 // 4 :][:3],)
+    answers = submit_all(link, asked, "undisturbed")
+    await all_done(answers)
+    assert any(answer.finish.stop_string for answer in answers)
+    assert any("\ufffd" in answer.texts[0] or not answer.texts[0].isascii() for answer in answers)
+    return asked, answers
+
+
+def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    for got, wanted in zip(answers, expected, strict=True):
+        assert got.token_ids == wanted.token_ids
+        assert got.texts == wanted.texts
+        assert got.logprobs == wanted.logprobs
+        for index, finish in enumerate(wanted.finishes):
+            end, start = got.finishes[index], got.starts[index]
+            assert end is not None
+            assert finish is not None
+            assert start is not None
+            assert (end.reason, end.stop_string) == (finish.reason, finish.stop_string)
+            assert end.num_prompt_tokens == finish.num_prompt_tokens
+            assert end.num_output_tokens == finish.num_output_tokens
+            assert end.num_cached_tokens == start.num_cached_tokens
+
+
+@pytest.fixture
+async def world(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
+    async with router_processes(tmp_path, model_dir, redis_url) as started:
+        yield started
+
+
+async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
+    """kill -9: what it ran goes on at the other one, to the same tokens, text, logprobs, ends and counts."""
+    routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+    link = await world.link(2)
+    asked, expected = await undisturbed(link)
+    answers = submit_all(link, asked, "killed")
+    await half_way(answers)
+    await routers[0].kill()
+    await all_done(answers)
+    assert_same(answers, expected)
+    assert 0 < link.num_reattached <= NUM_REQUESTS
+    assert link.num_given_up == 0
+
+
+async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> None:
+    """With nowhere else to go, answers wait for the router to come back to its address."""
+    router = await world.start_router("router-0")
+    link = await world.link(1)
+    asked, expected = await undisturbed(link)
+    answers = submit_all(link, asked, "restarted")
+    await half_way(answers)
+    await router.kill()
+    await world.start_router("router-0", router.port)
+    await all_done(answers)
+    assert_same(answers, expected)
+    assert link.num_reattached >= NUM_REQUESTS // 2
+
+
+@pytest.mark.parametrize("drain_timeout_seconds", [30.0, 0.2])
+async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_timeout_seconds: float) -> None:
+    """SIGTERM, with time to finish what runs and without: it ends in good order, and no answer suffers."""
+    world.config.router.drain_timeout_seconds = drain_timeout_seconds
+    routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+    link = await world.link(2)
+    asked, expected = await undisturbed(link)
+    answers = submit_all(link, asked, "stopped")
+    await half_way(answers)
+    routers[0].terminate()
+    more = submit_all(link, asked, "meanwhile")
+    await all_done([*answers, *more])
+    assert_same(answers, expected)
+    assert_same(more, expected)
+    status, errors = await routers[0].wait()
+    assert status == 0, errors
+    assert "Traceback" not in errors
+    # With time, only what was on its way to it when it began to drain goes elsewhere.
+    assert link.num_given_up == 0
+
+
+async def test_all_routers_dead_is_an_error_within_the_bound(world: RouterProcesses) -> None:
+    """Nobody waits longer than was configured, and what was delivered is counted once."""
+    world.config.edge.reattach_seconds = 1.0
+    routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+    link = await world.link(2)
+    answers = submit_all(link, questions(), "orphans")
+    await half_way(answers)
+    killed_at = asyncio.get_running_loop().time()
+    await asyncio.gather(*(router.kill() for router in routers))
+    await all_done(answers)
+    assert asyncio.get_running_loop().time() - killed_at < 8.0
+    for answer in answers:
+        for index, finish in enumerate(answer.finishes):
+            assert finish is not None
+            if finish.reason == FINISH_REASON_ERROR:
+                assert reason_name(finish.error.reason) == "ROUTER_LOST"
+            else:
+                assert finish.reason == FINISH_REASON_STOP
+            assert finish.num_output_tokens == len(answer.token_ids[index])
+    assert any(answer.finish.reason == FINISH_REASON_ERROR for answer in answers)
