@@ -11,7 +11,7 @@ import click
 
 from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
-from tools.bench_data_plane_run import OURS, Plan, run_bench
+from tools.bench_data_plane_run import OURS, Layout, Plan, run_bench
 from tools.bench_data_plane_workloads import WORKLOADS
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option
@@ -27,6 +27,10 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     help=f"Of {', '.join(WORKLOADS)}.",
 )
 @click.option("--runs", "num_runs", type=click.IntRange(1, 100), default=3, show_default=True, help="Of each workload.")
+@click.option("--edges", "num_edges", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes.")
+@click.option("--routers", "num_routers", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes.")
+@click.option("--shards", "num_shards", type=click.IntRange(1, 1024), default=2, show_default=True, help="Simulated.")
+@click.option("--colocate", is_flag=True, help="A router inside each edge's process.")
 @click.option("--no-safety", is_flag=True, help="Check no prompt and screen no answer.")
 @click.option(
     "--scale",
@@ -42,6 +46,10 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
 def bench_data_plane(
     names: str,
     num_runs: int,
+    num_edges: int,
+    num_routers: int,
+    num_shards: int,
+    colocate: bool,
     no_safety: bool,
     scale: float,
     no_warm_up: bool,
@@ -63,6 +71,7 @@ def bench_data_plane(
         model=ModelConfig(name=found.name, path=str(found.path)),
         workloads=[WORKLOADS[name].scaled(scale) for name in dict.fromkeys(chosen)],
         num_runs=num_runs,
+        layout=Layout(num_edges=num_edges, num_routers=num_routers, num_shards=num_shards, colocate=colocate),
         with_safety=not no_safety,
         is_warmed_up=not no_warm_up,
     )
@@ -73,10 +82,10 @@ def bench_data_plane(
 def _print(reports: Sequence[dict[str, Any]]) -> None:
     for report in reports:
         runs = f"median of {report['num_runs']} runs (± half the spread)"
-        print(f"{report['workload']}: {report['about']}; safety {'on' if report['safety'] else 'off'}; {runs}")
+        print(f"{report['workload']}: {report['about']}; {_layout(report)}; {runs}")
         for label, field in (("CPU-us a token", "cpu_us_per_token"), ("CPU-us a request", "cpu_us_per_request")):
             values, spread = report[field], report["spread"][field]
-            roles = ", ".join(f"{role} {values[role]:.2f}" for role in OURS)
+            roles = ", ".join(f"{role} {values[role]:.2f}" for role in OURS if role in values)
             print(f"  {label:<22}{values['sum']:.2f} ±{spread['sum'] / 2:.2f}  ({roles}; shards {values['shard']:.2f})")
         for label, field in (("added TTFT ms", "added_ttft_ms"), ("transit ms a token", "transit_ms")):
             values, spread = report[field], report["spread"][field]
@@ -92,3 +101,14 @@ def _print(reports: Sequence[dict[str, Any]]) -> None:
         for run in report["runs"]:
             for error, count in run["errors"].items():
                 print(f"    {count} x {error}")
+
+
+def _layout(report: dict[str, Any]) -> str:
+    layout = Layout(**report["layout"])
+    counts = {"shard": layout.num_shards, "edge": layout.num_edges, "router": layout.num_routers}
+    if layout.colocate:
+        del counts["router"]
+    parts = [f"{count} {role}{'s' if count > 1 else ''}" for role, count in counts.items()]
+    if layout.colocate:
+        parts.append("routers inside the edges")
+    return f"{', '.join(parts)}, safety {'on' if report['safety'] else 'off'}"

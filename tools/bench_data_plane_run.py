@@ -34,10 +34,20 @@ _WARM_UP: Final = (
 """The second is left out where streams are slow."""
 
 
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How many processes of each kind."""
+
+    num_edges: int = 1
+    num_routers: int = 1
+    num_shards: int = 2
+    colocate: bool = False
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     workloads: Sequence[Workload]
     num_runs: int = 3
+    layout: Layout = Layout()
     with_safety: bool = True
     is_warmed_up: bool = True
 
@@ -88,7 +98,9 @@ def _config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
     config = KvloomConfig(model=plan.model)
     config.router.max_queued_requests = 8192
     config.shard.engine = "sim"
-    config.shard.num_shards = 2
+    config.edge.num_edges, config.edge.colocate = plan.layout.num_edges, plan.layout.colocate
+    config.router.num_routers = plan.layout.num_routers
+    config.shard.num_shards = plan.layout.num_shards
     config.shard.max_batch = 4096
     config.shard.num_blocks = 65_536
     config.shard.max_prefill_tokens_per_step = 1 << 20
@@ -176,6 +188,7 @@ def _report(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> d
     return {
         "workload": workload.name,
         "about": workload.about,
+        "layout": msgspec.structs.asdict(plan.layout),
         "safety": plan.with_safety,
         "num_runs": len(runs),
         **_merged(runs, statistics.median),
