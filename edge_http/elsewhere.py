@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from edge_http.headers import REQUEST_ID, RESPONSE_ID, request_id
 from edge_http.relay import MISDIRECTED, RELAYED, OwnerLostError, Relay
 from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, LINGER_SECONDS
-from edge_http.resume_journal import EdgeRecord, JournalEntry, ResumeJournal, tag_of
+from edge_http.resume_journal import EdgeRecord, EdgesUnknownError, JournalEntry, ResumeJournal, tag_of
 from edge_http.resume_table import not_kept
 from edge_http.shapes import encode_json
 from edge_http.sse import EventStream, split_framed
@@ -66,8 +66,8 @@ class Elsewhere:
         if RELAYED in request.headers:
             return web.Response(status=MISDIRECTED)  # this edge has the address of one that is gone
         try:
-            record: EdgeRecord | None = await self._journal.find_edge(tag)
-        except RedisError as error:
+            record: EdgeRecord | None = await self._journal.find_edge(tag, self._tag)
+        except (RedisError, EdgesUnknownError) as error:
             raise _cannot_look() from error
         if record is None:
             raise not_kept()

@@ -18,6 +18,8 @@ import redis.backoff
 
 TAG_CHARS: Final = 8
 TIMEOUT_SECONDS: Final = 2.0
+NEWCOMER_SECONDS: Final = 3.0
+"""For so long after an edge has announced itself anew, others may still have to: Redis may have started anew."""
 _ENTRIES_PER_READ: Final = 32
 _FIELD: Final = b"e"
 
@@ -59,6 +61,10 @@ def tag_of(response_id: str) -> str:
     return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""
 
 
+class EdgesUnknownError(Exception):
+    """Redis does not know the edges at the moment."""
+
+
 class ResumeJournal:
     """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
@@ -70,18 +76,28 @@ class ResumeJournal:
         )
         self._prefix = key_prefix
 
-    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> None:
+    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> bool:
         """Announce the edge and keep the latest of its journal for the next `ttl_seconds`, also when it dies
-        meanwhile."""
+        meanwhile. False when Redis did not know the edge: it is new, or Redis has lost what it knew."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._edge_key(tag), msgspec.json.encode(record), px=_ms(ttl_seconds))
+            pipe.set(self._edge_key(tag), msgspec.json.encode(record), px=_ms(ttl_seconds), get=True)
             pipe.xtrim(self._journal_key(tag), maxlen=max_entries, approximate=False)
             pipe.pexpire(self._journal_key(tag), _ms(ttl_seconds))
-            await pipe.execute()
+            was_known = (await pipe.execute())[0] is not None
+        if not was_known:
+            await self._redis.set(self._newcomer_key, tag, px=_ms(NEWCOMER_SECONDS))
+        return was_known
 
-    async def find_edge(self, tag: str) -> EdgeRecord | None:
-        value = await self._redis.get(self._edge_key(tag))
-        return None if value is None else msgspec.json.decode(value, type=EdgeRecord)
+    async def find_edge(self, tag: str, own_tag: str) -> EdgeRecord | None:
+        """None for an edge that is unknown for good. Raises EdgesUnknownError while it may only not have announced
+        itself yet, because Redis has lost what it knew: the edge that asks is unknown too, or has just become known."""
+        keys = self._edge_key(tag), self._edge_key(own_tag), self._newcomer_key
+        value, own, newcomer = await self._redis.mget(keys)
+        if value is not None:
+            return msgspec.json.decode(value, type=EdgeRecord)
+        if own is None or newcomer is not None:
+            raise EdgesUnknownError
+        return None
 
     async def append(self, tag: str, entry: bytes, max_entries: int) -> None:
         """Add an encoded entry, and forget the oldest ones beyond that number."""
@@ -102,6 +118,10 @@ class ResumeJournal:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    @property
+    def _newcomer_key(self) -> str:
+        return f"{self._prefix}:edge-newcomer"
 
     def _edge_key(self, tag: str) -> str:
         return f"{self._prefix}:edge:{tag}"

@@ -23,8 +23,11 @@ log = structlog.get_logger()
 
 FLUSH_SECONDS: Final = 0.1
 """What an edge that dies may not have told the others."""
-KEEP_SECONDS: Final = 10.0
-"""How often the edge says that it is there; this has nothing to do with finding out that it is not."""
+KEEP_SECONDS: Final = 1.0
+"""How often the edge says that it is there. When Redis starts anew, empty, the others do not know where to pass clients
+on to until then; it has nothing to do with finding out that an edge is not there."""
+OUTLIVES_SECONDS: Final = 30.0
+"""How much longer than the grace period a journal outlives its edge."""
 RETRY_SECONDS: Final = 1.0
 MAX_ENTRY_BYTES: Final = 2**20
 """The last response in an entry may exceed it, by no more than what is kept of one response."""
@@ -46,6 +49,7 @@ class ResumePublisher:
         """Time and size of the entries in the journal, the oldest first."""
         self._num_bytes = 0
         self._kept_at = 0.0
+        self._is_announced = False
         self._flushing = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -76,6 +80,7 @@ class ResumePublisher:
                 is_reachable = True
                 pause_seconds = FLUSH_SECONDS
             except RedisError as error:
+                self._kept_at = 0.0
                 if is_reachable:
                     log.warning("resumable responses cannot be published", error=str(error))
                 is_reachable = False
@@ -94,14 +99,25 @@ class ResumePublisher:
         now = time.monotonic()
         if now - self._kept_at >= KEEP_SECONDS or not self._kept_at:
             self._forget_old(0)
-            await self._journal.keep(self._tag, self._record, self._ttl_seconds, len(self._written))
+            was_known = await self._journal.keep(self._tag, self._record, self._ttl_seconds, len(self._written))
             self._kept_at = now
+            if self._is_announced and not was_known:
+                self._write_again()
+            self._is_announced = True
         is_complete = False
         while not is_complete:
             entries, is_complete = self._collect()
             if not entries:
                 return
             await self._write(entries)
+
+    def _write_again(self) -> None:
+        """Redis has started anew, without what it had been told."""
+        log.info("resumable responses are published again")
+        self._written.clear()
+        self._num_bytes = 0
+        for stream in self._table.streams.values():
+            stream.num_published, stream.end_published = 0, False
 
     def _collect(self) -> tuple[dict[str, JournalEntry], bool]:
         """New events by response, and whether that is all of them."""
@@ -150,4 +166,4 @@ class ResumePublisher:
 
 def journal_ttl_seconds(config: EdgeResumeConfig) -> float:
     """How long an edge's journal outlives it."""
-    return config.grace_seconds + 3 * KEEP_SECONDS
+    return config.grace_seconds + OUTLIVES_SECONDS

