@@ -38,7 +38,7 @@ class Cluster:
         self.folder = RunFolder(data_dir)
         self._on_event = on_event
         self._stopped: set[int] = set()
-        self._shard_addresses: dict[str, tuple[str, int]] = {}
+        self._shard_ports: dict[str, int] = {}
         self.link_proxies: dict[str, FaultProxy] = {}
         """By the shard's name: between it and the routers."""
         self.door_proxies: dict[str, FaultProxy] = {}
@@ -50,7 +50,12 @@ class Cluster:
         config = self.config
         self._ports = [SharedPort(section.host, 0) for section in (config.edge, config.router)]
         config.edge.port, config.router.port = (port.port for port in self._ports)
-        config.safety.port, redis_port = pick_free_ports(2)
+        shards = [f"shard-{number}" for number in range(config.shard.num_shards)]
+        for name in shards:
+            await self._put_proxy_before(name)
+        # After whatever picks a port for itself: that may pick one that nobody listens on yet.
+        config.safety.port, redis_port, *shard_ports = pick_free_ports(2 + len(shards))
+        self._shard_ports.update(zip(shards, shard_ports, strict=True))
         config.redis.url = f"redis://127.0.0.1:{redis_port}/0"
         config.data_dir = str(self.folder.data_dir)
         for directory in (self.folder.run_dir, self.folder.log_dir):
@@ -64,7 +69,7 @@ class Cluster:
             http_port=self._ports[0],
         )
         self._supervisor = Supervisor(
-            [[await self._behind_proxy(spec) for spec in stage] for stage in stages],
+            [[self._behind_proxy(spec) for spec in stage] for stage in stages],
             stop_order=STOP_ORDER,
             log_dir=self.folder.log_dir,
             on_change=lambda: None,
@@ -147,15 +152,17 @@ class Cluster:
 
     # --- setting up
 
-    async def _behind_proxy(self, spec: ChildSpec) -> ChildSpec:
+    async def _put_proxy_before(self, shard: str) -> None:
+        proxy = FaultProxy(lambda: ("127.0.0.1", self._shard_ports[shard]))
+        await proxy.start()
+        self.link_proxies[shard] = proxy
+
+    def _behind_proxy(self, spec: ChildSpec) -> ChildSpec:
         """Shards listen where they are told to and announce their proxy."""
         if spec.role != "shard":
             return spec
-        [port] = pick_free_ports(1)
-        proxy = FaultProxy(lambda: ("127.0.0.1", port))
-        await proxy.start()
-        self.link_proxies[spec.name] = proxy
-        more = ("--port", str(port), "--advertised-address", f"127.0.0.1:{proxy.port}")
+        announced = f"127.0.0.1:{self.link_proxies[spec.name].port}"
+        more = ("--port", str(self._shard_ports[spec.name]), "--advertised-address", announced)
         return dataclasses.replace(spec, argv=(*spec.argv, *more))
 
     async def _open_door(self, name: str) -> None:

@@ -24,7 +24,8 @@ def make_report(
     fleet: Fleet,
     begin: float,
 ) -> dict[str, Any]:
-    """`begin`: of the load, on the monotonic clock. `problems` lists what must not have happened; the run is good when there are none."""
+    """`begin`: of the load, on the monotonic clock. `problems` lists what must not have happened; the run is good when
+    there are none."""
     verdicts = Counter(record.finding.verdict for record in records)
     unexcused = [
         record for record in records if not is_excused(record.errand, record.seen, record.finding, disturbances, fleet)
