@@ -209,12 +209,11 @@ class ShardHealth:
         self.state = HealthState.SUSPECTED
         self._back_off(now)
 
-    def take_answer(self, now: float) -> bool:
-        """Draw the consequences from an answer that came since the last call. True: the state has changed."""
+    def take_answer(self, now: float) -> None:
+        """Draw the consequences from an answer that came since the last call."""
         answer, self._answer = self._answer, None
         if answer is None:
-            return False
-        before = self.state
+            return
         if not answer:
             self.miss_probe(now)
         else:
@@ -223,7 +222,6 @@ class ShardHealth:
             self.state = HealthState.PROBING
             if self._num_answered >= self._settings.num_probes:
                 self._close(now)
-        return self.state is not before
 
     def reconnect(self, now: float) -> None:
         """The same process is there again, over a new stream."""

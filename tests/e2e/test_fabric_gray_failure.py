@@ -1,0 +1,158 @@
+"""Shards that hang, are drained and stop, as processes: what they were saying goes on elsewhere, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.client import Client
+from shard_server.engines.sim_engine import expected_token_id
+from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
+
+MODEL = "smollm2-135m-instruct"
+STALL_SECONDS = 1.0
+NUM_TOKENS = 150
+NUM_STREAMS = 9
+CONFIG = f"""
+[router.health]
+stall_seconds = {STALL_SECONDS}
+probe_seconds = 0.2
+[shard]
+drain_timeout_seconds = 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
+    folder = tmp_path_factory.mktemp("gray")
+    (folder / "kvloom.toml").write_text(CONFIG)
+    options = ("--engine", "sim", "--sim-step-ms", "20", "--shards", "3", "--config", str(folder / "kvloom.toml"))
+    fabric = RunningFabric.start(folder, *options)
+    yield fabric
+    fabric.stop()
+
+
+class Stream:
+    """One answer: its tokens, the shard that began it, and the longest silence."""
+
+    def __init__(self, number: int) -> None:
+        self.prompt = [100 + number, 7, 9]
+        self.token_ids: list[int] = []
+        self.shard_id = ""
+        self.has_begun = asyncio.Event()
+        self.longest_silence_seconds = 0.0
+
+    async def read(self, client: Client) -> None:
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+        request = client.generate(model=MODEL, token_ids=self.prompt, max_tokens=NUM_TOKENS, seed=3, ignore_eos=True)
+        async for delta in request:
+            self.token_ids += delta.token_ids
+            self.longest_silence_seconds = max(self.longest_silence_seconds, loop.time() - heard_at)
+            heard_at = loop.time()
+            if delta.start is not None:
+                self.shard_id = delta.start.shard_id
+            if len(self.token_ids) >= 5:
+                self.has_begun.set()
+
+    def check(self) -> None:
+        assert self.token_ids == [expected_token_id(self.prompt, 3, i) for i in range(NUM_TOKENS)]
+
+
+def router_metric(fabric: RunningFabric, sample: str) -> float:
+    """Of the router, as Prometheus would scrape it; 0 when it is not there."""
+    (router,) = fabric.processes("router")
+    with urllib.request.urlopen(f"http://{router['metrics_address']}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(sample))
+
+
+def is_healthy(fabric: RunningFabric, shard_id: str) -> bool:
+    return router_metric(fabric, f'kvloom_router_shard_health{{shard_id="{shard_id}",state="healthy"}}') == 1
+
+
+async def begin(client: Client) -> tuple[list[Stream], asyncio.Future[list[None]]]:
+    """Streams that all have begun, and their ends."""
+    streams = [Stream(i) for i in range(NUM_STREAMS)]
+    reading = asyncio.gather(*(stream.read(client) for stream in streams))
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
+    return streams, reading
+
+
+def pid_of(fabric: RunningFabric, shard_id: str) -> int:
+    return next(shard["pid"] for shard in fabric.processes("shard") if shard["name"] == shard_id)
+
+
+async def test_a_stopped_shard_holds_nobody_up_and_is_taken_back(fabric: RunningFabric) -> None:
+    """SIGSTOP: connected and silent. Its streams go on elsewhere within the bound; SIGCONT: its late frames change
+    nothing, its probes are answered, and it serves again."""
+    async with asyncio.timeout(90), Client(fabric.router_address) as client:
+        streams, reading = await begin(client)
+        stopped = streams[0].shard_id
+        pid = pid_of(fabric, stopped)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await reading
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        for stream in streams:
+            stream.check()
+        longest = max(stream.longest_silence_seconds for stream in streams)
+        # The bound is 1 s, a check a tenth later, and the prefill elsewhere; the rest is for a busy machine.
+        assert STALL_SECONDS * 0.8 < longest < STALL_SECONDS + 4.0
+        assert router_metric(fabric, "kvloom_router_requests_moved_total") >= 1
+        await asyncio.to_thread(eventually, "the shard is taken back", lambda: is_healthy(fabric, stopped), 30.0)
+        streams, reading = await begin(client)
+        await reading
+        for stream in streams:
+            stream.check()
+        assert stopped in {stream.shard_id for stream in streams}
+
+
+async def test_a_drained_shard_hands_over_what_runs(fabric: RunningFabric) -> None:
+    """`kvloom drain --deadline-seconds`: what has not ended goes on elsewhere, the command returns when the shard is
+    empty, nothing new goes there; `kvloom undrain` takes it back."""
+    async with asyncio.timeout(90), Client(fabric.router_address) as client:
+        streams, reading = await begin(client)
+        shard_id = streams[0].shard_id
+        done = await asyncio.to_thread(
+            run_kvloom, "drain", shard_id, "--deadline-seconds", "0.3", env=fabric.env, timeout_seconds=60
+        )
+        assert (done.returncode, done.stdout) == (0, f"{shard_id} is drained\n"), done.stderr
+        assert "running" in done.stderr
+        assert not reading.done()
+        await reading
+        for stream in streams:
+            stream.check()
+        streams, reading = await begin(client)
+        assert shard_id not in {stream.shard_id for stream in streams}
+        await reading
+        done = await asyncio.to_thread(run_kvloom, "undrain", shard_id, env=fabric.env, timeout_seconds=60)
+        assert (done.returncode, done.stdout) == (0, f"{shard_id} takes requests again\n"), done.stderr
+        streams, reading = await begin(client)
+        assert shard_id in {stream.shard_id for stream in streams}
+        await reading
+
+
+async def test_a_shard_that_is_terminated_hands_back_what_runs(fabric: RunningFabric) -> None:
+    """SIGTERM: what has not ended within its `drain_timeout_seconds` goes on elsewhere, and nothing is lost."""
+    async with asyncio.timeout(90), Client(fabric.router_address) as client:
+        streams, reading = await begin(client)
+        os.kill(pid_of(fabric, streams[0].shard_id), signal.SIGTERM)
+        await reading
+        for stream in streams:
+            stream.check()
+
+
+def test_an_unknown_shard_is_named_with_those_there_are(fabric: RunningFabric) -> None:
+    """A typo must not look like success."""
+    done = run_kvloom("drain", "shard-9", env=fabric.env)
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no shard 'shard-9'; there are: shard-0, shard-1, shard-2\n"
