@@ -60,12 +60,12 @@ class ShardWorld:
 
 @contextlib.asynccontextmanager
 async def shard_world(
-    config: KvloomConfig | None = None, engine: Engine | None = None, **server_fields: Any
+    config: KvloomConfig | None = None, engine: Engine | None = None, shard_id: str = "shard-0", **server_fields: Any
 ) -> AsyncIterator[ShardWorld]:
     config = config or sim_config()
     metrics = CollectorRegistry()
     engine = engine or SimEngine("model", config.shard, VOCABULARY, frozenset({EOS}))
-    server = ShardServer(config, engine, WordTokenizer(), "shard-0", metrics_registry=metrics, **server_fields)
+    server = ShardServer(config, engine, WordTokenizer(), shard_id, metrics_registry=metrics, **server_fields)
     address = await server.start()
     stop = asyncio.Event()
     serving = asyncio.create_task(server.serve(stop))

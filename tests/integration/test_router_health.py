@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
+from kvloom.config import KvloomConfig
+from kvloom.v1 import generation_pb2
+from shard_server.engines.base import StepOutput
+from shard_server.engines.sim_engine import SimEngine, expected_token_id
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
-from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request
+from tests.fakes.shard_world import EOS, VOCABULARY, shard_world, sim_config
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -93,3 +100,49 @@ async def test_the_only_shard_is_not_suspected(world: RouterWorld) -> None:
     shard.resume()
     await eventually(lambda: answer.done, "the answer's end")
     assert answer.token_ids[0] == expected_tokens([4], 0, NUM_TOKENS)
+
+
+class HangingEngine(SimEngine):
+    """The engine stands still while `may_step` is not set; the shard's process does not."""
+
+    def __init__(self, config: KvloomConfig) -> None:
+        super().__init__(MODEL, config.shard, VOCABULARY, frozenset({EOS}))
+        self.may_step = asyncio.Event()
+        self.may_step.set()
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        async for output in super().steps():
+            await self.may_step.wait()
+            yield output
+
+
+async def test_a_hung_engine_in_a_live_process_is_found_out(world: RouterWorld) -> None:
+    """The shard's own event loop goes on: it answers cancels, takes submits and reports load. None of that is
+    progress."""
+    world.config.router.health.stall_seconds = STALL_SECONDS
+    world.config.router.health.probe_seconds = 0.05
+    config = sim_config(step_ms=5.0, drain_timeout_seconds=0.1)
+    config.redis = world.config.redis
+    engines = [HangingEngine(config) for _ in range(2)]
+    async with contextlib.AsyncExitStack() as shards:
+        for i, engine in enumerate(engines):
+            await shards.enter_async_context(shard_world(config, engine, shard_id=f"shard-{i}"))
+        await world.start_router()
+        link = await world.connect()
+        await world.wait_for_shards(link, 2)
+        answers = [Answer() for _ in range(6)]
+        for i, answer in enumerate(answers):
+            sampling = generation_pb2.SamplingParams(seed=3)
+            link.submit(link_request([i, 8], 200, sampling=sampling), answer)
+        await eventually(lambda: all(answer.token_ids[0] for answer in answers), "first tokens")
+        start = answers[0].starts[0]
+        assert start is not None
+        engine = engines[int(start.shard_id[-1])]
+        engine.may_step.clear()
+        await eventually(lambda: health(world, start.shard_id, "suspected"), "suspicion")
+        await eventually(lambda: all(answer.done for answer in answers), "all answers")
+        for i, answer in enumerate(answers):
+            assert answer.token_ids[0] == [expected_token_id([i, 8], 3, position) for position in range(200)]
+        assert health(world, start.shard_id, "suspected")
+        engine.may_step.set()
+        await eventually(lambda: health(world, start.shard_id, "healthy"), "the shard's return")
