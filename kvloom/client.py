@@ -154,7 +154,7 @@ class Client:
 
     async def _generate_resumable(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
         finishes = Finishes(max(1, request.n))
-        responses = resumed_responses(self._routers.stubs[0], request)
+        responses = resumed_responses(self._routers.stubs, request)
         try:
             async for response in responses:
                 for news in response.deltas:

@@ -41,6 +41,8 @@ class ResumableAnswers:
         self._intake = intake
         self.metrics = metrics
         self.router_id = router_id
+        self.address = ""
+        """host:port where this router listens and no other does."""
         self._answers: dict[bytes, ResumableAnswer] = {}
         self._keys: dict[ResumableAnswer, bytes] = {}
         self._intakes: dict[ResumableAnswer, asyncio.Task[None]] = {}

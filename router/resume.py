@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import grpc
 
+from kvloom.resumed_call import ADDRESS_KEY
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
 from router.generate import explain, metadata_value, wants_explanation
 from router.resumable_answers import ResumableAnswers
@@ -29,6 +30,7 @@ async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, co
                 (REQUEST_ID_KEY, quote(answer.name.request_id, safe="")),
                 (TOKEN_KEY, answer.name.token),
                 (ROUTER_KEY, quote(answers.router_id, safe="")),
+                (ADDRESS_KEY, quote(answers.address, safe=":[]")),
             )
         )
         answer.known = True

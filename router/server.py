@@ -96,6 +96,7 @@ class RouterServer:
         self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions, self._answers)
         self._shares_port = shares_port
         options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
+        options = [*options, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
         health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
@@ -116,7 +117,8 @@ class RouterServer:
         await self._local_server.start(address)
         await self._server.start()
         registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
-        self._announcer = Announcer(registry, RouterRecord(reachable_address(address), self._router_id))
+        self._answers.address = reachable_address(address)
+        self._announcer = Announcer(registry, RouterRecord(self._answers.address, self._router_id))
         log.info("router listens", address=address)
         return address
 

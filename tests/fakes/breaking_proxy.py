@@ -12,8 +12,7 @@ class BreakingProxy:
     """Passes bytes on until told otherwise. One per target; `address` is where to connect instead."""
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+        self.redirect(target)
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._refuses = False
@@ -37,6 +36,11 @@ class BreakingProxy:
     def refuse(self, refuses: bool) -> None:
         """While set, new connections are reset at once."""
         self._refuses = refuses
+
+    def redirect(self, target: str) -> None:
+        """New connections go there."""
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
 
     def freeze(self, frozen: bool) -> None:
         """While set, open connections stay open and pass nothing on: a partition."""

@@ -4,11 +4,13 @@ once."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvloom.client import Client
 from kvloom.config import ResumeConfig
@@ -16,9 +18,13 @@ from kvloom.errors import KvloomError
 from kvloom.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import CancelRequest, GenerateRequest, GenerateResponse, ResumeRequest, TokenIds
+from router.core.core import RouterCore
+from router.core_config import core_config
+from router.server import RouterServer
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld, eventually
+from tests.fakes.tiny_tokenizer import model_tokenizer
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -499,3 +505,40 @@ async def test_the_sdk_says_when_an_answer_is_lost(world: RouterWorld) -> None:
 
 async def _collect(client: Client, **options: Any) -> list[int]:
     return [i async for delta in client.generate(**options) for i in delta.token_ids]
+
+
+async def test_the_sdk_finds_the_router_among_several_at_one_address(world: RouterWorld) -> None:
+    """Routers may share a port: a new connection ends at any of them, and the answer is at one."""
+    await start(world, {"step_seconds": 0.005})
+    config = copy.deepcopy(world.config)
+    config.redis.key_prefix += "-other"  # a fake shard serves one router
+    other = RouterServer(config, RouterCore(core_config(config)), model_tokenizer(), "router-1", CollectorRegistry())
+    stop = asyncio.Event()
+    address = await other.start("127.0.0.1", 0)
+    serving = asyncio.create_task(other.serve(stop))
+    proxy = BreakingProxy(world.address)
+    await proxy.start()
+    async with Client(proxy.address) as client, asyncio.timeout(2 * TIMEOUT_SECONDS):
+        token_ids: list[int] = []
+        async for delta in client.generate(model=MODEL, token_ids=PROMPT, max_tokens=60, resumable=True):
+            if not token_ids:
+                proxy.redirect(address)
+                proxy.reset()
+            token_ids += delta.token_ids
+    assert token_ids == expected_tokens(PROMPT, 0, 60)
+    assert billed(world) == (1, 60)
+    await proxy.stop()
+    stop.set()
+    await asyncio.wait_for(serving, TIMEOUT_SECONDS)
+
+
+async def test_the_sdk_asks_another_router_for_an_answer_that_has_not_begun(world: RouterWorld) -> None:
+    """A router that is not there costs a moment, no answer."""
+    await start(world)
+    proxy = BreakingProxy(world.address)
+    await proxy.start()
+    proxy.refuse(True)
+    async with Client([proxy.address, world.address]) as client, asyncio.timeout(2 * TIMEOUT_SECONDS):
+        options: Any = {"model": MODEL, "token_ids": PROMPT, "max_tokens": 20, "resumable": True}
+        assert await _collect(client, **options) == expected_tokens(PROMPT, 0, 20)
+    await proxy.stop()
