@@ -1,0 +1,119 @@
+"""Faults in the middle of real answers: on the built-in model, tokens, text and logprobs are what they would have been.
+
+The smaller brother of test_failover_exactness: what only a real model has, guides and speculation, is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
+from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams
+from shard_server.engines.base import Capability, EngineRequest
+from shard_server.engines.torch_engine.engine import TorchEngine
+from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}}, '
+    '"required": ["name", "n"], "additionalProperties": false}'
+)
+EMOJI = "👩‍👩‍👧‍👦 東京 🏳️‍🌈 ﷽"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    question: str
+    sampling: SamplingParams
+    n: int = 1
+    stop: Sequence[str] = ()
+    max_tokens: int = 12
+
+
+CAPITAL = "What is the capital of France? Answer in one sentence."
+CASES = {
+    "greedy": Case(CAPITAL, SamplingParams(temperature=0.0)),
+    "seeded": Case("Name a colour.", SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=2**60)),
+    "penalties": Case("Say la la la.", SamplingParams(seed=1, presence_penalty=0.7, frequency_penalty=0.4)),
+    "stop string": Case(
+        "What is the capital of France? Answer in one sentence.", SamplingParams(temperature=0.0), stop=["e is P"]
+    ),
+    "logprobs": Case("Name a fish.", SamplingParams(seed=3, logprobs=3)),
+    "n": Case("Name an animal.", SamplingParams(seed=4, temperature=1.2), n=3),
+    "guide": Case("Name a city.", SamplingParams(seed=5, guide=Guide(json_schema=SCHEMA)), max_tokens=24),
+    "guide and utf-8": Case(
+        "Emoji!", SamplingParams(seed=6, logprobs=1, guide=Guide(choice=Choices(texts=[EMOJI]))), max_tokens=60
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
+    loaded = ModelTokenizer.load(model_dir)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(params=[0, 4], ids=["plain", "speculation"])
+async def world(
+    request: pytest.FixtureRequest, router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path
+) -> AsyncIterator[FailoverWorld]:
+    torch = TorchConfig(num_threads=1, speculation=SpeculationConfig(max_draft_tokens=request.param))
+    config = ShardConfig(num_blocks=256, max_batch=32, torch=torch)
+    async with failover_world(router_redis_url, tokenizer) as started:
+        await started.start_router()
+        for number in range(2):
+            engine = TorchEngine(model_dir, MODEL, config)
+            await started.add_shard(f"shard-{number}", engine, config)
+            if Capability.BATCH_INVARIANT not in engine.info.capabilities:
+                pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")
+        await started.fleet_is(2)
+        yield started
+
+
+def begin(world: FailoverWorld, case: Case) -> Collected:
+    prompt = world.tokenizer.encode_now(world.tokenizer.render_chat([ChatMessage("user", case.question)]))
+    stop = {"stop": list(case.stop)}
+    return world.begin(prompt, case.max_tokens, n=case.n, sampling=case.sampling, stop=stop)
+
+
+async def all_ended(answers: dict[str, Collected]) -> dict[str, list[Ended]]:
+    return {name: await answer.ended() for name, answer in answers.items()}
+
+
+def at_first_attempt(position: int, request: EngineRequest) -> int | None:
+    return position if "#1." in request.request_id else None
+
+
+async def test_real_answers_go_on_as_they_would_have(world: FailoverWorld) -> None:
+    """The engine fails each request behind some tokens, then a connection is reset while all run."""
+    expected = await all_ended({name: begin(world, case) for name, case in CASES.items()})
+    assert expected["guide and utf-8"][0].text == EMOJI
+    assert expected["stop string"][0].stop_string
+    for position in (0, 1, 4, 7):
+        for member in world.members.values():
+            member.engine.fails_at = partial(at_first_attempt, position)
+        before = world.billed()
+        assert await all_ended({name: begin(world, case) for name, case in CASES.items()}) == expected, position
+        after = world.billed()
+        assert after["requests"] - before["requests"] == len(CASES)
+        num_tokens = sum(choice.num_output_tokens for choices in expected.values() for choice in choices)
+        assert after["output_tokens"] - before["output_tokens"] == num_tokens
+    for member in world.members.values():
+        member.engine.fails_at = lambda _: None
+    before = world.billed()
+    answers = {name: begin(world, case) for name, case in CASES.items()}
+    await asyncio.gather(*(answer.has_tokens(3) for answer in answers.values()))
+    lost = next(answer for answer in answers.values() if not all(answer.finishes))
+    assert lost.starts[0] is not None
+    world.members[lost.starts[0].shard_id].proxy.reset()
+    assert await all_ended(answers) == expected
+    assert world.billed()["attempts"] - before["attempts"] > len(CASES)
