@@ -22,12 +22,16 @@ ERROR = generation_pb2.FINISH_REASON_ERROR
 class FakeRequest:
     """A submitted request; its methods are the router's news. As on the real link, a cancelled sink hears no more."""
 
-    def __init__(self, request: LinkRequest, sink: Sink) -> None:
+    def __init__(self, handle: int, request: LinkRequest, sink: Sink) -> None:
+        self.handle = handle
         self.request = request
         self.cancelled = asyncio.Event()
         self._sink = sink
         self._num_output_tokens = [0] * request.n
+        for choice in request.begun:
+            self._num_output_tokens[choice.index] = len(choice.token_ids)
         self._num_cached_tokens = 0
+        self._open = {choice.index for choice in request.begun} or set(range(request.n))
 
     def start(
         self, index: int = 0, *, shard_id: str = "shard-0", num_cached_tokens: int = 0, queue_time_seconds: float = 0.0
@@ -58,7 +62,8 @@ class FakeRequest:
         *,
         error: KvloomError | None = None,
     ) -> None:
-        if not self.cancelled.is_set():
+        if not self.cancelled.is_set() and index in self._open:
+            self._open.discard(index)
             finish = SequenceFinish(
                 reason=reason,
                 num_prompt_tokens=len(self.request.prompt_token_ids),
@@ -68,8 +73,13 @@ class FakeRequest:
             )
             self._sink.on_finish(index, finish)
 
-    def fail(self, reason: ErrorReason.ValueType, message: str = "it failed", **more: float) -> None:
-        self.finish(ERROR, error=KvloomError(reason, message, **more))  # pyright: ignore[reportArgumentType]
+    def fail(self, reason: ErrorReason.ValueType, message: str = "it failed", index: int = 0, **more: float) -> None:
+        self.finish(ERROR, index, error=KvloomError(reason, message, **more))  # pyright: ignore[reportArgumentType]
+
+    def lose(self) -> None:
+        """The link is closed: what has not ended ends so."""
+        for index in list(self._open):
+            self.fail(ErrorReason.ERROR_REASON_ROUTER_LOST, index=index)
 
 
 Script = Callable[[FakeRequest], None]
@@ -103,20 +113,24 @@ class FakeRouterLink:
     def submit(self, request: LinkRequest, sink: Sink) -> int:
         if not self.connected:
             raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "The router is gone.", retry_after_seconds=1.0)
-        fake = FakeRequest(request, sink)
+        fake = FakeRequest(len(self.requests) + 1, request, sink)
         self.requests.append(fake)
-        self._by_handle[len(self.requests)] = fake
+        self._by_handle[fake.handle] = fake
         if self.script is None:
             self._submitted.put_nowait(fake)
         else:
             asyncio.get_running_loop().call_soon(self.script, fake)
-        return len(self.requests)
+        return fake.handle
 
     def cancel(self, handle: int) -> None:
-        self._by_handle[handle].cancelled.set()
+        if handle in self._by_handle:
+            self._by_handle[handle].cancelled.set()
 
     async def close(self) -> None:
-        pass
+        self.connected = False
+        self.fleet = FleetState()
+        for request in self.requests:
+            request.lose()
 
     async def next_request(self) -> FakeRequest:
         async with asyncio.timeout(5):

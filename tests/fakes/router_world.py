@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig
 from kvloom.registry import ShardRecord, ShardRegistry
-from kvloom.router_link import GrpcRouterLink, LinkRequest
+from kvloom.router_link import GrpcRouterLink, LinkRequest, RouterLink
 from kvloom.v1 import generation_pb2, router_service_pb2_grpc
 from router.core.core import RouterCore
 from router.core_config import core_config
@@ -95,6 +95,7 @@ class RouterWorld:
         self.metrics = CollectorRegistry()
         self.registry = ShardRegistry(redis_url, self.config.redis.key_prefix)
         self.address = ""
+        self.server: RouterServer
         self.stop = asyncio.Event()
         self.served: asyncio.Task[None] | None = None
         self._cleanup = contextlib.AsyncExitStack()
@@ -123,11 +124,11 @@ class RouterWorld:
         return shard
 
     async def start_router(self) -> None:
-        server = RouterServer(
+        self.server = RouterServer(
             self.config, RouterCore(core_config(self.config)), model_tokenizer(), "router-0", self.metrics
         )
-        self.address = await server.start("127.0.0.1", 0)
-        self.served = asyncio.create_task(server.serve(self.stop))
+        self.address = await self.server.start("127.0.0.1", 0)
+        self.served = asyncio.create_task(self.server.serve(self.stop))
         self._cleanup.push_async_callback(self._stop_router)
 
     async def connect(self, client_id: str = "edge-0") -> GrpcRouterLink:
@@ -164,7 +165,7 @@ class RouterWorld:
         await asyncio.wait_for(self.served, TIMEOUT_SECONDS)
 
 
-def num_ready_shards(link: GrpcRouterLink) -> int:
+def num_ready_shards(link: RouterLink) -> int:
     return sum(model.num_ready_shards for model in link.fleet.models)
 
 
