@@ -70,7 +70,11 @@ _HTTP_MANNERS: Final = (
     Manner.SLOW,
     Manner.LEAVER,
 )
-_SDK_MANNERS: Final = (*(Manner.PLAIN,) * 6, Manner.LEAVER)
+_SDK_MANNERS: Final = {
+    # Over the shared stream nothing has to be resumed: the SDK goes on by itself when it breaks.
+    Door.SDK_TOKENS: (*(Manner.PLAIN,) * 6, Manner.LEAVER),
+    Door.SDK_TEXT: (*(Manner.PLAIN,) * 3, *(Manner.RESUMABLE,) * 3, Manner.LEAVER),
+}
 
 
 def draw_question(rng: random.Random, stop_words: Sequence[str], max_tokens: tuple[int, int]) -> Question:
@@ -91,7 +95,7 @@ def draw_errand(rng: random.Random, question: Question) -> Errand:
     """How it is asked."""
     if rng.random() < 0.25:
         door = Door.SDK_TEXT if question.is_chat else Door.SDK_TOKENS
-        manner = rng.choice(_SDK_MANNERS)
+        manner = rng.choice(_SDK_MANNERS[door])
     else:
         door = Door.CHAT if question.is_chat else Door.COMPLETION
         manner = rng.choice(_HTTP_MANNERS)

@@ -96,6 +96,7 @@ class SdkClient:
             "n": question.n,
             "stop": question.stop,
             "request_id": name,
+            "resumable": errand.manner is Manner.RESUMABLE,
         }
         if errand.door is Door.SDK_TOKENS:
             options["token_ids"] = prompt_ids
