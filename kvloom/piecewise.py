@@ -1,0 +1,252 @@
+"""Tokenizing by pieces: the ids of a long text from those of its words and paragraphs, exactly, and mostly from memory.
+
+A Hugging Face tokenizer first cuts out its added tokens, then cuts the text between them into pre-tokens, and encodes
+each of those for itself. So where a cut is certain the two sides can be encoded apart (`PieceRules` says where, and for
+which tokenizers that is known):
+
+* before a special token that takes no whitespace along;
+* before a space that stands between two visible ASCII characters: every pre-tokenizer of the GPT-2 kind begins a
+  pre-token there, whatever else the text holds, as its expression looks ahead only and no alternative of it has
+  a space behind anything else.
+
+Texts that others have sent (system prompts, documents, the conversation so far) are found as blocks of some 2,000
+characters, new ones as words. What is not known is encoded by the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+MAX_WORDS: Final = 200_000
+MAX_WORD_CHARS: Final = 48
+MAX_BLOCK_BYTES: Final = 64 * 2**20
+"""Of the blocks' texts and ids together."""
+BLOCK_CHARS: Final = 2048
+MIN_PIECEWISE_CHARS: Final = 256
+"""Shorter texts are encoded whole: that costs no more."""
+BLOCKS_PER_TURN: Final = 8
+_BYTES_PER_ID: Final = 8  # in a tuple; small ints are shared, the rest is the words' own
+
+_CUT: Final = re.compile(r"(?<=[!-~]) (?=[!-~])")
+_FUSING: Final = re.compile(r"[!-~] ")
+_WORDS_AND_SIGNS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KNOWN_SPLITS: Final = frozenset(
+    (
+        # GPT-2; cl100k and Llama 3; Qwen 2
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}{1,3}",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}",
+    )
+)
+
+
+class PieceRules:
+    """Where a tokenizer's texts can be cut. Raises nothing: what is not known to be safe is not cut."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        description: dict[str, Any] = json.loads(tokenizer.to_str())
+        added = [token for token in description["added_tokens"] if token["content"]]
+        is_plain = not any(token["single_word"] for token in added)
+        raw = [token for token in added if not token["normalized"]]
+        cuts = [token["content"] for token in raw if token["special"] and not (token["lstrip"] or token["rstrip"])]
+        self._special: re.Pattern[str] | None = None
+        self._cuts = frozenset(cuts)
+        if is_plain and cuts:
+            # All raw tokens, longest first, find the same matches as the tokenizer's own leftmost-longest search.
+            contents = sorted((token["content"] for token in raw), key=len, reverse=True)
+            self._special = re.compile("|".join(map(re.escape, contents)))
+        self.cuts_words = (
+            is_plain
+            and _is_byte_preserving(description["normalizer"])
+            and _cuts_before_spaces(description["pre_tokenizer"])
+            and not description["model"].get("dropout")
+            and not any(_FUSING.search(token["content"]) or token["lstrip"] or token["rstrip"] for token in added)
+        )
+
+    def sections(self, text: str) -> list[str]:
+        """Parts that can be encoded apart: each but the first begins with a special token."""
+        if self._special is None:
+            return [text]
+        starts = [match.start() for match in self._special.finditer(text) if match.group() in self._cuts]
+        bounds = [0, *(start for start in starts if start), len(text)]
+        return [text[begin:end] for begin, end in pairwise(bounds)]
+
+    def blocks(self, section: str) -> list[str]:
+        """A section in parts of about BLOCK_CHARS, cut where words are; the same beginning gives the same blocks."""
+        if not self.cuts_words or len(section) <= BLOCK_CHARS:
+            return [section]
+        found: list[str] = []
+        begin = 0
+        while len(section) - begin > BLOCK_CHARS:
+            cut = _CUT.search(section, begin + BLOCK_CHARS)
+            if cut is None:
+                break
+            found.append(section[begin : cut.start()])
+            begin = cut.start()
+        found.append(section[begin:])
+        return found
+
+
+class PieceCache:
+    """Ids of blocks and words that were seen. Not thread-safe: it lives on the event loop. `encode` of the tokenizer
+    gets what is not known."""
+
+    def __init__(self, rules: PieceRules, max_bytes: int = MAX_BLOCK_BYTES, max_words: int = MAX_WORDS) -> None:
+        self._rules = rules
+        self._max_bytes = max_bytes
+        self._max_words = max_words
+        self._blocks: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._num_bytes = 0
+        self._words: dict[str, tuple[int, ...]] = {}
+        """Without the space before them, which counts as theirs."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def plan(self, text: str) -> Plan:
+        """What is known of a text, and what has to be encoded."""
+        plan = Plan(self)
+        for _ in self.fill(plan, text):
+            pass
+        return plan
+
+    def fill(self, plan: Plan, text: str) -> Iterator[None]:
+        """Make a plan in turns of some 100 microseconds."""
+        for section in self._rules.sections(text):
+            for block in self._rules.blocks(section):
+                known = self._blocks.get(block)
+                if known is not None:
+                    self._blocks.move_to_end(block)
+                    plan.parts.append((block, known, []))
+                elif self._rules.cuts_words:
+                    plan.parts.append((block, None, self._pieces(block, plan)))
+                else:
+                    plan.miss(block)
+                    plan.parts.append((block, None, [block]))
+                if len(plan.parts) % BLOCKS_PER_TURN == 0:
+                    yield
+
+    def note(self, block: str, ids: tuple[int, ...]) -> None:
+        """Remember a block, and forget the ones that were not used for longest if there are too many."""
+        if block in self._blocks:
+            return
+        self._blocks[block] = ids
+        self._num_bytes += _size_bytes(block, ids)
+        while self._num_bytes > self._max_bytes:
+            forgotten, its_ids = self._blocks.popitem(last=False)
+            self._num_bytes -= _size_bytes(forgotten, its_ids)
+
+    def note_word(self, piece: str, ids: tuple[int, ...]) -> None:
+        if piece[0] == " " and len(piece) <= MAX_WORD_CHARS:
+            if len(self._words) >= self._max_words:
+                self._words.clear()  # rare, and the common ones are back at once
+            self._words[piece[1:]] = ids
+
+    def _pieces(self, block: str, plan: Plan) -> list[str | tuple[int, ...]]:
+        """Known words' ids, and texts to be encoded, in order."""
+        words = block.split(" ")
+        get = self._words.get
+        # Known words begin and end with a visible character: there is a cut between two of them. What a block begins
+        # with has no space before it and is no word; `pending` has not been cut off yet.
+        found: list[str | tuple[int, ...]] = []
+        pending = words[0]
+        is_after_visible = bool(pending) and "!" <= pending[-1] <= "~"
+        for word in words[1:]:
+            ids = get(word)
+            if ids is not None and (is_after_visible or not pending):
+                if pending:
+                    found.append(pending)
+                    plan.miss(pending)
+                    pending = ""
+                found.append(ids)
+                is_after_visible = True
+                continue
+            starts_visible = bool(word) and "!" <= word[0] <= "~"
+            if pending and is_after_visible and starts_visible:
+                found.append(pending)
+                plan.miss(pending)
+                pending = " " + word
+            else:
+                pending = pending + " " + word
+            is_after_visible = bool(word) and "!" <= word[-1] <= "~"
+        if pending:
+            found.append(pending)
+            plan.miss(pending)
+        return found
+
+
+class Plan:
+    """A text on its way to ids: encode `misses`, hand the result to `ids`."""
+
+    def __init__(self, cache: PieceCache) -> None:
+        self._cache = cache
+        self.parts: list[tuple[str, tuple[int, ...] | None, Sequence[str | tuple[int, ...]]]] = []
+        """(block, its ids if known, its pieces)."""
+        self.misses: dict[str, None] = {}
+        self.num_missing_chars = 0
+
+    def miss(self, piece: str) -> None:
+        if piece not in self.misses:
+            self.misses[piece] = None
+            self.num_missing_chars += len(piece)
+
+    def ids(self, encoded: Sequence[Sequence[int]]) -> list[int]:
+        """All ids of the text, which is remembered. `encoded`: ids of each of the misses."""
+        new = {piece: tuple(ids) for piece, ids in zip(self.misses, encoded, strict=True)}
+        for piece, ids in new.items():
+            if len(piece) > 1 and _is_word(piece):
+                self._cache.note_word(piece, ids)
+        found: list[tuple[int, ...]] = []
+        for block, known, pieces in self.parts:
+            if known is None:
+                known = tuple(
+                    chain.from_iterable([new[piece] if isinstance(piece, str) else piece for piece in pieces])
+                )
+                self._cache.note(block, known)
+            found.append(known)
+        return list(chain.from_iterable(found))
+
+
+def _is_word(piece: str) -> bool:
+    return piece[0] == " " and "!" <= piece[1] <= "~" and "!" <= piece[-1] <= "~" and " " not in piece[1:]
+
+
+def _size_bytes(block: str, ids: tuple[int, ...]) -> int:
+    return len(block) + _BYTES_PER_ID * len(ids) + 200
+
+
+def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:
+    """It changes no visible ASCII character and no space, and looks across none."""
+    if normalizer is None:
+        return True
+    if normalizer["type"] == "Sequence":
+        return all(map(_is_byte_preserving, normalizer["normalizers"]))
+    return normalizer["type"] == "NFC"
+
+
+def _cuts_before_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return False
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    cuts = False
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
+                cuts = cuts or use_regex
+            case {"type": "Digits"}:
+                pass
+            case {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}:
+                if expression not in _KNOWN_SPLITS:
+                    return False
+                cuts = True
+            case _:
+                return False
+    return cuts
