@@ -38,7 +38,7 @@ async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
         return Job(
             operation="chat",
             model=model,
-            prompts=[await chat_prompt(body, model.tokenizer)],
+            prompts=[await chat_prompt(body, model.tokenizer, edge.window(model.name))],
             n=n,
             sampling=sampling,
             stop=stop,

@@ -37,7 +37,7 @@ async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
         return Job(
             operation="text_completion",
             model=model,
-            prompts=await completion_prompts(body, n, model.tokenizer),
+            prompts=await completion_prompts(body, n, model.tokenizer, edge.window(model.name)),
             n=n,
             sampling=sampling,
             stop=stop,

@@ -133,6 +133,11 @@ class Edge:
         """What the router said of a model; None while it knows of no shard that serves it."""
         return next((model for model in self.link.fleet.models if model.name == name), None)
 
+    def window(self, name: str) -> int:
+        """The longest prompt and answer of a model, in tokens; 0 while it is not known."""
+        info = self.model_info(name)
+        return info.max_model_len if info is not None else 0
+
     def not_ready_reason(self) -> str:
         """Why no request can be served now; "" when it can."""
         if self._draining or self._leaving:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from edge_http.requests import ChatBody, CompletionBody, Message, message_text
+from edge_http.sampling import check_text_size
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.tokenizer import ChatMessage, ModelTokenizer
 
@@ -28,18 +29,22 @@ class Prompt:
     """Where it is in the body, e.g. "messages", "prompt[3]"."""
 
 
-async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer) -> Prompt:
-    """Raises KvloomError."""
+async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Prompt:
+    """`max_model_len`: the model's window in tokens; 0: not known. Raises KvloomError."""
     messages = [_chat_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    check_text_size(sum(len(message.content) for message in messages), max_model_len, "messages")
     token_ids, _ = await tokenizer.encode_chat(messages)
     return Prompt(token_ids, "\n".join(message.content for message in messages), "messages")
 
 
-async def completion_prompts(body: CompletionBody, n: int, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """One prompt for a string or a list of ids, several for a list of strings or of lists. Raises KvloomError."""
+async def completion_prompts(
+    body: CompletionBody, n: int, tokenizer: ModelTokenizer, max_model_len: int = 0
+) -> list[Prompt]:
+    """One prompt for a string or a list of ids, several for a list of strings or of lists. `max_model_len`: the model's
+    window in tokens; 0: not known. Raises KvloomError."""
     given = body.prompt
     if isinstance(given, str):
-        return [await _text_prompt(given, "prompt", tokenizer)]
+        return [await _text_prompt(given, "prompt", tokenizer, max_model_len)]
     if not given:
         raise invalid_argument("prompt must not be empty.", "prompt")
     texts = [text for text in given if isinstance(text, str)]
@@ -57,7 +62,7 @@ async def completion_prompts(body: CompletionBody, n: int, tokenizer: ModelToken
         )
     if lists:
         return [_token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
-    return [await _text_prompt(text, f"prompt[{i}]", tokenizer) for i, text in enumerate(texts)]
+    return [await _text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
 
 
 def _chat_message(message: Message, at: str) -> ChatMessage:
@@ -70,7 +75,8 @@ def _chat_message(message: Message, at: str) -> ChatMessage:
     return ChatMessage(role, message_text(message, at))
 
 
-async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer) -> Prompt:
+async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int) -> Prompt:
+    check_text_size(len(text), max_model_len, field)
     try:
         token_ids = await tokenizer.encode(text, add_special_tokens=True)
     except KvloomError as error:

@@ -14,6 +14,8 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 _MAX_UINT32: Final = 2**32 - 1
 _MAX_UINT64: Final = 2**64 - 1
+MAX_CHARS_PER_TOKEN: Final = 16
+"""On average, over a whole prompt; text has 3 to 5."""
 DEFAULT_COMPLETION_MAX_TOKENS: Final = 16
 """OpenAI's default for plain completions."""
 
@@ -96,6 +98,18 @@ def check_window(
     message += " and leaves no room for an answer." if too_long else f" and {max_tokens_field} asks for {asked} more."
     field = prompt_field if too_long else max_tokens_field
     raise KvloomError(ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, message, field=field)
+
+
+def check_text_size(num_chars: int, max_model_len: int, field: str) -> None:
+    """Raise CONTEXT_LENGTH_EXCEEDED for a text that cannot fit the window (0: not known): tokenizing it would take a
+    hundred times its memory."""
+    limit = max_model_len * MAX_CHARS_PER_TOKEN
+    if limit and num_chars > limit:
+        raise KvloomError(
+            ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
+            f"The model's window is {max_model_len} tokens, for which a prompt of {num_chars} characters is too long.",
+            field=field,
+        )
 
 
 def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | None) -> SamplingParams:
