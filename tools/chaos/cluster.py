@@ -79,7 +79,7 @@ class Cluster:
         try:
             await self._supervisor.start()
         except ChildFailedError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(f"{error}\n  (logs: {self.folder.log_dir})") from error
         for number in range(config.edge.num_edges):
             await self._open_door(f"door-{number}")
         await self._wait_ready()
@@ -132,6 +132,14 @@ class Cluster:
         if signum is signal.SIGSTOP:
             self._stopped.add(status.pid)
         return status.pid
+
+    async def restart(self, name: str) -> bool:
+        """A planned restart; returns when the predecessor has gone. False when the process was not running steadily."""
+        try:
+            await self._supervisor.replace(name)
+        except ChildFailedError:
+            return False
+        return True
 
     def wake(self, pid: int) -> None:
         """End a SIGSTOP. The process may be gone."""

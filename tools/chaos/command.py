@@ -15,6 +15,7 @@ from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from tools.chaos.faults import FaultKind
 from tools.chaos.run import Plan, Progress, run_chaos
 from tools.chaos.text import chaos_page, soak_page, summary
+from tools.failures import CommandError
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
 from tools.simulate.study_page import check_page, write_table
@@ -98,7 +99,10 @@ def chaos(
     found = resolve_model(model, cache_dir, show.say)
     plan = Plan(model=ModelConfig(name=found.name, path=str(found.path)), kinds=[] if soak else kinds, **sizes)
     show.say(f"starting {plan.num_edges} edges, {plan.num_routers} routers and {plan.num_shards} {plan.engine} shards")
-    report = asyncio.run(run_chaos(plan, show.update))
+    try:
+        report = asyncio.run(run_chaos(plan, show.update))
+    except asyncio.CancelledError as error:
+        raise CommandError("stopped by a signal") from error
     show.end()
     if page is not None:
         write_table(page, table, soak_page(report) if soak else chaos_page(report))

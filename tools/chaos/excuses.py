@@ -50,12 +50,13 @@ _EDGE_VERBS: Final = frozenset({"kill", "stop", "reset"})
 def is_excused(
     errand: Errand, seen: Transcript, finding: Finding, disturbances: Sequence[Disturbance], fleet: Fleet
 ) -> bool:
-    """Whether this answer may have ended like this. `disturbances`: of the whole run."""
+    """Whether this answer may have ended like this. `disturbances`: of the whole run. Planned restarts excuse
+    nothing."""
     if finding.verdict in NEVER_ALLOWED:
         return False
     if finding.verdict in (Verdict.OK, Verdict.LEFT):
         return True
-    felt = [one for one in disturbances if one.is_felt(seen.sent_at, seen.ended_at)]
+    felt = [one for one in disturbances if one.kind.verb != "restart" and one.is_felt(seen.sent_at, seen.ended_at)]
     by_part: dict[str, list[Disturbance]] = {}
     for one in felt:
         by_part.setdefault(one.kind.part, []).append(one)

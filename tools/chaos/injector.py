@@ -13,6 +13,7 @@ from tools.chaos.cluster import Cluster
 from tools.chaos.excuses import Disturbance
 from tools.chaos.faults import Fault
 from tools.chaos.proxy import FaultProxy
+from tools.supervised import ProcessState
 
 _REPLACED_TIMEOUT_SECONDS: Final = 60.0
 _RESET_SHARE: Final = 0.6
@@ -44,6 +45,8 @@ class Injector:
             proxies = self._cluster.door_proxies if part == "clients" else self._cluster.link_proxies
             name = _pick(list(proxies), fault.choice)
             await self._disturb_link(fault, name, proxies[name])
+        elif fault.kind.verb == "restart":
+            await self._restart_process(fault, _pick(self._cluster.names(part), fault.choice))
         else:
             await self._disturb_process(fault, _pick(self._cluster.names(part), fault.choice))
 
@@ -55,6 +58,15 @@ class Injector:
             proxy.stall()
             await asyncio.sleep(fault.duration_seconds)
             proxy.heal()
+        disturbance.ended_at = time.monotonic()
+
+    async def _restart_process(self, fault: Fault, name: str) -> None:
+        if self._cluster.status(name).state != ProcessState.READY:
+            self.num_skipped += 1
+            return
+        disturbance = self._begin(fault, name)
+        if not await self._cluster.restart(name):
+            self.num_skipped += 1  # another fault came first
         disturbance.ended_at = time.monotonic()
 
     async def _disturb_process(self, fault: Fault, name: str) -> None:

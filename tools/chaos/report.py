@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tools.chaos.checker import NEVER_ALLOWED, Verdict
 from tools.chaos.excuses import Disturbance, Fleet, is_excused
+from tools.chaos.faults import FaultKind
 from tools.chaos.ledger import Bill, Settlement, settle
 from tools.chaos.record import Record
 
@@ -84,7 +85,8 @@ def _failure_name(record: Record) -> str:
 
 def _router_died(record: Record, disturbances: Sequence[Disturbance]) -> bool:
     return any(
-        one.kind.part == "router" and one.is_felt(record.seen.sent_at, record.seen.ended_at) for one in disturbances
+        one.kind is FaultKind.KILL_ROUTER and one.is_felt(record.seen.sent_at, record.seen.ended_at)
+        for one in disturbances
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -94,10 +95,18 @@ async def run_chaos(plan: Plan, on_progress: Callable[[Progress], None]) -> dict
     its logs are kept then, and when there are problems."""
     data_dir = Path(tempfile.mkdtemp(prefix="kvloom-chaos-"))
     keeps_logs = True
+    task = asyncio.current_task()
+    assert task is not None
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
     tokenizer = ModelTokenizer.load(Path(plan.model.path))
     try:
         report = await _Run(plan, data_dir, tokenizer, on_progress).run()
         keeps_logs = bool(report["problems"])
+    except asyncio.CancelledError:
+        keeps_logs = False
+        raise
+    else:
         if keeps_logs:
             report["logs"] = str(data_dir / "logs")
         return report
