@@ -11,6 +11,7 @@ from typing import Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 from edge_http.answer import Answer
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -92,6 +93,9 @@ class EdgeMetrics:
             buckets=_TOKENS,
             registry=registry,
         )
+
+    def add(self, collector: Collector) -> None:
+        self._registry.register(collector)
 
     def on_response(self, route: str, status: int) -> None:
         """`route` is one of the routing table's names, never a path that a client made up."""

@@ -15,8 +15,10 @@ import xxhash
 from edge_http.edge import Edge, ServedModel
 from edge_http.health import VERSION
 from edge_http.peers import Peers, join_peers
+from edge_http.router_metrics import RouterGroupCollector
 from edge_http.server import EdgeServer
 from kvloom.config import KvloomConfig
+from kvloom.router_group import RouterGroup
 from kvloom.router_link import RouterLink
 from kvloom.service import StartError
 from kvloom.tokenizer import ModelTokenizer
@@ -58,6 +60,8 @@ async def serve_edge(
     """Until `stop` is set; then lets running requests end. `on_ready` is told the address and that of /metrics. Raises
     StartError."""
     edge = Edge(config.edge, link, {model.name: model})
+    if isinstance(link, RouterGroup):
+        edge.metrics.add(RouterGroupCollector(link))
     server = EdgeServer(edge)
     peers: Peers | None = None
     try:

@@ -58,8 +58,8 @@ class RouterProcess:
             self._process.kill()
         await asyncio.wait_for(self._process.communicate(), TIMEOUT_SECONDS)
 
-    def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+    def send(self, signum: signal.Signals) -> None:
+        self._process.send_signal(signum)
 
     async def wait(self) -> tuple[int, str]:
         """(exit status, what it wrote to stderr)"""

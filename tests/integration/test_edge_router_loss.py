@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
@@ -97,7 +98,8 @@ async def test_stream_n_and_logprobs_across_a_kill(fabric: Fabric) -> None:
             await serving_router(fabric).kill()
     assert seen == undisturbed
     assert seen.completion_tokens == 100
-    assert fabric.link.num_reattached == 1
+    async with aiohttp.ClientSession() as http, http.get(f"http://{fabric.url}/metrics") as response:
+        assert "kvloom_edge_reattached_requests_total 1.0" in await response.text()
 
 
 async def test_whole_answer_across_a_kill(fabric: Fabric) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from kvloom import local_stream
 from kvloom.errors import reason_name
 from kvloom.router_group import RouterGroup
 from kvloom.router_link import LinkRequest
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
-from tests.fakes.router_processes import MODEL, RouterProcesses, router_processes
+from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -133,7 +135,7 @@ async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_time
     asked, expected = await undisturbed(link)
     answers = submit_all(link, asked, "stopped")
     await half_way(answers)
-    routers[0].terminate()
+    routers[0].send(signal.SIGTERM)
     more = submit_all(link, asked, "meanwhile")
     await all_done([*answers, *more])
     assert_same(answers, expected)
@@ -143,6 +145,28 @@ async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_time
     assert "Traceback" not in errors
     # With time, only what was on its way to it when it began to drain goes elsewhere.
     assert link.num_given_up == 0
+
+
+async def test_a_router_that_hangs_is_left_and_used_again(
+    world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: its connection stands and is silent. When it wakes up it cancels what others have taken over."""
+    monkeypatch.setattr(local_stream, "PING_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr(local_stream, "PING_TIMEOUT_SECONDS", 0.5)
+    routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+    link = await world.link(2)
+    asked, expected = await undisturbed(link)
+    answers = submit_all(link, asked, "hung")
+    await half_way(answers)
+    routers[0].send(signal.SIGSTOP)
+    await all_done(answers)
+    assert_same(answers, expected)
+    assert link.num_reattached > 0
+    routers[0].send(signal.SIGCONT)
+    await eventually(lambda: len(ready_routers(link)) == 2, "the router's return")
+    more = submit_all(link, asked, "hung")  # the names are free again, at both
+    await all_done(more)
+    assert_same(more, expected)
 
 
 async def test_all_routers_dead_is_an_error_within_the_bound(world: RouterProcesses) -> None:
