@@ -85,7 +85,7 @@ class Faults:
 
     def _hang_seconds(self) -> float:
         """At most; some last longer than any router puts up with."""
-        return self._rng.choice((0.6, 6.0))
+        return self._rng.choice((0.6, 8.0))
 
     def _end_hang(self, shard: SimShard, incarnation: int) -> None:
         if shard.incarnation != incarnation or not shard.is_hung:

@@ -18,7 +18,7 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "shard_reincarnation": 0.4,
     "shard_slow": 0.5,
     "shard_hung": 0.4,
-    "engine_hung": 0.4,
+    "engine_hung": 0.8,
     "shard_draining": 0.5,
     "cache_cleared": 0.4,
     "stream_break": 0.5,

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from router.core.actions import Action, PlacementDecided, SubmitAttempt
+from router.core.actions import Action, PlacementDecided, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, StepArrived
 from router.core.lifecycle import MAX_MOVES
 from tools.dst import script
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from tools.dst.shard import SimShard
     from tools.dst.shard_stream import ShardStream
 
-MAX_CANCELLED_MOVES: Final = MAX_MOVES
-
 
 class Fence(Checker):
     """Frames of cancelled, failed-over and unknown attempts change nothing: clients get only what the current attempt
-    of a choice emitted. At most, the end of a cancelled one makes room for what waits."""
+    of a choice emitted. At most, the end of a cancelled one makes room for what waits, or tells of its shard's health.
+    """
 
     invariant = "fence"
 
@@ -46,7 +45,8 @@ class Fence(Checker):
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if self._is_late:
-            others = [action for action in actions if not isinstance(action, SubmitAttempt | PlacementDecided)]
+            allowed = SubmitAttempt | PlacementDecided | ShardHealthChanged
+            others = [action for action in actions if not isinstance(action, allowed)]
             if others:
                 self.fail(f"a late frame led to {others}")
 
@@ -85,7 +85,7 @@ class AttemptsContinue(Checker):
             choice = seen.choice(spec.index)
             if choice.place is not None:
                 self.fail(f"{attempt.request.request_id} runs twice")
-            if choice.num_failures >= node.config.max_attempts or choice.num_moves > MAX_CANCELLED_MOVES:
+            if choice.num_failures >= node.config.max_attempts or choice.num_moves > MAX_MOVES:
                 self.fail(f"{attempt.request.request_id} has more than {node.config.max_attempts} attempts")
             if [*choice.spec.output_token_ids, *choice.emitted] != list(spec.output_token_ids):
                 self.fail(f"{attempt.request.request_id} does not go on behind what was emitted")

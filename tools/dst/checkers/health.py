@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tools.dst.seen import SeenChoice, SeenShard
 
 STALLS: Final = 3.0
-SLACK_SECONDS: Final = 1.0
+SLACK_SECONDS: Final = 0.5
 """For prefill that the router has reason to wait for, and for what it does not see (that a shard tells of its load once
 more, say)."""
 
