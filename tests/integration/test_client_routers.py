@@ -1,0 +1,103 @@
+"""The SDK with several routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvloom.client import Client
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from tests.fakes.fake_router import FakeRouter, serve_fake_router, text_of
+
+
+@pytest.fixture
+async def routers() -> AsyncIterator[list[FakeRouter]]:
+    """Two."""
+    async with serve_fake_router() as (first, first_address), serve_fake_router() as (second, second_address):
+        first.address, second.address = first_address, second_address
+        yield [first, second]
+
+
+@pytest.fixture
+async def gone() -> str:
+    """Where no router is any more."""
+    async with serve_fake_router() as (_, address):
+        return address
+
+
+@pytest.mark.parametrize("form", [",".join, lambda addresses: addresses, " , ".join])
+async def test_addresses_are_a_list_or_have_commas_between_them(
+    routers: list[FakeRouter], form: Callable[[list[str]], str | list[str]]
+) -> None:
+    """Both are how people write it."""
+    async with Client(form([router.address for router in routers])) as client:
+        assert [d.text async for d in client.generate(model="m", token_ids=[1, 2])] == [text_of(1), text_of(2), ""]
+
+
+async def test_an_answer_to_token_ids_goes_on_at_another_router(routers: list[FakeRouter]) -> None:
+    """The loop sees a pause, and each token once."""
+    for router in routers:
+        router.answers = False
+    async with Client([router.address for router in routers]) as client:
+        deltas = client.generate(model="m", token_ids=[1], request_id="mine")
+        first_token = asyncio.create_task(anext(deltas))
+        async with asyncio.timeout(10):
+            while not (served := [r for r in routers if r.connections and r.connections[0].submits]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        connection = served[0].connections[0]
+        served[0].tokens(connection, (connection.submits[0].choices[0].slot, [7, 8]))
+        assert (await first_token).token_ids == [7, 8]
+        (other,) = [router for router in routers if router is not served[0]]
+        rest = asyncio.create_task(anext(deltas))
+        served[0].refuses = True
+        connection.frames.put_nowait(None)
+        await other.wait_until(lambda: any(c.submits for c in other.connections))
+        again = other.connections[0].submits[0]
+        assert list(again.choices[0].output_token_ids) == [7, 8]
+        other.tokens(other.connections[0], (again.choices[0].slot, [9]))
+        assert (await rest).token_ids == [9]
+        await deltas.aclose()
+
+
+async def test_calls_go_to_a_router_that_is_there(gone: str, routers: list[FakeRouter]) -> None:
+    """Text is generated, models are listed and plans are made, though the first address is dead."""
+    async with Client([gone, routers[0].address]) as client:
+        assert [delta.text async for delta in client.generate(model="m", text="a b")] == ["a", "b", ""]
+        assert [model.name for model in await client.list_models()] == ["m"]
+        assert (await client.plan(model="m", text="hi")).picked_shard_id == "shard-0"
+
+
+async def test_a_router_that_drains_is_not_the_last_word(routers: list[FakeRouter]) -> None:
+    """Another one takes the text; what is wrong with a request is told at once."""
+    routers[0].fail_with = KvloomError(ErrorReason.ERROR_REASON_DRAINING, "I stop.")
+    async with Client([router.address for router in routers]) as client:
+        assert [delta.text async for delta in client.generate(model="m", text="a")] == ["a", ""]
+        assert len(routers[0].generate_requests) == 1
+        routers[1].fail_with = KvloomError(ErrorReason.ERROR_REASON_CONTENT_FILTERED, "No.")
+        with pytest.raises(KvloomError) as caught:
+            [delta async for delta in client.generate(model="m", text="b")]
+        assert caught.value.reason == ErrorReason.ERROR_REASON_CONTENT_FILTERED
+        assert len(routers[0].generate_requests) == 1
+
+
+async def test_a_request_is_cancelled_wherever_it_runs(gone: str, routers: list[FakeRouter]) -> None:
+    """Whoever cancels need not know which router has it."""
+    async with Client([gone, *(router.address for router in routers)]) as client:
+        assert not await client.cancel("unknown")
+        assert [router.cancelled_ids for router in routers] == [["unknown"], ["unknown"]]
+        assert await client.cancel("known")
+
+
+async def test_no_router_is_there(gone: str) -> None:
+    """Whatever is asked."""
+    async with Client([gone, gone], connect_timeout_seconds=0.3) as client:
+        for prompt in ({"text": "a"}, {"token_ids": [1]}):
+            with pytest.raises(KvloomError) as caught:
+                [delta async for delta in client.generate(model="m", **prompt)]
+            assert caught.value.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
+        with pytest.raises(KvloomError) as caught:
+            await client.list_models()
+        assert caught.value.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
