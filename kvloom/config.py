@@ -315,6 +315,8 @@ class SafetyConfig(Section):
     """gate: text is held until it is screened. async: text is sent at once, the request halted on a hit."""
     on_unavailable: Literal["refuse", "allow"] = "refuse"
     """What happens to requests while the safety service cannot be reached."""
+    drain_timeout_seconds: PositiveFloat = 10.0
+    """How long a service that has a successor goes on with what its routers have begun with it."""
 
 
 class RedisConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 In = TypeVar("In", bound=Message)
 
 BACKLOG: Final = 128
+RETRY_SECONDS: Final = 0.1
 
 
 class LocalServer(Generic[In]):
@@ -28,6 +30,7 @@ class LocalServer(Generic[In]):
         self._handler = handler
         self._in_type = in_type
         self._server: asyncio.Server | None = None
+        self._waiting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, address: str) -> None:
@@ -36,18 +39,36 @@ class LocalServer(Generic[In]):
         name = local_socket_name(address)
         if name is None:
             return
+        try:
+            await self._listen(name)
+        except OSError as error:
+            # Held by the process that this one succeeds and shares its port with, or by a squatter. Until it is free,
+            # everybody takes gRPC.
+            log.info("cannot listen on the local socket of %s yet: %s", address, error)
+            self._waiting = asyncio.create_task(self._wait_for(name), name="local socket")
+
+    async def _listen(self, name: str) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             listener.bind(name)
             listener.listen(BACKLOG)
             self._server = await asyncio.get_running_loop().create_unix_server(self._new_stream, sock=listener)
-        except OSError as error:
-            # The port is ours, so this is somebody else's squatting: everybody takes gRPC.
-            log.warning("cannot listen on the local socket of %s: %s", address, error)
+        except BaseException:
             listener.close()
+            raise
+
+    async def _wait_for(self, name: str) -> None:
+        while self._server is None:
+            await asyncio.sleep(RETRY_SECONDS)
+            with contextlib.suppress(OSError):
+                await self._listen(name)
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no more clients; streams that have not ended after the grace are cancelled. Repeatable."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.gather(self._waiting, return_exceptions=True)
+            self._waiting = None
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -7,7 +7,7 @@ here: text that might be the beginning of something, and all that follows it unt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
 from kvloom.v1 import safety_service_pb2
@@ -57,6 +57,22 @@ class PrefilteredAnswers:
         """The connection is a new one."""
         self._answers.clear()
         self.prefilter = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._answers
+
+    def move_clear(self, successor: PrefilteredAnswers, closing: Collection[int]) -> None:
+        """Let another connection go on with the answers of which the service has cleared everything: all it has to be
+        told of them is their length and last character. Not those that are `closing`."""
+        moved = [slot for slot, answer in self._answers.items() if answer.is_clear and slot not in closing]
+        for slot in moved:
+            answer = successor._answers[slot] = self._answers.pop(slot)
+            answer.is_open = False
+            answer.num_skipped = answer.num_chars
 
     def take(
         self,
@@ -116,6 +132,7 @@ class PrefilteredAnswers:
         if answer.num_skipped:
             outgoing.skip(slot, answer.num_skipped, answer.last_char)
             answer.num_skipped = 0
+        answer.last_char = delta[-1]
         outgoing.add(slot, delta)
 
     def _close(self, slot: int, outgoing: Outgoing) -> bool:

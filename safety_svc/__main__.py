@@ -17,12 +17,14 @@ def main() -> None:
     parser.add_argument("--name", default="safety", help="how this process calls itself in logs")
     parser.add_argument("--port", type=int, help="overrides safety.port; 0 picks one")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here; 0 picks one")
+    parser.add_argument("--share-port", action="store_true", help="let a successor listen on the port, too")
     args = parser.parse_args()
 
     async def run() -> None:
         config = load_config(args.config)
         configure_logging(config.log, args.name)
-        await serve(config, config.safety.port if args.port is None else args.port, args.metrics_port)
+        port = config.safety.port if args.port is None else args.port
+        await serve(config, port, args.metrics_port, shares_port=args.share_port)
 
     run_service(run())
 

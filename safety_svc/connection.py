@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -52,6 +53,14 @@ class ScreenConnection:
         self._long_prompts: asyncio.Queue[PromptCheck] = asyncio.Queue(MAX_WAITING_LONG_PROMPTS)
         self._write_lock = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._draining = False
+
+    async def drain(self) -> None:
+        """Tell the router that there should be another stream for what is new. This one goes on until it hangs up."""
+        if not self._draining:
+            self._draining = True
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it is hanging up already
+                await self._write(ScreenResponse(draining=True))
 
     async def serve(self) -> None:
         """Until the router hangs up."""

@@ -19,6 +19,7 @@ from kvloom.service import (
     announce_ready,
     bind,
     set_serving,
+    sharing_port,
     stop_event,
 )
 from kvloom.telemetry import serve_metrics
@@ -34,6 +35,8 @@ log = structlog.get_logger()
 SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyService"].full_name
 MAX_PROMPT_CHARS: Final = 8 * 2**20
 STOP_GRACE_SECONDS: Final = 1.0
+TAKE_OVER_SECONDS: Final = 0.5
+"""How long a successor that was waiting for our place may take until it listens there."""
 
 
 class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
@@ -41,6 +44,11 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
 
     def __init__(self, policy_file: PolicyFile) -> None:
         self._policy_file = policy_file
+        self._connections: set[ScreenConnection] = set()
+
+    async def drain(self) -> None:
+        """Have all routers look for another service."""
+        await asyncio.gather(*(connection.drain() for connection in self._connections))
 
     async def CheckPrompt(  # noqa: N802  (gRPC's name)
         self,
@@ -71,7 +79,12 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
         context: grpc.aio.ServicerContext[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse],
     ) -> None:
         with STREAMS.track_inprogress():
-            await ScreenConnection(self._policy_file, context, audit).serve()
+            connection = ScreenConnection(self._policy_file, context, audit)
+            self._connections.add(connection)
+            try:
+                await connection.serve()
+            finally:
+                self._connections.discard(connection)
 
 
 def audit(target: str, rule: Rule) -> None:
@@ -80,14 +93,15 @@ def audit(target: str, rule: Rule) -> None:
     log.warning("blocked", target=target, rule=rule.name)
 
 
-async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> None:
-    """Until SIGTERM. Raises StartError."""
+async def serve(config: KvloomConfig, port: int, metrics_port: int | None, *, shares_port: bool = False) -> None:
+    """Until SIGTERM. `shares_port`: others may listen there, too (SO_REUSEPORT), so a successor takes over without a
+    gap. Raises StartError."""
     try:
         policy_file = PolicyFile(config.safety.policy_file)
     except PolicyError as error:
         raise StartError(str(error)) from error
     stopping = stop_event()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS)
     servicer = SafetyServicer(policy_file)
     safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, server)
     health = add_health_and_reflection(server, [SERVICE_NAME])
@@ -106,7 +120,13 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None) -> No
     watcher.cancel()
     stopped.cancel()
     await set_serving(health, [SERVICE_NAME], serving=False)
-    await asyncio.gather(server.stop(STOP_GRACE_SECONDS), local.stop(STOP_GRACE_SECONDS))
+    grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
+    # Both take no new streams from now on; those that stand go on until the routers leave, or the grace is over.
+    stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
+    if shares_port:
+        await asyncio.sleep(TAKE_OVER_SECONDS)
+        await servicer.drain()
+    await stopping_servers
     for task in done:
         task.result()  # a watcher that failed ends the process with its error
 

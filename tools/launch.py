@@ -89,7 +89,7 @@ class Launch:
                 embed_redis = not self.config.redis.url
                 if not embed_redis:
                     _check_redis(self.config.redis.url)
-                ports = stack.enter_context(self._claimed_ports())
+                http_port = stack.enter_context(self._claimed_ports())
                 self._fill_in_model(reporter)
                 self.config.data_dir = str(self.folder.data_dir)
                 dump_config(self.config, self.folder.config_path)
@@ -97,7 +97,7 @@ class Launch:
                     self.config,
                     self.folder,
                     reporter,
-                    http_port=ports.http,
+                    http_port=http_port,
                     embed_redis=embed_redis,
                     start_timeout_seconds=self.start_timeout_seconds,
                 )
@@ -107,9 +107,9 @@ class Launch:
                 raise
 
     @contextlib.contextmanager
-    def _claimed_ports(self) -> Iterator[_Ports]:
+    def _claimed_ports(self) -> Iterator[SharedPort]:
         """A restarted process comes back where it was, so every port is fixed here. Those that several processes listen
-        on are held for as long as the fabric runs."""
+        on (of one role, or with their successors) are held for as long as the fabric runs. Yields the HTTP port."""
         config = self.config
         if config.edge.colocate and config.router.num_routers > 1:
             raise CommandError("--routers does not go with --colocate: each edge has a router inside")
@@ -118,11 +118,10 @@ class Launch:
         with contextlib.ExitStack() as stack:
             http = stack.enter_context(_claimed(config.edge.host, config.edge.port, "--http-port"))
             grpc = stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port"))
-            config.edge.port, config.router.port = http.port, grpc.port
-            fresh = pick_free_ports(2)
-            config.safety.port = config.safety.port or fresh[0]
-            config.redis.url = config.redis.url or f"redis://127.0.0.1:{fresh[1]}/0"
-            yield _Ports(http, grpc)
+            safety = stack.enter_context(_claimed(config.safety.host, config.safety.port, "safety.port"))
+            config.edge.port, config.router.port, config.safety.port = http.port, grpc.port, safety.port
+            config.redis.url = config.redis.url or f"redis://127.0.0.1:{pick_free_ports(1)[0]}/0"
+            yield http
 
     def _fill_in_model(self, reporter: Reporter) -> None:
         wanted = self.config.model
@@ -138,12 +137,6 @@ class Launch:
         self.config.model = ModelConfig(
             name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Ports:
-    http: SharedPort
-    grpc: SharedPort
 
 
 @contextlib.contextmanager

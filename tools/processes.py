@@ -40,7 +40,7 @@ def plan_stages(
         "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
         "router": config.router.drain_timeout_seconds,
         "shard": config.shard.drain_timeout_seconds,
-        "safety": 0.0,
+        "safety": config.safety.drain_timeout_seconds,
     }
 
     def service(
@@ -66,7 +66,7 @@ def plan_stages(
 
     metrics = ("--metrics-port", "0")
     router = ("--share-port", "--own-port", "0", *metrics)
-    services = [service("safety", "safety_svc", "safety", metrics)]
+    services = [service("safety", "safety_svc", "safety", ("--share-port", *metrics), starts_first=True)]
     if not colocate:
         names = numbered("router", config.router.num_routers)
         services += [service("router", "router", name, router, starts_first=True) for name in names]

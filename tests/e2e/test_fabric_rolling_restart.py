@@ -1,0 +1,124 @@
+"""A rolling restart under load: every process is replaced, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from tests.e2e.fabric import RunningFabric, run_kvloom
+
+QUESTIONS = [(f"Question {number}: what is new?", 15 + 10 * number) for number in range(6)]
+"""With the number of tokens of their answers: 0.3 to 1.3 s at 20 ms a token."""
+NUM_CLIENTS = 6
+TIMEOUT_SECONDS = 90.0
+
+
+@dataclasses.dataclass
+class Load:
+    """Clients that ask and ask again, and compare every answer with the one that an undisturbed fabric gave."""
+
+    url: str
+    model: str
+    expected: list[str] = dataclasses.field(default_factory=list)
+    num_answered: int = 0
+    faults: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    async def learn(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            self.expected = [await self.ask_plainly(session, number) for number in range(len(QUESTIONS))]
+        assert len(set(self.expected)) == len(QUESTIONS)
+
+    async def ask_plainly(self, session: aiohttp.ClientSession, number: int) -> str:
+        """By a client that never tries again."""
+        question, num_tokens = QUESTIONS[number]
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": num_tokens,
+            "seed": 7,
+            "stream": True,
+        }
+        text = ""
+        async with session.post(f"{self.url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200, f"status {response.status}: {await response.text()}"
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    assert "error" not in event, event["error"]["message"]
+                    text += event["choices"][0]["delta"].get("content") or ""
+        return text
+
+    async def ask_openai(self, client: openai.AsyncOpenAI, number: int) -> str:
+        question, num_tokens = QUESTIONS[number]
+        stream = await client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=num_tokens,
+            seed=7,
+            stream=True,
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run_client(self, seat: int, stop: asyncio.Event) -> None:
+        number = seat
+        async with aiohttp.ClientSession() as session, self._openai() as client:
+            while not stop.is_set():
+                number = (number + 1) % len(QUESTIONS)
+                try:
+                    ask = self.ask_plainly(session, number) if seat % 2 else self.ask_openai(client, number)
+                    answer = await ask
+                except (aiohttp.ClientError, openai.OpenAIError, AssertionError) as error:
+                    self.faults[f"{type(error).__name__}: {error}"[:120]] += 1
+                else:
+                    self.faults["another answer"] += answer != self.expected[number]
+                self.num_answered += 1
+
+    def _openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+async def load(fabric: RunningFabric) -> AsyncIterator[Load]:
+    """Runs while the test does."""
+    load = Load(fabric.http_url, fabric.status()["model"])
+    await load.learn()
+    stop = asyncio.Event()
+    clients = [asyncio.create_task(load.run_client(seat, stop)) for seat in range(NUM_CLIENTS)]
+    yield load
+    stop.set()
+    await asyncio.wait_for(asyncio.gather(*clients), TIMEOUT_SECONDS)
+
+
+@pytest.fixture(scope="module", params=["apart", "colocated"])
+def fabric(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningFabric]:
+    layout = ["--routers", "2"] if request.param == "apart" else ["--colocate"]
+    data_dir = tmp_path_factory.mktemp("rolling")
+    fabric = RunningFabric.start(data_dir, "--engine", "sim", "--edges", "2", *layout)
+    yield fabric
+    fabric.stop()
+
+
+async def test_a_rolling_restart_of_every_process_loses_nothing(fabric: RunningFabric, load: Load):
+    """An upgrade must be no event for users: each answer is complete and the same, without any client trying again."""
+    before = {process["name"]: process["pid"] for process in fabric.status()["processes"]}
+    done = await asyncio.to_thread(run_kvloom, "restart", "--rolling", env=fabric.env, timeout_seconds=TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = {process["name"]: process["pid"] for process in fabric.status()["processes"]}
+    assert after.keys() == before.keys()
+    assert [name for name in before if before[name] == after[name]] == ["redis"]
+    answered_before = load.num_answered
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while load.num_answered < answered_before + NUM_CLIENTS:  # by the new processes
+            await asyncio.sleep(0.05)
+    assert +load.faults == Counter()
+    assert load.num_answered > 3 * NUM_CLIENTS
