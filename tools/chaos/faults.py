@@ -67,6 +67,9 @@ OVERLAP_SHARE: Final = 0.12
 _MAX_OVERLAP_SECONDS: Final = 0.8
 _MIN_HANG_SECONDS: Final = 0.5
 _MAX_HANG_SECONDS: Final = 4.0
+_LONG_HANG_SHARE: Final = 0.35
+_LONG_HANG_SECONDS: Final = {"shard": (6.0, 9.0), "link": (6.0, 9.0), "router": (15.5, 18.0)}
+"""Longer than what lives may be silent for before the others go on without it (docs/reliability.md)."""
 _LASTING: Final = frozenset({"hang", "stall"})
 
 
@@ -76,16 +79,24 @@ def plan_faults(seed: int, duration_seconds: float, kinds: Sequence[FaultKind]) 
     faults: list[Fault] = []
     deck: list[FaultKind] = []
     at_seconds = WARM_UP_SECONDS
-    while kinds and at_seconds < duration_seconds - COOL_DOWN_SECONDS:
+    end_seconds = duration_seconds - COOL_DOWN_SECONDS
+    while kinds and at_seconds < end_seconds:
         if not deck:
             deck = sorted(set(kinds))
             rng.shuffle(deck)
         kind = deck.pop()
-        lasts = kind.verb in _LASTING
-        hang_seconds = rng.uniform(_MIN_HANG_SECONDS, _MAX_HANG_SECONDS) if lasts else 0.0
+        hang_seconds = _draw_hang_seconds(rng, kind) if kind.verb in _LASTING else 0.0
+        if at_seconds + hang_seconds > end_seconds:
+            break
         faults.append(Fault(round(at_seconds, 3), kind, rng.random(), round(hang_seconds, 3)))
         if rng.random() < OVERLAP_SHARE:
             at_seconds += rng.uniform(0.0, _MAX_OVERLAP_SECONDS)
         else:
             at_seconds += hang_seconds + rng.uniform(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
     return faults
+
+
+def _draw_hang_seconds(rng: random.Random, kind: FaultKind) -> float:
+    if rng.random() < _LONG_HANG_SHARE and kind.part in _LONG_HANG_SECONDS:
+        return rng.uniform(*_LONG_HANG_SECONDS[kind.part])
+    return rng.uniform(_MIN_HANG_SECONDS, _MAX_HANG_SECONDS)
