@@ -6,7 +6,7 @@ sequences, is what keeps a frame's cost apart from its tokens'.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
@@ -24,6 +24,8 @@ from router.core.events import (
 from router.core.frames import Finish, Start, Step
 
 M = TypeVar("M")
+PLAUSIBLE: Final = (1e-6, 1e9)
+"""Of speeds and times that shards measure. What lies outside would make sums infinite, and costs not a number."""
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -140,8 +142,8 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         num_queued_prefill_tokens=load.num_queued_prefill_tokens,
         num_decode_context_tokens=load.num_decode_context_tokens,
         num_available_blocks=load.num_available_blocks,
-        prefill_tokens_per_second=load.prefill_tokens_per_second,
-        decode_step_seconds=load.decode_step_seconds,
+        prefill_tokens_per_second=_plausible(load.prefill_tokens_per_second),
+        decode_step_seconds=_plausible(load.decode_step_seconds),
         draining=load.draining,
         hand_over=load.hand_over,
         num_own_running=load.num_own_running,
@@ -149,6 +151,11 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
         num_own_decode_context_tokens=load.num_own_decode_context_tokens,
     )
+
+
+def _plausible(measured: float) -> float:
+    """A speed or a time that can be reckoned with; 0, which means "not known", for anything else."""
+    return measured if PLAUSIBLE[0] <= measured <= PLAUSIBLE[1] else 0.0
 
 
 def kv_events_from_proto(shard_id: str, batch: kv_event_pb2.KvEventBatch) -> KvEventsArrived:

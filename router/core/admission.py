@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from router.core.events import Request
+from router.core.events import Request, ShardDescription
 from router.core.fleet import Fleet
 from router.core.live import Client
 from router.core.overload import retry_after_seconds
+
+MAX_BLOCKS: Final = 2**24
+"""KV blocks of one shard: some 200 times what eight GPUs hold in blocks of 16 tokens."""
+MAX_BATCH: Final = 2**16
+"""Sequences in a step, and tokens in a block."""
 
 
 def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
@@ -36,6 +42,14 @@ def draining(request_id: str) -> KvloomError:
         "The router is shutting down; send the request again.",
         retry_after_seconds=retry_after_seconds(request_id),
     )
+
+
+def check_shard(shard: ShardDescription) -> None:
+    """Raises KvloomError (PROTOCOL_VIOLATION) for sizes that no engine has: tables are bounded by them."""
+    if min(shard.block_size, shard.max_batch, shard.max_model_len) < 1:
+        raise protocol_violation(f"Shard {shard.shard_id!r} names no block size, batch or window.")
+    if shard.num_blocks > MAX_BLOCKS or max(shard.block_size, shard.max_batch) > MAX_BATCH:
+        raise protocol_violation(f"Shard {shard.shard_id!r} names sizes that no engine has.")
 
 
 def check_names(request: Request, client: Client, live: Container[str]) -> KvloomError | None:

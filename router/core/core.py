@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvloom.errors import KvloomError, protocol_violation
+from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged, WantKvSnapshot
-from router.core.admission import check_names, check_servable, draining, queue_timeout, safety_unavailable
+from router.core.admission import check_names, check_servable, check_shard, draining, queue_timeout, safety_unavailable
 from router.core.core_config import CoreConfig
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
@@ -279,8 +279,7 @@ class RouterCore:
 
     def _on_shard_up(self, event: ev.ShardUp, now: float) -> None:
         shard_id = event.shard.shard_id
-        if min(event.shard.block_size, event.shard.max_batch, event.shard.max_model_len) < 1:
-            raise protocol_violation(f"Shard {shard_id!r} names no block size, batch or window.")
+        check_shard(event.shard)
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         shard = self._fleet.add(event.shard)

@@ -45,7 +45,8 @@ class Relay:
         """News of slots that are not in use, or were cancelled, is dropped."""
         num_entries = len(step.slots)
         num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
-        if len(step.deltas) != num_entries or len(step.token_ids) != num_tokens:
+        fits = len(step.deltas) == num_entries and len(step.token_ids) == num_tokens
+        if not fits or (step.num_tokens and len(step.num_tokens) != num_entries):
             raise protocol_violation("A step frame's arrays do not fit together.")
         if shard.health is not None and num_entries and step.slots[0] in shard.attempts:
             view = self._ledger.view(shard.shard_id)
