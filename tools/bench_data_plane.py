@@ -13,6 +13,8 @@ from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from tools.bench_data_plane_run import OURS, Layout, Plan, run_bench
 from tools.bench_data_plane_workloads import WORKLOADS
+from tools.bench_peers import PEERS, run_with_peers
+from tools.bench_peers_table import peers_table, write_into_page
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option
 
@@ -40,6 +42,14 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     help="Share of a workload's streams and requests.",
 )
 @click.option("--no-warm-up", is_flag=True, help="Measure from the first request on.")
+@click.option("--peers", is_flag=True, help="Other gateways beside ours, in turns; they are installed from PyPI.")
+@click.option("--peer", "peer_names", multiple=True, type=click.Choice(list(PEERS)), help="Only this one. Repeatable.")
+@click.option(
+    "--page",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="Write the table of --peers into this page, between its markers.",
+)
 @click.option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Whose tokenizer and chat template.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array.")
@@ -53,6 +63,9 @@ def bench_data_plane(
     no_safety: bool,
     scale: float,
     no_warm_up: bool,
+    peers: bool,
+    peer_names: tuple[str, ...],
+    page: Path | None,
     model: str,
     data_dir: Path | None,
     as_json: bool,
@@ -66,7 +79,8 @@ def bench_data_plane(
     def report_progress(message: str) -> None:
         click.echo(message, err=True)
 
-    found = resolve_model(model, (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models", report_progress)
+    home = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
+    found = resolve_model(model, home / "models", report_progress)
     plan = Plan(
         model=ModelConfig(name=found.name, path=str(found.path)),
         workloads=[WORKLOADS[name].scaled(scale) for name in dict.fromkeys(chosen)],
@@ -75,6 +89,17 @@ def bench_data_plane(
         with_safety=not no_safety,
         is_warmed_up=not no_warm_up,
     )
+    if peers or peer_names:
+        wanted = [PEERS[name] for name in peer_names or PEERS]
+        reports, missing = run_with_peers(plan, wanted, home / "peers", report_progress)
+        options = "".join(f" --peer {name}" for name in peer_names)
+        table = peers_table(
+            reports, missing, f"kvloom bench data-plane --peers{options} --workload {names} --runs {num_runs}"
+        )
+        if page is not None:
+            write_into_page(page, table)
+        print(json.dumps({"reports": reports, "missing": missing}) if as_json else table)
+        return
     reports = run_bench(plan, report_progress)
     click.echo(json.dumps(reports)) if as_json else _print(reports)
 

@@ -26,8 +26,11 @@ from tools.state import RunFolder
 
 OURS: Final = ("edge", "router", "safety")
 """What stands between client and engine."""
+GATEWAY: Final = "gateway"
+"""The role of another gateway's processes."""
+_COUNTED: Final = (*OURS, GATEWAY)
 _MARGIN_SECONDS: Final = 60.0
-_WARM_UP: Final = (
+WARM_UP: Final = (
     Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
     Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),
 )
@@ -56,9 +59,9 @@ def run_bench(plan: Plan, on_progress: Callable[[str], None] = lambda _: None) -
     """One report a workload. Workloads that want the same pace of the engine share a fabric, and alternate. Raises
     CommandError."""
     reports: list[dict[str, Any]] = []
-    paces = dict.fromkeys(map(_pace, plan.workloads))
+    paces = dict.fromkeys(map(pace_of, plan.workloads))
     for pace in paces:
-        workloads = [workload for workload in plan.workloads if _pace(workload) == pace]
+        workloads = [workload for workload in plan.workloads if pace_of(workload) == pace]
         reports += asyncio.run(_run_on_fresh_fabric(plan, workloads, on_progress))
     return reports
 
@@ -71,29 +74,29 @@ async def _run_on_fresh_fabric(
     is_log_wanted = True
     try:
         on_progress(f"starting a fabric (engine step {workloads[0].step_ms:g} ms)")
-        async with child_fabric(_config(plan, workloads[0], data_dir), data_dir) as url:
-            pids = _pids(data_dir)
+        async with child_fabric(fabric_config(plan, workloads[0], data_dir), data_dir) as url:
+            pids = fabric_pids(data_dir)
             if plan.is_warmed_up:
-                for workload in _WARM_UP if workloads[0].decode_every == 1 else _WARM_UP[:1]:
-                    await _drive(plan, workload, url, pids, seed=0)
+                for workload in WARM_UP if workloads[0].decode_every == 1 else WARM_UP[:1]:
+                    await drive(plan, workload, url, pids, seed=0)
             for run in range(plan.num_runs):
                 for workload in workloads:
                     on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {workload.about}")
-                    raw = await _drive(plan, workload, url, pids, seed=1 + run)
-                    runs[workload.name].append(_figures(workload, raw))
+                    raw = await drive(plan, workload, url, pids, seed=1 + run)
+                    runs[workload.name].append(figures_of(workload, raw))
         is_log_wanted = False
     finally:
         if not is_log_wanted:
             shutil.rmtree(data_dir, ignore_errors=True)
-    return [_report(workload, runs[workload.name], plan) for workload in workloads]
+    return [report_of(workload, runs[workload.name], plan) for workload in workloads]
 
 
-def _pace(workload: Workload) -> tuple[float, int]:
+def pace_of(workload: Workload) -> tuple[float, int]:
     """Of the engine: workloads that agree in it can share a fabric."""
     return workload.step_ms, workload.decode_every
 
 
-def _config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
+def fabric_config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
     """The engine is never what a request waits for, apart from its steps: room for all, and prefill in no time."""
     config = KvloomConfig(model=plan.model)
     config.router.max_queued_requests = 8192
@@ -116,7 +119,7 @@ def _config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
     return config
 
 
-def _pids(data_dir: Path) -> dict[str, list[int]]:
+def fabric_pids(data_dir: Path) -> dict[str, list[int]]:
     pids: dict[str, list[int]] = {}
     for process in RunFolder(data_dir).require_running().processes:
         if process.pid is not None:
@@ -124,7 +127,7 @@ def _pids(data_dir: Path) -> dict[str, list[int]]:
     return pids
 
 
-async def _drive(plan: Plan, workload: Workload, url: str, pids: dict[str, list[int]], seed: int) -> dict[str, Any]:
+async def drive(plan: Plan, workload: Workload, url: str, pids: dict[str, list[int]], seed: int) -> dict[str, Any]:
     """One run, by a client process. Raises CommandError."""
     address = urlsplit(url)
     order = Order(
@@ -152,13 +155,13 @@ async def _drive(plan: Plan, workload: Workload, url: str, pids: dict[str, list[
     return msgspec.json.decode(said)
 
 
-def _figures(workload: Workload, raw: dict[str, Any]) -> dict[str, Any]:
+def figures_of(workload: Workload, raw: dict[str, Any]) -> dict[str, Any]:
     """Of one run. Costs per request are of those that were answered whole; memory is what a stream adds."""
     num_requests = max(1, raw["num_complete"])
     num_tokens = num_requests * workload.num_tokens
-    cpu_us = raw["cpu_us"] | {"sum": sum(raw["cpu_us"].get(role, 0.0) for role in OURS)}
-    switches = raw["switches"] | {"sum": sum(raw["switches"].get(role, 0) for role in OURS)}
-    rss = sum(raw["rss_bytes"].get(role, 0) for role in OURS)
+    cpu_us = raw["cpu_us"] | {"sum": sum(raw["cpu_us"].get(role, 0.0) for role in _COUNTED)}
+    switches = raw["switches"] | {"sum": sum(raw["switches"].get(role, 0) for role in _COUNTED)}
+    rss = sum(raw["rss_bytes"].get(role, 0) for role in _COUNTED)
     return {
         "cpu_us_per_token": {role: round(value / num_tokens, 3) for role, value in cpu_us.items()},
         "cpu_us_per_request": {role: round(value / num_requests, 2) for role, value in cpu_us.items()},
@@ -183,7 +186,7 @@ def _percentiles_ms(ordered: Sequence[float]) -> dict[str, float | None]:
     return {"p50": at(0.50), "p99": at(0.99)}
 
 
-def _report(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+def report_of(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
     """The median of every figure over the runs, its `spread` (highest less lowest), and the runs."""
     return {
         "workload": workload.name,

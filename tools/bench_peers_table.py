@@ -1,0 +1,101 @@
+"""The table of `kvloom bench data-plane --peers`, and its place in a documentation page."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tools.bench_peers import PEERS
+from tools.failures import CommandError
+
+BEGIN: Final = "<!-- peers: written by kvloom bench data-plane --peers --page -->"
+END: Final = "<!-- end of peers -->"
+_CPU_PER_TOKEN: Final = ("W1", "W1x512", "W2")
+_CPU_PER_REQUEST: Final = ("W3", "W4")
+
+
+def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str], command: str) -> str:
+    """Markdown: one row a system; medians, ± half the spread."""
+    by_system: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for report in reports:
+        by_system.setdefault(report["system"], {})[report["workload"]] = report
+    workloads = list(dict.fromkeys(report["workload"] for report in reports))
+    columns = [column for workload in workloads for column in _columns(workload)]
+    lines = [_conditions(reports, command), ""]
+    lines.append("| system | " + " | ".join(title for title, _ in columns) + " | errors |")
+    lines.append("|---" * (len(columns) + 2) + "|")
+    for system, own in by_system.items():
+        cells = [show(own) for _, show in columns]
+        num_errors = sum(report["num_errors"] for report in own.values())
+        lines.append(f"| {_label(system)} | " + " | ".join(cells) + f" | {num_errors:,} |")
+    lines += [f"\n{name}: not measured. {reason}" for name, reason in missing.items()]
+    return "\n".join(lines)
+
+
+def write_into_page(page: Path, table: str) -> None:
+    """Put the table between the page's markers. Raises CommandError when it has none."""
+    text = page.read_text("utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise CommandError(f"{page} has no markers {BEGIN} and {END}")
+    page.write_text(f"{before}{begin}\n{table}\n{end}{after}", "utf-8")
+
+
+def _columns(workload: str) -> list[tuple[str, Any]]:
+    """(title, what shows it from a system's reports by workload)."""
+
+    def figure(field: str, key: str | None, digits: int, *, with_spread: bool = True) -> Any:
+        def show(own: Mapping[str, Mapping[str, Any]]) -> str:
+            report = own.get(workload)
+            value = None if report is None else report[field] if key is None else report[field].get(key)
+            if report is None or value is None:
+                return "–"
+            if not with_spread:
+                return f"{value:,.{digits}f}"
+            spread = report["spread"][field] if key is None else report["spread"][field][key]
+            return f"{value:,.{digits}f} ±{spread / 2:,.{digits}f}"
+
+        return show
+
+    found: list[tuple[str, Any]] = []
+    if workload in _CPU_PER_TOKEN:
+        found.append((f"{workload} µs/token", figure("cpu_us_per_token", "sum", 1)))
+    if workload in _CPU_PER_REQUEST:
+        found.append((f"{workload} µs/request", figure("cpu_us_per_request", "sum", 0)))
+    if workload == "W1":
+        found.append(("W1 added TTFT p50 ms", figure("added_ttft_ms", "p50", 2, with_spread=False)))
+        found.append(("W1 p99", figure("added_ttft_ms", "p99", 1, with_spread=False)))
+    if workload == "W5":
+        found.append(("W5 kB/stream", figure("rss_kb_per_stream", None, 1)))
+    return found
+
+
+def _label(system: str) -> str:
+    peer = PEERS.get(system)
+    if peer is None:
+        return f"**{system}** {importlib.metadata.version('kvloom')}"
+    _, _, version = peer.requirement.partition("==")
+    return f"{peer.name} {version} ({peer.about})".replace("  ", " ")
+
+
+def _conditions(reports: Sequence[Mapping[str, Any]], command: str) -> str:
+    model = next((line.partition(":")[2].strip() for line in _cpu_info() if line.startswith("model name")), "CPU")
+    num_runs = max((report["num_runs"] for report in reports), default=0)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return (
+        f"`{command}`, {today}: {os.cpu_count()} x {model}, Linux {platform.release()}, Python "
+        f"{platform.python_version()}, load average {os.getloadavg()[2]:.1f}; medians of {num_runs} runs ± half the "
+        "spread; all systems up at once, taking turns. CPU of the gateway's processes, all threads, engines and client "
+        "excluded."
+    )
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.is_file() else []
