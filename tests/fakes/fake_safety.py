@@ -13,8 +13,10 @@ FORBIDDEN = "forbidden"
 
 
 class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
-    def __init__(self, *, screens_answers: bool = False, beginnings: Sequence[str] = ()) -> None:
-        """`beginnings`: announced as a prefilter, if there are any."""
+    def __init__(
+        self, *, screens_answers: bool = False, beginnings: Sequence[str] = (), shares_port: bool = False
+    ) -> None:
+        """`beginnings`: announced as a prefilter, if there are any. `shares_port`: with a successor (see `drain`)."""
         self.policy = safety_service_pb2.PolicyState(
             revision="1", screens_prompts=True, screens_answers=screens_answers
         )
@@ -27,7 +29,10 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
         self.num_streams = 0
         self._may_answer = asyncio.Event()
         self._may_answer.set()
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", int(shares_port))])
+        self._contexts: list[grpc.aio.ServicerContext] = []
+        self._writing = asyncio.Lock()
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self, port: int = 0) -> int:
         safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(self, self._server)
@@ -37,6 +42,16 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
 
     async def stop(self) -> None:
         await self._server.stop(0)
+        if self._stopping is not None:
+            await self._stopping
+
+    async def drain(self) -> None:
+        """As the real one: no new streams, and those that there are hear that there should be others."""
+        self._stopping = asyncio.create_task(self._server.stop(30))
+        await asyncio.sleep(0)
+        for context in self._contexts:
+            async with self._writing:
+                await context.write(safety_service_pb2.ScreenResponse(draining=True))
 
     def pause(self) -> None:
         self._may_answer.clear()
@@ -47,12 +62,15 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
     async def Screen(self, request_iterator, context) -> None:
         await context.write(safety_service_pb2.ScreenResponse(policy=self.policy))
         self.num_streams += 1
+        self._contexts.append(context)
         texts: dict[int, str] = {}
         try:
             while isinstance(frame := await context.read(), safety_service_pb2.ScreenRequest):
                 await self._may_answer.wait()
-                await context.write(self._screened(frame, texts))
+                async with self._writing:
+                    await context.write(self._screened(frame, texts))
         finally:
+            self._contexts.remove(context)
             self.num_streams -= 1
 
     def _screened(

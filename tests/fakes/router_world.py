@@ -115,6 +115,13 @@ class RouterWorld:
         self._cleanup.push_async_callback(safety.stop)
         return safety
 
+    async def succeed_safety(self, **options) -> FakeSafety:
+        """One that listens on the same port, while the first one still does."""
+        safety = FakeSafety(**options)
+        await safety.start(self.config.safety.port)
+        self._cleanup.push_async_callback(safety.stop)
+        return safety
+
     async def start_shard(self, shard_id: str, announced_as: str = "", **options) -> FakeShard:
         shard = FakeShard(shard_id, **{"model": MODEL, **options})
         await shard.start()

@@ -110,3 +110,40 @@ async def test_without_its_safety_service_the_router_refuses_and_recovers(world:
     await eventually(lambda: world.metric("kvloom_router_safety_connected") == 1, "the recovery")
     answer = await world.ask(link, [1], 5, prompt_text="fine")
     assert answer.token_ids[0] == expected_tokens([1], 0, 5)
+
+
+async def test_a_safety_service_is_replaced_under_load_without_a_gap(world: RouterWorld) -> None:
+    """A restart of the sidecar must not refuse a request, nor lose its place in any answer: what the old service has
+    cleared goes on with the new one, what it has not stays until it has."""
+    beginnings = [expected_text([1], 0, 11)[-2:]]
+    old = await world.start_safety(screens_answers=True, beginnings=beginnings, shares_port=True)
+    shard = await world.start_shard("shard-0")
+    link = await connect_screened(world, old)
+    answers: list[Answer] = []
+
+    def ask() -> None:
+        answers.append(Answer())
+        prompt = [len(answers) % 7]
+        link.submit(link_request(prompt, 40, prompt_text="fine"), answers[-1])
+
+    shard.pause()
+    for _ in range(14):
+        ask()
+    await eventually(lambda: shard.num_running == 14, "the shard at work")
+    new = await world.succeed_safety(screens_answers=True, beginnings=beginnings, shares_port=True)
+    old.pause()  # with verdicts outstanding
+    shard.resume()
+    await eventually(lambda: any(answer.token_ids[0] for answer in answers) or shard.num_running < 14, "some text")
+    await old.drain()
+    await eventually(lambda: new.num_streams == 1, "the successor's stream")
+    for _ in range(14):
+        ask()
+    old.resume()
+    await eventually(lambda: all(answer.done for answer in answers), "all answers")
+    for number, answer in enumerate(answers, 1):
+        assert answer.finish.reason == generation_pb2.FINISH_REASON_LENGTH
+        assert answer.texts[0] == expected_text([number % 7], 0, 40)
+    await eventually(lambda: old.num_streams == 0, "the end of the old stream")
+    assert len(old.prompts) + len(new.prompts) == 28
+    assert len(new.prompts) >= 14
+    assert world.metric("kvloom_router_safety_connected") == 1
