@@ -22,6 +22,7 @@ _HEAD: Final = (
     b"Cache-Control: no-cache, no-transform\r\n"
     b"X-Accel-Buffering: no\r\n"  # nginx would collect the events otherwise
 )
+_EVENT_BYTES: Final = len(b"id: \ndata: \n\n")
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -106,9 +107,13 @@ class EventStream:
             return True
         if transport.get_write_buffer_size() > self._max_buffered_bytes:
             return False
-        self._num_events += 1
-        event = b"id: %d\ndata: %b%b%b\n\n" % (self._num_events, prefix, payload, suffix)
-        transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
+        self._num_events = number = self._num_events + 1
+        if self._chunked:
+            event_id = b"%d" % number
+            size = _EVENT_BYTES + len(event_id) + len(prefix) + len(payload) + len(suffix)
+            transport.write(b"%x\r\nid: %b\ndata: %b%b%b\n\n\r\n" % (size, event_id, prefix, payload, suffix))
+        else:
+            transport.write(b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix))
         return True
 
     def write_framed(self, framed: bytes) -> bool:

@@ -20,7 +20,17 @@ SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
 class StreamedAnswer(Answer):
     """Sends nothing before the first news of any choice, so that a refusal can still have its HTTP status."""
 
-    __slots__ = ("_events", "_headers", "_include_usage", "_opened", "_shape", "_with_details", "_with_explanation")
+    __slots__ = (
+        "_events",
+        "_headers",
+        "_include_usage",
+        "_opened",
+        "_prefixes",
+        "_shape",
+        "_suffix",
+        "_with_details",
+        "_with_explanation",
+    )
 
     def __init__(
         self,
@@ -36,12 +46,26 @@ class StreamedAnswer(Answer):
     ) -> None:
         super().__init__(prompt_sizes, n)
         self._shape = shape
+        self._prefixes = shape.prefixes
+        self._suffix = shape.suffix
         self._events = events
         self._headers = headers
         self._include_usage = include_usage
         self._with_details = with_details
         self._with_explanation = with_explanation
         self._opened = [False] * self.num_choices
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """The hot path: plain text of a choice that has begun."""
+        if logprobs or not self._opened[index] or self.ended.done():
+            super().on_tokens(index, delta, token_ids, logprobs)
+            return
+        self.num_output_tokens += len(token_ids)
+        try:
+            if delta and not self._events.send(self._prefixes[index], encode_json(delta), self._suffix):
+                self._on_slow_reader()
+        except Exception:
+            self._on_bug()
 
     @property
     def events(self) -> EventSink:
@@ -72,7 +96,7 @@ class StreamedAnswer(Answer):
         if logprobs:
             entries = shape.logprobs(index, token_ids, logprobs)
             self._send(shape.delta_with_logprobs(index, delta, entries))
-        elif delta and not self._events.send(shape.prefixes[index], encode_json(delta), shape.suffix):
+        elif delta and not self._events.send(self._prefixes[index], encode_json(delta), self._suffix):
             self._on_slow_reader()
 
     def _take_finish(self, index: int, finish_reason: str) -> None:
