@@ -72,13 +72,20 @@ class SafetyStream:
     def check_prompt(self, check: CheckPrompt) -> None:
         self._prompts.append(check)
         self._open_checks.add(check.check_id)
-        self._num_waiting_chars += len(check.text)
-        self._wake.set()
+        self._count(len(check.text))
 
     def flush(self, num_chars: int, closing: Iterable[int]) -> None:
         """Something was put into `outgoing`."""
         self._closing.update(closing)
+        self._count(num_chars)
+
+    def _count(self, num_chars: int) -> None:
+        """What waits is bounded also while a write does not get through."""
+        was_too_much = self._num_waiting_chars > MAX_WAITING_CHARS
         self._num_waiting_chars += num_chars
+        if self._num_waiting_chars > MAX_WAITING_CHARS and not was_too_much:
+            log.error("the safety service does not keep up", num_waiting_chars=self._num_waiting_chars)
+            self._call.cancel()  # the reader ends the connection
         self._wake.set()
 
     def note(self, frame: safety_service_pb2.ScreenResponse) -> None:
@@ -113,9 +120,6 @@ class SafetyStream:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._num_waiting_chars > MAX_WAITING_CHARS:
-                    log.error("the safety service does not keep up", num_waiting_chars=self._num_waiting_chars)
-                    break
                 while self._prompts or self.outgoing:
                     await self._call.write(self._take_frame())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
