@@ -174,16 +174,39 @@ async def test_stopping_finishes_what_runs_and_ends_the_streams_in_good_order() 
 
 
 async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
-    """A stop is never held up by a long answer; the router continues it elsewhere."""
+    """A stop is never held up by a long answer: it is handed back with the reason for which routers go on elsewhere,
+    before the stream ends in good order."""
     config = sim_config(drain_timeout_seconds=0.1)
     async with shard_world(config) as world:
         router = await world.router()
         await router.submit(1, PROMPT, max_tokens=8000)
         await router.read_until(lambda: 1 in router.tokens)
         world.stop.set()
+        finish = await router.finish_of(1)
+        assert finish.reason == generation_pb2.FINISH_REASON_ERROR
+        assert finish.error.reason == ErrorReason.ERROR_REASON_DRAINING
+        assert finish.num_output_tokens == len(router.tokens[1])
         with pytest.raises(AssertionError, match="the stream has ended"):
-            await router.read_until(lambda: 1 in router.finishes)
+            await router.read()
         await asyncio.wait_for(world.serving, 10)
+
+
+async def test_a_drain_with_a_deadline_asks_routers_to_move_what_runs() -> None:
+    """The shard cannot know whether another one has room: it asks, and goes on until its router has decided."""
+    async with shard_world(sim_config(drain_timeout_seconds=0.1)) as world:
+        router = await world.router()
+        await router.submit(1, PROMPT, max_tokens=8000)
+        await router.read_until(lambda: 1 in router.tokens)
+        await world.stub.Drain(shard_service_pb2.DrainRequest(draining=True, deadline_seconds=0.05))
+        await router.read_until(lambda: router.load.draining)
+        await router.read_until(lambda: router.load.hand_over)
+        num_tokens = len(router.tokens[1])
+        await router.read_until(lambda: len(router.tokens[1]) > num_tokens)
+        await world.stub.Drain(shard_service_pb2.DrainRequest(draining=False))
+        await router.read_until(lambda: not router.load.draining and not router.load.hand_over)
+        refused = await world.stub.Drain(shard_service_pb2.DrainRequest(draining=True, deadline_seconds=-1.0))
+        assert refused.error.field == "deadline_seconds"
+        assert not (await world.stub.GetInfo(shard_service_pb2.GetInfoRequest())).load.draining
 
 
 async def test_info_and_load_are_there_for_people(world: ShardWorld, router: RouterEnd) -> None:
