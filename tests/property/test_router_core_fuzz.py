@@ -1,6 +1,6 @@
 """Whatever frames its peers send, the router core takes them or says PROTOCOL_VIOLATION, and its invariants hold.
 
-Frames are made as protobuf messages, with any value that the wire can carry, and go through the router's own conversion.
+Frames are protobuf messages with any value that the wire can carry, and go through the router's own conversion.
 KVLOOM_FUZZ_EXAMPLES sets how many examples each test runs.
 """
 
@@ -222,7 +222,8 @@ def test_any_history_of_frames(config: CoreConfig, history: list[tuple[ev.Event,
                     ended.append(action.request_id)
                     assert action.num_output_tokens >= 0
         except KvloomError as error:
-            assert error.reason == ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION
+            if error.reason != ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION:
+                raise
         core.check_integrity()
         deadline = core.next_deadline()
         assert deadline is None or deadline == deadline, "not a number"
