@@ -151,6 +151,10 @@ class ResumableStream:
             self._cut_off_slow_reader()
         return True
 
+    def cork(self) -> None:
+        if self._live is not None:
+            self._live.cork()
+
     def end(self) -> None:
         self.ended = True
         if self._live is not None and self._reader is not None:

@@ -1,8 +1,8 @@
 """Server-sent events, written straight to the transport: no task, no queue, no await between a token and its bytes.
 
 Nothing but the changing part is encoded: an event is `id: N` and `data: ` + prefix + payload + suffix, of which only
-the payload differs from one token to the next. Several events of one turn of the event loop leave in one system call
-(uvloop gathers the writes of a turn).
+the payload differs from one token to the next. uvloop hands every write to the kernel at once, so what is known to be
+more than one event in a turn of the event loop (the head and the first token, the last token and the end) is corked.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class EventSink(Protocol):
         """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
         ...
 
+    def cork(self) -> None:
+        """More than one event is about to come: what is sent in this turn of the event loop may leave together."""
+        ...
+
     def end(self) -> None:
         """The answer is complete."""
         ...
@@ -73,7 +77,16 @@ def _unframed(framed: bytes) -> bytes:
 class EventStream:
     """One response. `send` and `end` never raise and never block; a connection that is gone swallows everything."""
 
-    __slots__ = ("_chunked", "_keep_alive", "_max_buffered_bytes", "_num_events", "_transport", "begun", "ended")
+    __slots__ = (
+        "_chunked",
+        "_corked",
+        "_keep_alive",
+        "_max_buffered_bytes",
+        "_num_events",
+        "_transport",
+        "begun",
+        "ended",
+    )
 
     def __init__(self, request: web.BaseRequest, max_buffered_bytes: int) -> None:
         self._transport = request.transport
@@ -82,6 +95,8 @@ class EventStream:
         self._chunked = request.version >= aiohttp.HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
         self._num_events = 0
+        self._corked: bytearray | None = None
+        """What leaves at the end of the turn; None: everything leaves at once."""
         self.begun = False
         """The status line is out."""
         self.ended = False
@@ -100,6 +115,16 @@ class EventStream:
         lines.append(b"\r\n")
         self._write(b"".join(lines))
 
+    def cork(self) -> None:
+        if self._corked is None:
+            self._corked = bytearray()
+            asyncio.get_running_loop().call_soon(self._uncork)
+
+    def _uncork(self) -> None:
+        corked, self._corked = self._corked, None
+        if corked:
+            self._write(bytes(corked))
+
     def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
         """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
         transport = self._transport
@@ -111,9 +136,13 @@ class EventStream:
         if self._chunked:
             event_id = b"%d" % number
             size = _EVENT_BYTES + len(event_id) + len(prefix) + len(payload) + len(suffix)
-            transport.write(b"%x\r\nid: %b\ndata: %b%b%b\n\n\r\n" % (size, event_id, prefix, payload, suffix))
+            event = b"%x\r\nid: %b\ndata: %b%b%b\n\n\r\n" % (size, event_id, prefix, payload, suffix)
         else:
-            transport.write(b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix))
+            event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
+        if self._corked is None:
+            transport.write(event)
+        else:
+            self._corked += event
         return True
 
     def write_framed(self, framed: bytes) -> bool:
@@ -123,7 +152,7 @@ class EventStream:
             return True
         if transport.get_write_buffer_size() > self._max_buffered_bytes:
             return False
-        transport.write(framed if self._chunked else _unframed(framed))
+        self._write(framed if self._chunked else _unframed(framed))
         return True
 
     def write_all_framed(self, framed: Sequence[bytes]) -> None:
@@ -148,10 +177,13 @@ class EventStream:
 
     def response(self) -> web.StreamResponse:
         """What the handler returns once the stream has ended."""
+        self._uncork()  # whoever has the connection next must not be first
         return _WrittenResponse(keep_alive=self._keep_alive)
 
     def _write(self, data: bytes) -> None:
-        if data and self._transport is not None and not self._transport.is_closing():
+        if self._corked is not None:
+            self._corked += data
+        elif data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
 

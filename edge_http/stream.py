@@ -102,6 +102,7 @@ class StreamedAnswer(Answer):
     def _take_finish(self, index: int, finish_reason: str) -> None:
         if not self._opened[index]:
             self._open(index)
+        self._events.cork()
         is_last_chunk = not self.num_open and not self._include_usage
         details = self.details() if is_last_chunk and self._with_details else None
         self._send(self._shape.finish(index, finish_reason, details))
@@ -116,6 +117,7 @@ class StreamedAnswer(Answer):
         """The first news of a choice."""
         self._opened[index] = True
         self._note_first_token()
+        self._events.cork()  # the first token comes with the head
         if not self._events.begun:
             more = explanation(self.first_start) if self._with_explanation else {}
             self._events.begin({**self._headers, **more})
