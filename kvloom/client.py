@@ -210,4 +210,5 @@ def _link_request(request: router_service_pb2.GenerateRequest, num_choices: int)
         n=num_choices,
         timeout_seconds=request.timeout_seconds,
         session_key=request.session_key,
+        tier=request.tier,
     )

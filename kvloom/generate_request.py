@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 from google.protobuf.message import Message
 
@@ -47,6 +47,8 @@ class GenerateOptions(TypedDict, total=False):
     """Names the request in logs, in `Client.cancel` and in `Client.explain`; default: drawn."""
     session_key: str
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
+    tier: Literal["interactive", "batch"]
+    """batch: it can wait, and is the first to be refused when too much is asked for; default: interactive."""
     resumable: bool
     """Whether the answer outlives its connection (docs/grpc-api.md); default: no."""
 
@@ -54,6 +56,7 @@ class GenerateOptions(TypedDict, total=False):
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos")
 _TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")
+_TIERS = {"interactive": router_service_pb2.TIER_INTERACTIVE, "batch": router_service_pb2.TIER_BATCH}
 _INPUTS = ("messages", "text", "token_ids")
 
 
@@ -68,6 +71,10 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
     request = router_service_pb2.GenerateRequest()
     for name in _TOP:
         _set(request, name, given)
+    if "tier" in given:
+        if given["tier"] not in _TIERS:
+            raise invalid_argument("tier must be interactive or batch.", "tier")
+        request.tier = _TIERS[given["tier"]]
     for name in _SAMPLING:
         _set(request.sampling, name, given)
     if "guide" in given:

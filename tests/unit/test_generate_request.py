@@ -9,6 +9,7 @@ import pytest
 import kvloom
 from kvloom.errors import KvloomError
 from kvloom.generate_request import build_request
+from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import Choices, Guide
 
 
@@ -19,6 +20,7 @@ from kvloom.v1.generation_pb2 import Choices, Guide
         ({"text": "a", "token_ids": [1]}, "messages"),
         ({"text": 5}, "text"),
         ({"token_ids": [-1]}, "token_ids"),
+        ({"text": "a", "tier": "urgent"}, "tier"),
         ({"token_ids": ["a"]}, "token_ids"),
         ({"token_ids": [2**32]}, "token_ids"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
@@ -48,6 +50,11 @@ def test_an_unknown_option_is_a_type_error() -> None:
     """As with any Python function; silently ignoring a misspelt option would be worse."""
     with pytest.raises(TypeError, match="max_token"):
         build_request({"model": "m", "text": "a", "max_token": 3})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_tier_is_sent_along() -> None:
+    """What can wait says so."""
+    assert build_request({"text": "a", "tier": "batch"}).tier == router_service_pb2.TIER_BATCH
 
 
 def test_options_that_are_none_count_as_not_given() -> None:
