@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ from kvloom.v1.router_service_pb2 import ExplainResponse, PlanResponse
 from tools.explain_view import print_explanation, print_plan
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
-from tools.router_client import choose_router_address, first_model
+from tools.router_client import choose_router_addresses, first_model
 
 MAX_WIDTH: Final = 1000
 
@@ -68,12 +69,8 @@ def explain(
         options["text"] = prompt
     elif prompt is not None:
         options["messages"] = [{"role": "user", "content": prompt}]
-    address = choose_router_address(router_address, data_dir, config_file)
-    try:
-        answer = asyncio.run(_ask(address, request_id, options))
-    except KvloomError as error:
-        is_lost = error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
-        raise CommandError(f"no router answers at {address}" if is_lost else error.message) from error
+    addresses = choose_router_addresses(router_address, data_dir, config_file)
+    answer = asyncio.run(_ask_any(addresses, request_id, options))
     if as_json:
         _print_json(answer)
     elif isinstance(answer, ExplainResponse):
@@ -92,6 +89,22 @@ def read_token_ids(path: Path) -> list[int]:
     if not found:
         raise CommandError(f"{path} holds no token ids")
     return found
+
+
+async def _ask_any(
+    addresses: Sequence[str], request_id: str | None, options: GenerateOptions
+) -> PlanResponse | ExplainResponse:
+    """Only the router that placed a request remembers it; any of them can plan. Raises CommandError."""
+    # The first address is that of all of them: with several, which one answers there is chance.
+    candidates = addresses[1:] or addresses if request_id is not None else addresses[:1]
+    errors: list[KvloomError] = []
+    for address in candidates:
+        try:
+            return await _ask(address, request_id, options)
+        except KvloomError as error:
+            errors.append(error)
+    told = [error for error in errors if error.reason != ErrorReason.ERROR_REASON_ROUTER_LOST]
+    raise CommandError(told[0].message if told else f"no router answers at {', '.join(candidates)}") from errors[0]
 
 
 async def _ask(address: str, request_id: str | None, options: GenerateOptions) -> PlanResponse | ExplainResponse:

@@ -7,15 +7,23 @@ from pathlib import Path
 from kvloom.client import Client
 from tools.failures import CommandError
 from tools.options import choose_data_dir, load_config_file
+from tools.readiness import reachable_address
 from tools.state import RunFolder
 
 
 def choose_router_address(flag: str | None, data_dir: Path | None, config_file: Path | None) -> str:
     """The flag, else that of the data directory's fabric. Raises CommandError when none runs there."""
+    return choose_router_addresses(flag, data_dir, config_file)[0]
+
+
+def choose_router_addresses(flag: str | None, data_dir: Path | None, config_file: Path | None) -> list[str]:
+    """The flag, else the one that all routers of the data directory's fabric share and then, if they are several, each
+    one's own. Raises CommandError when none runs there."""
     if flag is not None:
-        return flag
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    return folder.require_running().router_address
+        return [flag]
+    state = RunFolder(choose_data_dir(data_dir, load_config_file(config_file))).require_running()
+    own = [process.router_address for process in state.processes if process.router_address]
+    return [state.router_address, *map(reachable_address, own if len(own) > 1 else [])]
 
 
 async def first_model(client: Client) -> str:

@@ -29,6 +29,7 @@ class Load:
     model: str
     expected: list[str] = dataclasses.field(default_factory=list)
     num_answered: int = 0
+    answered: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
 
     async def learn(self) -> None:
@@ -80,6 +81,7 @@ class Load:
                 else:
                     self.faults["another answer"] += answer != self.expected[number]
                 self.num_answered += 1
+                self.answered.set()
 
     def _openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -119,6 +121,7 @@ async def test_a_rolling_restart_of_every_process_loses_nothing(fabric: RunningF
     answered_before = load.num_answered
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while load.num_answered < answered_before + NUM_CLIENTS:  # by the new processes
-            await asyncio.sleep(0.05)
+            load.answered.clear()
+            await load.answered.wait()
     assert +load.faults == Counter()
     assert load.num_answered > 3 * NUM_CLIENTS
