@@ -54,7 +54,7 @@ def test_an_unknown_option_is_a_type_error() -> None:
 
 def test_a_tier_is_sent_along() -> None:
     """What can wait says so."""
-    assert build_request({"text": "a", "tier": "batch"}).tier == router_service_pb2.TIER_BATCH
+    assert build_request({"model": "m", "text": "a", "tier": "batch"}).tier == router_service_pb2.TIER_BATCH
 
 
 def test_options_that_are_none_count_as_not_given() -> None:
