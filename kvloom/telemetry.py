@@ -9,13 +9,13 @@ import prometheus_client
 import structlog
 
 from kvloom.config import LogConfig
+from kvloom.log_lines import LineWriter, render_console, render_json
 
 
 def configure_logging(config: LogConfig, process: str) -> None:
     """structlog on stderr; every line carries `process` (e.g. "router", "shard-0"). Never logs prompts or tokens."""
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if config.format == "json" else structlog.dev.ConsoleRenderer(colors=False)
-    )
+    renderer: structlog.typing.Processor = render_json if config.format == "json" else render_console
+    writer = LineWriter(sys.stderr)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -25,7 +25,7 @@ def configure_logging(config: LogConfig, process: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=lambda *_args: writer,
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)

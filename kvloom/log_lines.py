@@ -1,0 +1,81 @@
+"""Log lines at the price of the line: one system call for all lines of a turn of the event loop, and a renderer that
+does no more than its output shows."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import threading
+from collections.abc import MutableMapping
+from typing import Any, Final, TextIO
+
+import msgspec
+
+MAX_WAITING_LINES: Final = 256
+_EVENT_WIDTH: Final = 30
+_LEVEL_WIDTH: Final = 9
+_QUOTED: Final = frozenset(" \t=\r\n\"'")
+_encode: Final = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+class LineWriter:
+    """structlog's logger. Lines wait for the end of the event loop's turn; outside of a loop, and from warnings on,
+    they leave at once."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        atexit.register(self.flush)
+
+    def msg(self, line: str) -> None:
+        with self._lock:
+            self._lines.append(line)
+            is_first, is_full = len(self._lines) == 1, len(self._lines) >= MAX_WAITING_LINES
+        if is_full:
+            self.flush()
+        elif is_first:
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:  # no loop in this thread
+                self.flush()
+
+    log = debug = info = msg
+
+    def urgent(self, line: str) -> None:
+        with self._lock:
+            self._lines.append(line)
+        self.flush()
+
+    err = failure = warn = warning = error = critical = fatal = exception = urgent
+
+    def flush(self) -> None:
+        with self._lock:
+            lines, self._lines = self._lines, []
+            if lines:
+                self._file.write("\n".join(lines) + "\n")
+                self._file.flush()
+
+
+def render_console(_logger: object, _name: str, event: MutableMapping[str, Any]) -> str:
+    """`time [level    ] event    key=value ...`; a stack trace on lines of its own."""
+    stack = event.pop("exception", None)
+    level, said = event.pop("level", ""), event.pop("event", "")
+    pairs = " ".join([f"{key}={_shown(value)}" for key, value in sorted(event.items()) if key != "timestamp"])
+    line = f"{event.get('timestamp', '')} [{level:<{_LEVEL_WIDTH}}] {said!s:<{_EVENT_WIDTH}} {pairs}"
+    return line if stack is None else f"{line}\n{stack}"
+
+
+def render_json(_logger: object, _name: str, event: MutableMapping[str, Any]) -> str:
+    """One JSON object; what JSON does not know is shown as Python would."""
+    try:
+        return _encode(event).decode()
+    except (TypeError, ValueError):  # keys that are no strings, lone surrogates
+        return json.dumps(event, default=repr)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return repr(value) if not _QUOTED.isdisjoint(value) else value
+    return repr(value)
