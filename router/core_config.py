@@ -8,6 +8,7 @@ from kvloom.config import HealthConfig, KvloomConfig
 from router.core.core import CoreConfig
 from router.core.health import HealthSettings
 from router.core.overload import OverloadConfig
+from router.core.portions import PortionSettings
 
 MAX_HELD_TOKENS: Final = 4096
 """Per sequence, while its text waits for the safety service."""
@@ -21,6 +22,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         request_timeout_seconds=router.request_timeout_seconds,
         max_attempts=router.max_attempts,
         policy=router.placement.policy,
+        portions=PortionSettings() if router.placement.portions else None,
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
         max_held_tokens=MAX_HELD_TOKENS,

@@ -22,6 +22,9 @@ class SubmitAttempt:
     choices: Sequence[ChoiceSpec]
     max_tokens: int
     num_expected_cached_tokens: int
+    prepares: str = ""
+    """The name of the request, if this is only a portion of its prompt, to be computed before it comes (attempt_id is 0
+    then, and nobody hears of the token that ends it)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -61,7 +61,13 @@ class RouterCore:
         self._deadlines = Deadlines()
         self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed)
         self._dispatcher = Dispatcher(
-            self._fleet, self._index, self._ledger, self._placer, self._outbox, config.decision_sample_share
+            self._fleet,
+            self._index,
+            self._ledger,
+            self._placer,
+            self._outbox,
+            config.decision_sample_share,
+            config.portions,
         )
         self._overload = OverloadGuard(config.overload, self._dispatcher.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
@@ -218,7 +224,7 @@ class RouterCore:
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
             # Under a policy that holds requests back one may wait although there is room: that shows only now.
-            is_over = has_room and len(self._dispatcher.queue) > self._config.max_queued_requests
+            is_over = has_room and self._dispatcher.queue.lines.num_untouched > self._config.max_queued_requests
             if is_over and not self._make_queue_place(request, now):
                 error = self._overload.full(request, now)
                 self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
@@ -233,7 +239,7 @@ class RouterCore:
     def _make_queue_place(self, request: Request, now: float) -> bool:
         """Whether one more request may wait; a lower tier gives way to a higher one, a tenant above its share to one
         below."""
-        if len(self._dispatcher.queue) < self._config.max_queued_requests:
+        if self._dispatcher.queue.lines.num_untouched < self._config.max_queued_requests:
             return True
         victim = self._dispatcher.queue.lines.take_victim(request.tenant, request.tier)
         if victim is None:
@@ -363,7 +369,7 @@ class RouterCore:
     def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
         if now >= live.deadline:
             return KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
-        if live.is_queued and not live.num_attempts and now >= live.queue_deadline:
+        if live.is_queued and live.first_dispatched_at is None and now >= live.queue_deadline:
             return queue_timeout(live.request.request_id, now - live.arrived_at)
         return None
 

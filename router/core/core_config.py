@@ -6,6 +6,7 @@ import dataclasses
 
 from router.core.health import HealthSettings
 from router.core.overload import OverloadConfig
+from router.core.portions import PortionSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,4 +29,6 @@ class CoreConfig:
     """Share of the requests (by a hash of their names) whose placements are told as PlacementDecided."""
     health: HealthSettings | None = None
     """When a shard is suspected; None: never. Shards must tell of every step then."""
+    portions: PortionSettings | None = dataclasses.field(default_factory=PortionSettings)
+    """How long prompts are split, under a policy that holds requests back; None: they never are."""
     overload: OverloadConfig = dataclasses.field(default_factory=OverloadConfig)

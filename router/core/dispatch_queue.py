@@ -8,8 +8,7 @@ cancelled without having cost anything. An engine's own queue is first come, fir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from router.core.events import Tier
 from router.core.fleet import Fleet, Shard
@@ -17,6 +16,7 @@ from router.core.live import LineId, LiveRequest
 from router.core.load_ledger import LoadLedger, LoadView
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
+from router.core.portions import PortionSettings, next_portion, rest_seconds
 from router.core.waiting_lines import WaitingLines
 
 REPLACE_SECONDS: Final = 1.0
@@ -28,20 +28,30 @@ MAX_STOLEN_LOOKS: Final = 4
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that says `now` again must not make time stand still."""
 
-Send = Callable[[LiveRequest, Shard, Candidate, float], None]
+
+class Sender(Protocol):
+    def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        """Dispatch it, now."""
+
+    def send_portion(self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float) -> None:
+        """Have the shard compute the first `num_tokens` tokens of its prompt."""
+
+    def cancel_portion(self, live: LiveRequest, shard_id: str) -> None:
+        """It will not go there."""
 
 
 class DispatchQueue:
-    """`send` dispatches a request to the shard, now."""
-
-    def __init__(self, fleet: Fleet, ledger: LoadLedger, placer: Placer, send: Send) -> None:
+    def __init__(
+        self, fleet: Fleet, ledger: LoadLedger, placer: Placer, sender: Sender, portions: PortionSettings | None
+    ) -> None:
         self.lines = WaitingLines()
         self.check_hopeless = False
         """What can run where may have changed: look for requests that wait in vain."""
         self._fleet = fleet
         self._ledger = ledger
         self._placer = placer
-        self._send = send
+        self._sender = sender
+        self._portions = portions
         self._hold = placer.hold
         self._stirred: set[str] = set()
         """Shards that may have opened since `serve` looked."""
@@ -74,6 +84,7 @@ class DispatchQueue:
         assert line_id is not None
         self.lines.remove(live)
         if line_id.shard_id:
+            self._sender.cancel_portion(live, line_id.shard_id)
             self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
 
     def stir(self, shard_id: str) -> None:
@@ -154,11 +165,16 @@ class DispatchQueue:
         """It goes there, now or later."""
         if self._hold is None or live.num_attempts:
             # One that has already run has a client that has begun to read.
-            self._send(live, shard, candidate, now)
+            self._sender.send(live, shard, candidate, now)
             return
         is_open = self._is_open(shard, now)
-        if is_open and LineId(shard.description.model, shard.shard_id) not in self.lines:
-            self._send(live, shard, candidate, now)
+        is_alone = LineId(shard.description.model, shard.shard_id) not in self.lines
+        if (
+            is_open
+            and is_alone
+            and next_portion(self._portions, live, candidate, self._ledger.view(shard.shard_id)) is None
+        ):
+            self._sender.send(live, shard, candidate, now)
             return
         self._wait_for(live, shard, candidate, now)
         if is_open:  # those who wait are compared with the newcomer
@@ -202,11 +218,26 @@ class DispatchQueue:
             live = self._take(line_id, now) or self._steal(shard, now)
             if live is None:
                 break
-            self._send(live, shard, self._placer.candidate(live, shard, now), now)
+            self._send_some(live, shard, line_id, now)
         if line_id in self.lines:
             self._note_opening(shard, now)
         else:
             self._opens_at.pop(shard.shard_id, None)
+
+    def _send_some(self, live: LiveRequest, shard: Shard, line_id: LineId, now: float) -> None:
+        """All of it, or a portion: then the rest of it waits on."""
+        view = self._ledger.view(shard.shard_id)
+        candidate = self._placer.candidate(live, shard, now)
+        num_tokens = next_portion(self._portions, live, candidate, view)
+        if num_tokens is None:
+            self._sender.send(live, shard, candidate, now)
+            return
+        self._sender.send_portion(live, shard, candidate, num_tokens, now)
+        self.lines.push(live, line_id)
+        live.placed_at = now
+        live.own_seconds = rest_seconds(live, num_tokens, view)
+        view.held[live.request.request_id] = live.own_seconds
+        self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
     def _take(self, line_id: LineId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts: nobody waits for ever."""
@@ -214,7 +245,7 @@ class DispatchQueue:
         assert hold is not None
         live = self.lines.take(
             line_id,
-            lambda _live: True,
+            lambda live: live.portion is None,
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
         )
         if live is not None:
@@ -228,7 +259,9 @@ class DispatchQueue:
         if not others:
             return None
         longest = max(others, key=lambda line_id: sum(self._ledger.view(line_id.shard_id).held.values()))
-        waiting = sorted(self.lines.line(longest), key=lambda live: live.own_seconds)
+        waiting = sorted(
+            (live for live in self.lines.line(longest) if live.portion is None), key=lambda live: live.own_seconds
+        )
         for live in waiting[:MAX_STOLEN_LOOKS]:
             if self._placer.fits(live, shard) and self._pick_anew(live, [shard], now)[0] is shard:
                 self.leave(live)
@@ -249,7 +282,9 @@ class DispatchQueue:
     def _place_anew(self, now: float) -> None:
         """Those who have waited since their last placement for long, the earliest first. Who stays keeps their turn."""
         before = now - REPLACE_SECONDS
-        due = [v for v in self.lines if v.line_id is not None and v.line_id.shard_id and v.placed_at <= before]
+        due = [
+            v for v in self.lines if v.portion is None and v.line_id and v.line_id.shard_id and v.placed_at <= before
+        ]
         due.sort(key=lambda live: live.placed_at)
         for live in due[:MAX_REPLACED]:
             if live.line_id is None:  # one before it opened its line

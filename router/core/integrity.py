@@ -73,6 +73,7 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
     for a certain shard is placed there, and there is a time at which that is looked at again."""
     lines = queue.lines
     assert len(lines) == sum(1 for _ in lines)
+    assert lines.num_untouched == sum(not live.has_portions for live in lines)
     assert Counter((live.request.model, live.request.tier) for live in lines) == lines.counts()
     held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
     for live in lines:
@@ -82,9 +83,12 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
         assert live.line_id is not None
         if live.line_id.shard_id:
             held[live.line_id.shard_id].add(live.request.request_id)
-            assert not fleet.shards[live.line_id.shard_id].is_draining
+            shard = fleet.shards[live.line_id.shard_id]
+            assert not shard.is_draining
+            assert live.portion is None or shard.attempts[live.portion[1]] is live.portion[0]
             assert queue.next_deadline() < math.inf
         else:
+            assert live.portion is None
             assert live.line_id.is_parked or not placer.can_run(live)
         if live.line_id.is_parked:
             model = live.request.model

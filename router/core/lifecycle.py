@@ -71,7 +71,8 @@ class Lifecycle:
         if choice.num_cached_tokens is not None:
             return
         live = choice.request
-        choice.num_cached_tokens = min(start.num_cached_tokens, len(live.request.prompt_token_ids))
+        num_cached_tokens = max(0, start.num_cached_tokens - live.num_prepared_tokens)
+        choice.num_cached_tokens = min(num_cached_tokens, len(live.request.prompt_token_ids))
         if choice is live.choices[0]:
             live.num_cached_tokens = choice.num_cached_tokens
         news = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)

@@ -100,7 +100,15 @@ class Hold:
 class Attempt:
     """One dispatch to one shard. Its reservation lasts until the shard has ended all its sequences (or is gone)."""
 
-    __slots__ = ("attempt_id", "dispatch_number", "num_open_slots", "request_id", "sent_at", "shard_id")
+    __slots__ = (
+        "attempt_id",
+        "dispatch_number",
+        "num_open_slots",
+        "prepares",
+        "request_id",
+        "sent_at",
+        "shard_id",
+    )
 
     def __init__(
         self,
@@ -119,6 +127,8 @@ class Attempt:
         self.shard_id = shard_id
         self.num_open_slots = num_open_slots
         self.sent_at = sent_at
+        self.prepares: LiveRequest | None = None
+        """Of a portion: whose prompt it computes a part of."""
 
     @property
     def key(self) -> ReservationKey:
@@ -207,9 +217,13 @@ class LiveRequest:
         "num_cached_tokens",
         "num_open_choices",
         "num_output_tokens",
+        "num_portions",
+        "num_prepared_tokens",
+        "num_ready_tokens",
         "own_seconds",
         "pending",
         "placed_at",
+        "portion",
         "prompt_verdict_open",
         "queue_deadline",
         "request",
@@ -230,6 +244,13 @@ class LiveRequest:
         """Prefill on the shard for which it waits."""
         self.placed_at = 0.0
         """When it was placed in the line of that shard."""
+        self.portion: tuple[Attempt, int] | None = None
+        """The portion of its prompt that the shard it waits for computes, and its slot there."""
+        self.num_portions = 0
+        self.num_ready_tokens = 0
+        """As far into the prompt as the portions on that shard go."""
+        self.num_prepared_tokens = 0
+        """That they have computed: not what its client calls cached."""
         self.avoid_shard_id = ""
         """It has just failed there."""
         self.failure: KvloomError | None = None
@@ -254,6 +275,11 @@ class LiveRequest:
     def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
         if _SEVERITY.get(reason, 0) >= _SEVERITY.get(self.ended_with[0], 0):
             self.ended_with = (reason, error)
+
+    @property
+    def has_portions(self) -> bool:
+        """Whether a part of its prompt has been computed, or is. Does not change while it waits."""
+        return self.num_portions > 0
 
     @property
     def is_queued(self) -> bool:

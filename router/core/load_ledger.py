@@ -36,6 +36,10 @@ class Reservation:
     num_blocks: int
     """That the sequences will hold, shared ones included."""
     placed_at: float
+    is_portion: bool = False
+    """Of a prompt whose request is still to come."""
+    is_arrival: bool = True
+    """The first for its request on that shard."""
 
     @property
     def work(self) -> PrefillWork:
@@ -217,6 +221,9 @@ class LoadLedger:
         view.speed.tell(load.prefill_tokens_per_second)
         view.learn_sharing()
 
+    def reservation(self, key: ReservationKey) -> Reservation:
+        return self._reservations[key]
+
     def reserve(self, key: ReservationKey, reservation: Reservation) -> None:
         if key in self._reservations:
             raise KeyError(key)
@@ -224,7 +231,9 @@ class LoadLedger:
         self._reservations[key] = reservation
         view.queued[key] = reservation
         view.queued_work += reservation.work
-        view.bound_arrivals.add(reservation.num_cached_tokens / reservation.num_context_tokens, reservation.placed_at)
+        if reservation.is_arrival:
+            share = reservation.num_cached_tokens / reservation.num_context_tokens
+            view.bound_arrivals.add(share, reservation.placed_at)
         view.busy.add(view.speed.seconds(reservation.work, view.num_context_tokens), reservation.placed_at)
         view.own_waiting += reservation.num_sequences
         view.own_blocks += reservation.num_blocks
@@ -265,7 +274,8 @@ class LoadLedger:
             view.own_waiting -= reservation.num_sequences
         else:
             seconds = now - view.running.pop(key)
-            view.residence_seconds += RESIDENCE_SMOOTHING * (seconds - view.residence_seconds)
+            if not reservation.is_portion:
+                view.residence_seconds += RESIDENCE_SMOOTHING * (seconds - view.residence_seconds)
             view.own_running -= reservation.num_sequences
             view.own_context_tokens -= reservation.num_context_tokens
 

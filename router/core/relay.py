@@ -65,6 +65,8 @@ class Relay:
             choice = shard.choices.get(start.slot)
             if choice is not None:
                 self._lifecycle.start(choice, start, now)
+            elif (attempt := shard.attempts.get(start.slot)) is not None:
+                self._dispatcher.note_portion_start(attempt, start.num_cached_tokens)
         if step.num_tokens or step.logprobs:
             overfull = self._relay_ragged(shard, step, now)
         else:
@@ -183,6 +185,6 @@ class Relay:
                 self._lifecycle.retry(choice, error, shard.shard_id, now)
                 return
         if choice.num_cached_tokens is None:
-            choice.num_cached_tokens = finish.num_cached_tokens
+            choice.num_cached_tokens = max(0, finish.num_cached_tokens - choice.request.num_prepared_tokens)
         news = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
         self._lifecycle.finish(choice, news, now)

@@ -13,6 +13,7 @@ unstable. Every observation is weighted by the inverse of its duration: relative
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Final
 
 DEFAULT_PREFILL_TOKENS_PER_SECOND: Final = 10_000.0
@@ -106,6 +107,16 @@ class SpeedModel:
             + t[1] * s[1] * work.num_tokens
             + t[2] * s[2] * work.num_pairs
         )
+
+    def num_tokens_within(self, seconds: float, num_cached_tokens: int, num_context_tokens: int) -> int:
+        """How many tokens behind `num_cached_tokens` others can be computed in that time. At least 1."""
+        t, s = self._known(), _SCALE
+        rest = seconds - t[0] * s[0] - t[3] * s[3] * num_context_tokens
+        per_pair = t[2] * s[2]
+        per_token = t[1] * s[1] + per_pair * num_cached_tokens
+        # Half of per_pair x the square, plus per_token x the number, is what may be spent.
+        root = math.sqrt(per_token * per_token + 2 * per_pair * max(rest, 0.0))
+        return max(1, int(2 * max(rest, 0.0) / (per_token + root)))
 
     def observe(self, work: PrefillWork, num_context_tokens: int, seconds: float) -> None:
         """`work` was all that the shard prefilled in `seconds`."""

@@ -17,6 +17,7 @@ class WaitingLines:
         self._lines: dict[LineId, dict[str, dict[str, LiveRequest]]] = {}
         """Line → tenant → request_id → request. Tenants lie in the order of their turns; no line is empty."""
         self._num_requests = 0
+        self._num_begun = 0
         self._num_waiting: dict[tuple[str, Tier], int] = {}
 
     def __len__(self) -> int:
@@ -28,6 +29,11 @@ class WaitingLines:
 
     def __contains__(self, line_id: LineId) -> bool:
         return line_id in self._lines
+
+    @property
+    def num_untouched(self) -> int:
+        """Those for whom nothing has been computed yet."""
+        return self._num_requests - self._num_begun
 
     def num_waiting(self, model: str, tier: Tier | None = None) -> int:
         """Of one tier, or of all."""
@@ -62,6 +68,7 @@ class WaitingLines:
             requests[request.request.request_id] = request
         request.line_id = line_id
         self._num_requests += 1
+        self._num_begun += request.has_portions
         key = (line_id.model, request.request.tier)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
@@ -76,6 +83,7 @@ class WaitingLines:
                 del self._lines[line_id]
         request.line_id = None
         self._num_requests -= 1
+        self._num_begun -= request.has_portions
         key = (line_id.model, request.request.tier)
         self._num_waiting[key] -= 1
         if not self._num_waiting[key]:
@@ -103,12 +111,12 @@ class WaitingLines:
     def take_victim(self, tenant: str, tier: Tier = Tier.INTERACTIVE) -> LiveRequest | None:
         """Make place for one more: of the least urgent tier that waits, the youngest request of the tenant that has
         most waiting. If that tier is `tier`, only for a tenant that has less than its share: by more than one."""
-        lowest = max((request.request.tier for request in self), default=tier)
+        lowest = max((request.request.tier for request in self if not request.has_portions), default=tier)
         if lowest < tier:
             return None
         waiting: dict[str, list[LiveRequest]] = {}
         for request in self:
-            if request.request.tier == lowest:
+            if request.request.tier == lowest and not request.has_portions:
                 waiting.setdefault(request.request.tenant, []).append(request)
         longest = max(waiting, key=lambda name: len(waiting[name]), default="")
         if lowest == tier and len(waiting.get(longest, ())) <= len(waiting.get(tenant, ())) + 1:

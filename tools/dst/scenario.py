@@ -10,6 +10,7 @@ from typing import Final
 from router.core.core import CoreConfig
 from router.core.health import HealthSettings
 from router.core.placement import POLICIES
+from router.core.portions import PortionSettings
 
 MODELS: Final = ("model-a", "model-b")
 
@@ -89,6 +90,9 @@ class Scenario:
     """Kind of fault → times a second, or probability; kinds that this seed does not have are left out."""
 
 
+DEFAULT_POLICY: Final = CoreConfig().policy
+
+
 def draw_scenario(seed: int, rng: random.Random) -> Scenario:
     """Every seed has about half of the faults: bugs that hide behind a frequent one are then seen without it."""
     share = rng.choice((0.25, 0.5, 0.5, 0.75))
@@ -122,13 +126,18 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         max_queue_seconds=rng.choice((0.05, 0.3, 5.0)),
         request_timeout_seconds=rng.choice((0.3, 2.0, 10.0)),
         max_attempts=rng.choice((1, 3, 5)),
-        # Of a generator of its own: another policy must not change all the rest of a seed.
-        policy=random.Random(f"{seed} policy").choice(sorted(POLICIES)),
+        # Of a generator of its own: another policy must not change all the rest of a seed. The default has more to it
+        # than the others.
+        policy=random.Random(f"{seed} policy").choice([*sorted(POLICIES), *[DEFAULT_POLICY] * (len(POLICIES) // 2)]),
         answer_mode=rng.choice(("gate", "gate", "async", "off")),
         safety_required=rng.random() < 0.6,
         max_held_tokens=rng.choice((6, 1000)),
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
+        # In the measure of simulated prompts, which are short.
+        portions=random.Random(f"{seed} portions").choice(
+            (None, PortionSettings(1e-6, 0.001, 4), PortionSettings(1e-6, 0.004, 8))
+        ),
     )
 
 

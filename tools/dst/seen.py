@@ -81,7 +81,9 @@ class SeenRequest:
         "is_ending",
         "num_attempts",
         "num_ends",
+        "num_portions",
         "policy",
+        "portion",
         "queue_deadline",
         "request",
     )
@@ -95,6 +97,9 @@ class SeenRequest:
         """Of the safety service when it came."""
         self.choices = [SeenChoice(self, spec) for spec in request.choices]
         self.num_attempts = 0
+        self.num_portions = 0
+        self.portion: tuple[str, int] | None = None
+        """Shard and slot where a part of its prompt is computed."""
         self.avoid_shard_id = ""
         """Where it failed last."""
         self.is_duplicate = False
@@ -107,7 +112,7 @@ class SeenRequest:
 
     @property
     def was_dispatched(self) -> bool:
-        return self.num_attempts > 0
+        return self.num_attempts > 0 or self.num_portions > 0
 
     @property
     def min_window(self) -> int:
@@ -135,7 +140,8 @@ class SeenShard:
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
         """Sequences that it is sent at most."""
         self.open: dict[int, SeenChoice | None] = {}
-        """By slot: what was submitted and has not been finished by the shard, cancelled ones too. None: a probe."""
+        """By slot: what was submitted and has not been finished by the shard, cancelled ones too. None: a probe, or a
+        portion."""
 
     @property
     def has_room(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -11,6 +11,7 @@ from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
 from router.core.dispatch import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
 from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardUp
 from router.core.frames import Finish
+from router.core.portions import PORTION_CLIENT_ID
 from tools.dst import script
 from tools.dst.block_cache import BlockCache
 from tools.dst.engine import Engine, Sequence
@@ -19,6 +20,9 @@ from tools.dst.shard_stream import ShardStream
 
 if TYPE_CHECKING:
     from tools.dst.world import World
+
+OWN_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PORTION_CLIENT_ID)
+"""Of what routers ask for in no client's name."""
 
 
 class SimShard:
@@ -156,7 +160,7 @@ class SimShard:
 
     def _submit(self, stream: ShardStream, attempt: SubmitAttempt) -> None:
         for spec in attempt.choices:
-            if attempt.request.client_id != PROBE_CLIENT_ID:
+            if attempt.request.client_id not in OWN_CLIENT_IDS:
                 self._world.checks.on_submit(self, stream, attempt, spec)
             if self.is_draining:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
@@ -171,7 +175,7 @@ class SimShard:
 
     def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         request = attempt.request
-        if request.client_id == PROBE_CLIENT_ID:
+        if request.client_id in OWN_CLIENT_IDS:
             tokens = PROBE_TOKEN_IDS
         else:
             assert isinstance(request.sampling, script.Sampling)

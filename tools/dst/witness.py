@@ -118,6 +118,7 @@ class Witness:
         for finish in step.finishes:
             choice = shard.current(finish.slot)
             shard.open.pop(finish.slot, None)
+            self._drop_portion(shard, finish.slot)
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
                 if reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
@@ -128,6 +129,7 @@ class Witness:
         shard = self.shards.pop(shard_id, None)
         if shard is not None:
             for slot in list(shard.open):
+                self._drop_portion(shard, slot)
                 choice = shard.current(slot)
                 if choice is not None:
                     self._leave(choice, shard, can_retry=True)
@@ -155,6 +157,10 @@ class Witness:
                 case SubmitAttempt() if action.request.client_id == PROBE_CLIENT_ID:
                     checks.on_probe(node, action)
                     self.shards[action.shard_id].open[action.choices[0].slot] = None
+                case SubmitAttempt() if action.prepares:
+                    seen = self.live.get(action.prepares)
+                    checks.on_portion(node, seen, action)
+                    self._take_portion(seen, action)
                 case SubmitAttempt():
                     seen = self.live.get(action.request.request_id)
                     checks.on_dispatch(node, seen, action)
@@ -197,10 +203,26 @@ class Witness:
             choice.place = (action.shard_id, spec.slot)
             shard.open[spec.slot] = choice
 
+    def _take_portion(self, seen: SeenRequest | None, action: SubmitAttempt) -> None:
+        slot = action.choices[0].slot
+        self.shards[action.shard_id].open[slot] = None
+        if seen is not None:
+            seen.num_portions += 1
+            seen.portion = (action.shard_id, slot)
+
+    def _drop_portion(self, shard: SeenShard, slot: int) -> None:
+        """It has ended, or will."""
+        for seen in self.live.values():
+            if seen.portion == (shard.description.shard_id, slot):
+                seen.portion = None
+
     def _take_cancel(self, action: CancelOnShard) -> None:
         shard = self.shards.get(action.shard_id)
         for slot in action.slots:
-            choice = None if shard is None else shard.current(slot)
+            if shard is None:
+                continue
+            self._drop_portion(shard, slot)
+            choice = shard.current(slot)
             if choice is not None:
                 choice.place = None
                 choice.state = State.OVER

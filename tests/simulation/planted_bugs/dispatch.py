@@ -26,6 +26,7 @@ from tools.dst.checkers import (
     NoIdleWait,
     NoStarvation,
     PlacementsFit,
+    PortionsFit,
     QueueBound,
     SlotsRest,
 )
@@ -172,3 +173,25 @@ def counts_the_queue_before_it_grows(patch: Patch) -> None:
         return len(self._dispatcher.queue) == self._config.max_queued_requests or original(self, tenant, now)
 
     patch.setattr(RouterCore, "_make_queue_place", make_queue_place)
+
+
+@caught_by(PortionsFit)
+def forgets_the_portions_of_those_who_leave(patch: Patch) -> None:
+    """The portion of a request that ends or moves is computed all the same."""
+
+    def cancel_portion(_self: Dispatcher, live: LiveRequest, _shard_id: str) -> None:
+        live.portion = None
+        live.num_ready_tokens = 0
+
+    patch.setattr(Dispatcher, "cancel_portion", cancel_portion)
+
+
+@caught_by(PortionsFit)
+def sends_the_next_portion_while_one_is_computed(patch: Patch) -> None:
+    """Who has a portion under way is sent once more when the shard has room."""
+    original = WaitingLines.take
+
+    def take(self: WaitingLines, line_id: LineId, _can_run: Any, urgency: Any = None) -> LiveRequest | None:
+        return original(self, line_id, lambda _live: True, urgency)
+
+    patch.setattr(WaitingLines, "take", take)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from router.core.actions import Action, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event
 from router.core.frames import Finish, Step
-from tools.dst.checkers.attempts import AttemptsContinue, Fence, PlacementsFit, SlotsRest
+from tools.dst.checkers.attempts import AttemptsContinue, Fence, PlacementsFit, PortionsFit, SlotsRest
 from tools.dst.checkers.base import Checker
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesInShape, TextIntact, TokensExact
@@ -41,6 +41,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     SlotsRest,
     AttemptsContinue,
     PlacementsFit,
+    PortionsFit,
     NoIdleWait,
     NoStarvation,
     QueueBound,
@@ -66,6 +67,7 @@ class Checks:
         self._before_event = having("before_event")
         self._on_dispatch = having("on_dispatch")
         self._on_probe = having("on_probe")
+        self._on_portion = having("on_portion")
         self._on_health = having("on_health")
         self._on_step = having("on_step")
         self._on_sent = having("on_sent")
@@ -92,6 +94,10 @@ class Checks:
     def on_probe(self, node: RouterNode, attempt: SubmitAttempt) -> None:
         """A shard is asked for a token by the router itself."""
         _tell(self._on_probe, node, attempt)
+
+    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
+        """A shard is to compute a part of a prompt, for a request that waits."""
+        _tell(self._on_portion, node, seen, portion)
 
     def on_health(self, node: RouterNode, change: ShardHealthChanged) -> None:
         """A shard is suspected, probed or healthy again."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from router.core.actions import Action, PlacementDecided, ShardHealthChanged, SubmitAttempt
+from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, StepArrived
 from router.core.lifecycle import MAX_MOVES
 from tools.dst import script
@@ -45,10 +45,18 @@ class Fence(Checker):
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if self._is_late:
-            allowed = SubmitAttempt | PlacementDecided | ShardHealthChanged
-            others = [action for action in actions if not isinstance(action, allowed)]
-            if others:
+            # Suspicion has a shard's work moved, whatever it was that led to it.
+            is_suspicion = any(isinstance(action, ShardHealthChanged) for action in actions)
+            others = [action for action in actions if not self._is_allowed(node, action)]
+            if others and not is_suspicion:
                 self.fail(f"a late frame led to {others}")
+
+    @staticmethod
+    def _is_allowed(node: RouterNode, action: Action) -> bool:
+        if isinstance(action, CancelOnShard):
+            shard = node.witness.shards.get(action.shard_id)
+            return shard is not None and not any(shard.open.get(slot) for slot in action.slots)  # a probe, given up
+        return isinstance(action, SubmitAttempt | PlacementDecided)
 
 
 class SlotsRest(Checker):
@@ -59,6 +67,9 @@ class SlotsRest(Checker):
     def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
         self.on_probe(node, attempt)
 
+    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
+        self.on_probe(node, portion)
+
     def on_probe(self, node: RouterNode, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
         taken = [spec.slot for spec in attempt.choices if shard is not None and spec.slot in shard.open]
@@ -68,6 +79,37 @@ class SlotsRest(Checker):
     def on_submit(self, shard: SimShard, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         if (stream, spec.slot) in shard.engine.sequences:
             self.fail(f"slot {spec.slot} arrived at {shard.shard_id} while it was in use there")
+
+
+class PortionsFit(Checker):
+    """A portion is the beginning of a prompt whose request waits, on a shard that may take it: whole blocks, one at a
+    time, and given up when the request does not wait for it any more."""
+
+    invariant = "portions_fit"
+
+    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
+        name, prompt = portion.request.request_id, portion.request.prompt_token_ids
+        shard = node.witness.shards.get(portion.shard_id)
+        if seen is None or not seen.is_waiting or seen.num_attempts:
+            self.fail(f"{name} is computed for a request that does not wait for its first attempt")
+        if seen.portion is not None:
+            self.fail(f"{name} is computed while {seen.portion} is")
+        if shard is None or not shard.can_take(seen) or not shard.has_room:
+            self.fail(f"{name} was dispatched to {portion.shard_id}, which cannot take it now")
+        whole = seen.request.prompt_token_ids
+        if len(prompt) % shard.description.block_size or not 0 < len(prompt) < len(whole):
+            self.fail(f"{name} has {len(prompt)} of {len(whole)} tokens")
+        if list(prompt) != list(whole[: len(prompt)]) or portion.request.tenant != seen.request.tenant:
+            self.fail(f"{name} is not the beginning of its request's prompt")
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        for seen in node.witness.live.values():
+            if seen.portion is not None and not seen.is_waiting:
+                self.fail(f"{seen.request.request_id} does not wait, and a portion of its prompt is computed")
+
+    def on_ended(self, node: RouterNode, seen: SeenRequest | None, end: RequestEnded) -> None:
+        if seen is not None and seen.portion is not None:
+            self.fail(f"{end.request_id} has ended, and a portion of its prompt is computed")
 
 
 class AttemptsContinue(Checker):
