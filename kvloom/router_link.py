@@ -306,6 +306,22 @@ class GrpcRouterLink:
                     choice.sink.on_start(choice.index, start)
                 except Exception:
                     self._give_up_sink(choice)
+        if step.num_tokens or step.logprobs:
+            self._on_ragged_tokens(step)
+        else:
+            for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
+                choice = by_slot.get(slot)
+                if choice is not None and choice.sink is not None:
+                    try:
+                        choice.sink.on_tokens(choice.index, delta, (token_id,), ())
+                    except Exception:
+                        self._give_up_sink(choice)
+        for finish in step.finishes:
+            self._on_finish(finish)
+
+    def _on_ragged_tokens(self, step: generation_pb2.StepFrame) -> None:
+        """Any number of tokens an entry, logprobs."""
+        by_slot = self._by_slot
         logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
         for entry in step.logprobs:
             logprobs.setdefault(entry.slot, []).append(entry)
@@ -322,8 +338,6 @@ class GrpcRouterLink:
                 except Exception:
                     self._give_up_sink(choice)
             position += count
-        for finish in step.finishes:
-            self._on_finish(finish)
 
     def _on_finish(self, finish: generation_pb2.SequenceFinish) -> None:
         choice = self._by_slot.pop(finish.slot, None)
