@@ -1,0 +1,166 @@
+"""Streams over local sockets behave as gRPC's do: what is written arrives, ends and breaks are told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from kvloom.errors import KvloomError, protocol_violation
+from kvloom.grpc_errors import abort, from_rpc_error
+from kvloom.local_server import LocalServer
+from kvloom.local_stream import connect_local, local_socket_name
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, RouterServiceConnectResponse
+
+Handler = Callable[[Any], Awaitable[None]]
+
+
+def request_of(text: str) -> RouterServiceConnectRequest:
+    return RouterServiceConnectRequest(hello=ClientHello(client_id=text))
+
+
+async def echo(stream: Any) -> None:
+    while (frame := await stream.read()) is not None:
+        response = RouterServiceConnectResponse()
+        response.step.deltas.append(frame.hello.client_id)
+        await stream.write(response)
+
+
+@asynccontextmanager
+async def serving(handler: Handler, port: int) -> AsyncIterator[str]:
+    """Ports here are names: nothing listens on them."""
+    server = LocalServer(handler, RouterServiceConnectRequest)
+    address = f"127.0.0.1:{port}"
+    await server.start(address)
+    try:
+        yield address
+    finally:
+        await server.stop(0.1)
+
+
+async def connected(address: str) -> Any:
+    stream = await connect_local(address, RouterServiceConnectResponse)
+    assert stream is not None
+    return stream
+
+
+async def test_messages_of_any_size_arrive_in_order() -> None:
+    """Empty ones, and ones that take many reads."""
+    async with serving(echo, 3_000_001) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        texts = ["", "a", "b" * 3_000_000, *map(str, range(200))]
+        for text in texts:
+            await stream.write(request_of(text))
+            assert (await stream.read()).step.deltas == [text]
+        stream.cancel()
+
+
+async def test_an_error_of_the_server_keeps_its_details() -> None:
+    """A client that broke the protocol is told how, as over gRPC."""
+
+    async def refuse(stream: Any) -> None:
+        await stream.read()
+        await abort(stream, protocol_violation("Not like this."))
+
+    async with serving(refuse, 3_000_002) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        await stream.write(request_of("x"))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stream.read()
+        error: KvloomError = from_rpc_error(raised.value)
+        assert (error.reason, error.message) == (ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "Not like this.")
+
+
+async def test_a_handler_that_returns_ends_the_stream_in_good_order() -> None:
+    """What it wrote last arrives before the end."""
+
+    async def say_goodbye(stream: Any) -> None:
+        await stream.write(RouterServiceConnectResponse())
+
+    async with serving(say_goodbye, 3_000_003) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        assert await stream.read() == RouterServiceConnectResponse()
+        assert await stream.read() is None
+
+
+async def test_the_handler_of_a_client_that_is_gone_is_cancelled() -> None:
+    """As with gRPC: nothing goes on for nobody."""
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def wait(stream: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    async with serving(wait, 3_000_004) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        await begun.wait()
+        stream.cancel()
+        await gone.wait()
+
+
+async def test_a_server_that_stops_breaks_its_streams() -> None:
+    """The client hears of it at once and can look for another."""
+    server = LocalServer(echo, RouterServiceConnectRequest)
+    await server.start("127.0.0.1:3000005")
+    async with asyncio.timeout(10):
+        stream = await connected("127.0.0.1:3000005")
+        await stream.write(request_of("x"))
+        await stream.read()
+        await server.stop(0.05)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stream.read()
+        assert await connect_local("127.0.0.1:3000005", RouterServiceConnectResponse) is None
+
+
+async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
+    """Buffers are bounded on both sides; once the peer reads on, so does the writer."""
+    may_read = asyncio.Event()
+
+    async def read_late(stream: Any) -> None:
+        await may_read.wait()
+        while await stream.read() is not None:
+            pass
+
+    async with serving(read_late, 3_000_006) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        num_written = 0
+
+        async def write_all() -> None:
+            nonlocal num_written
+            for _ in range(40):
+                await stream.write(request_of("x" * 500_000))
+                num_written += 1
+
+        writing = asyncio.create_task(write_all())
+        await asyncio.wait({writing}, timeout=0.2)
+        assert num_written < 30
+        may_read.set()
+        await writing
+        stream.cancel()
+
+
+async def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process closes nothing: only its silence tells."""
+    monkeypatch.setattr("kvloom.local_stream.PING_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr("kvloom.local_stream.PING_TIMEOUT_SECONDS", 0.1)
+    with socket.socket(socket.AF_UNIX) as silent, pytest.raises(grpc.aio.AioRpcError, match="does not answer"):
+        silent.bind("\0kvloom/3000007")
+        silent.listen()
+        async with asyncio.timeout(10):
+            await (await connected("127.0.0.1:3000007")).read()
+
+
+def test_other_machines_have_no_local_socket() -> None:
+    """Only loopback addresses do; for all others there is gRPC."""
+    assert local_socket_name("127.0.0.1:50051") == local_socket_name("localhost:50051") is not None
+    assert local_socket_name("10.0.0.7:50051") is None
+    assert local_socket_name("router.internal:50051") is None
