@@ -152,11 +152,12 @@ async def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     """A stopped process closes nothing: only its silence tells."""
     monkeypatch.setattr("kvloom.local_stream.PING_AFTER_SECONDS", 0.1)
     monkeypatch.setattr("kvloom.local_stream.PING_TIMEOUT_SECONDS", 0.1)
-    with socket.socket(socket.AF_UNIX) as silent, pytest.raises(grpc.aio.AioRpcError, match="does not answer"):
+    with socket.socket(socket.AF_UNIX) as silent:
         silent.bind("\0kvloom/3000007")
         silent.listen()
-        async with asyncio.timeout(10):
-            await (await connected("127.0.0.1:3000007")).read()
+        stream = await connected("127.0.0.1:3000007")
+        with pytest.raises(grpc.aio.AioRpcError, match="does not answer"):
+            await asyncio.wait_for(stream.read(), 10)
 
 
 def test_other_machines_have_no_local_socket() -> None:
