@@ -2,8 +2,8 @@
 
 For tests, demos and benchmarks of the fabric. A step decodes one token of every running sequence and prefills up to
 `max_prefill_tokens_per_step` prompt tokens; it lasts `step_ms` (if it decodes) + prefilled tokens /
-`prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of (prompt, seed, position): see `expected_token_id`. Temperature and
-the other sampling parameters change nothing.
+`prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of
+(prompt, seed, position): see `expected_token_id`. Temperature and the other sampling parameters change nothing.
 
 The engine advances when its consumer asks for the next step, on the event loop and without a thread.
 """
