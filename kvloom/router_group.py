@@ -146,6 +146,9 @@ class RouterGroup:
         return self._loop.time()
 
     def on_lost(self, tracked: TrackedRequest) -> None:
+        attached = self._attached.get(tracked.handle)
+        if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
+            attached[1].link.identity.note_lost(tracked.request.request_id, tracked.num_attempt_tokens)
         self._detach(tracked)
         error = KvloomError.from_proto(tracked.error)
         if self._closed or not self._reattach_seconds:

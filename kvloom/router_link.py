@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -18,6 +17,7 @@ from typing import Final, Protocol
 import grpc
 
 from kvloom.errors import KvloomError
+from kvloom.link_identity import LinkIdentity
 from kvloom.local_stream import LocalStream, connect_local
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -142,7 +142,8 @@ class GrpcRouterLink:
         """`on_fleet_change` is called whenever `fleet` or `connected` has changed."""
         self._address = address
         self._client_id = client_id
-        self._link_id = secrets.token_hex(16)
+        self.identity = LinkIdentity()
+        """To be set before `start` when there was a link to this router before."""
         self._on_fleet_change = on_fleet_change
         self._fleet = router_service_pb2.FleetState()
         self._connected = False
@@ -262,8 +263,7 @@ class GrpcRouterLink:
 
     async def _serve_one_connection(self, channel: grpc.aio.Channel) -> None:
         call = await self._open(channel)
-        hello = router_service_pb2.ClientHello(client_id=self._client_id, link_id=self._link_id)
-        await call.write(router_service_pb2.RouterServiceConnectRequest(hello=hello))
+        await call.write(router_service_pb2.RouterServiceConnectRequest(hello=self._hello()))
         writer = asyncio.create_task(self._write_frames(call), name="router-link writer")
         try:
             while True:
@@ -275,6 +275,13 @@ class GrpcRouterLink:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             call.cancel()
+
+    def _hello(self) -> router_service_pb2.ClientHello:
+        lost = [
+            router_service_pb2.LostRequest(request_id=request_id, num_received_tokens=num_tokens)
+            for request_id, num_tokens in self.identity.lost.items()
+        ]
+        return router_service_pb2.ClientHello(client_id=self._client_id, link_id=self.identity.link_id, lost=lost)
 
     async def _write_frames(self, call: ConnectCall) -> None:
         """Everything that piled up since the last write goes out as one frame."""
@@ -292,7 +299,9 @@ class GrpcRouterLink:
     def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
         if frame.HasField("fleet"):
             self._fleet = frame.fleet
-            self._connected = True
+            if not self._connected:
+                self._connected = True
+                self.identity.note_told()  # the first frame answers the hello
             self._tell_fleet_changed()
         if frame.HasField("step"):
             self._on_step(frame.step)

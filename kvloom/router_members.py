@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvloom.errors import KvloomError
+from kvloom.link_identity import LinkIdentity
 from kvloom.router_choice import RouterView, pick_router, salt_of
 from kvloom.router_link import GrpcRouterLink
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 
 MAX_ROUTERS: Final = 256
+MAX_IDENTITIES: Final = 4 * MAX_ROUTERS
 
 NewLink = Callable[[str, str, Callable[[], None]], GrpcRouterLink]
 """Of an address, our name, and what to call when the router's fleet or the connection has changed."""
@@ -47,6 +49,8 @@ class RouterMembers:
         self._new_link = new_link
         self._on_change = on_change
         self._members: dict[str, RouterMember] = {}
+        self._identities: dict[str, LinkIdentity] = {}
+        """By address, of routers that were here, too: one that hangs is forgotten by Redis, and may be back."""
         self._changed = asyncio.Event()
 
     async def follow_wanted(self) -> None:
@@ -54,6 +58,7 @@ class RouterMembers:
         for address in self.wanted[:MAX_ROUTERS]:
             if address not in self._members:
                 link = self._new_link(address, self._client_id, self._look_again)
+                link.identity = self._identity(address)
                 self._members[address] = RouterMember(address, link)
                 await link.start()
         for address, member in list(self._members.items()):
@@ -61,6 +66,12 @@ class RouterMembers:
                 del self._members[address]
                 self._look_again()
                 await member.link.close()
+
+    def _identity(self, address: str) -> LinkIdentity:
+        identity = self._identities.setdefault(address, LinkIdentity())
+        while len(self._identities) > MAX_IDENTITIES:
+            del self._identities[next(iter(self._identities))]
+        return identity
 
     def _is_needed(self, member: RouterMember) -> bool:
         """Though it is not wanted any more."""

@@ -193,8 +193,13 @@ class TrackedRequest:
     @property
     def _was_taken(self) -> bool:
         """The attempt at hand was not refused."""
-        has_news = self._num_tokens > self._num_tokens_at_submit
+        has_news = self.num_attempt_tokens > 0
         return has_news or self._owner.now() - self._submitted_at > REFUSAL_SECONDS
+
+    @property
+    def num_attempt_tokens(self) -> int:
+        """That have come over the attempt at hand."""
+        return self._num_tokens - self._num_tokens_at_submit
 
     @property
     def _num_tokens(self) -> int:

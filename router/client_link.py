@@ -25,6 +25,7 @@ from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.dispatcher import Dispatcher
 from router.intake import MAX_NAME_CHARS, Intake
+from router.recent_bills import RecentBills
 from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
 
 log = structlog.get_logger()
@@ -49,6 +50,7 @@ class ClientLink:
         intake: Intake,
         context: Context,
         by_link_id: MutableMapping[str, ClientLink],
+        bills: RecentBills,
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
         """`by_link_id`: this router's streams whose clients named their links."""
@@ -56,6 +58,7 @@ class ClientLink:
         self._intake = intake
         self._context = context
         self._by_link_id = by_link_id
+        self._bills = bills
         self._link_id = ""
         self._client_id = ""
         self._outbox = StepOutbox(max_waiting_entries)
@@ -132,6 +135,10 @@ class ClientLink:
                 # Its break may not have been seen here. What it ran goes on over this one, under the same names.
                 earlier.leave()
             self._by_link_id[self._link_id] = self
+            self._bills.open(self._client_id, self._link_id)
+            received = {lost.request_id: lost.num_received_tokens for lost in frame.hello.lost}
+            for credit in self._bills.settle(self._link_id, received):
+                self._dispatcher.credited(credit)
         log.info("client connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
@@ -210,6 +217,7 @@ class ClientLink:
             del self._by_link_id[self._link_id]
         self._dispatcher.remove_client(self._client_id)
         self._dispatcher.dispatch(ClientGone(self._client_id))
+        self._bills.close(self._client_id)
         self._end_with(None)
         self._wake.set()
         log.info("client gone", client_id=self._client_id)

@@ -29,6 +29,7 @@ from router.core.actions import (
 )
 from router.core.events import Event, RequestArrived, Tick
 from router.core.frames import Step
+from router.recent_bills import Credit
 
 log = structlog.get_logger()
 
@@ -86,6 +87,10 @@ class Observer(Protocol):
 
     def request_refused(self, error: KvloomError) -> None:
         """It was not fit to be handed to the core."""
+        ...
+
+    def tokens_credited(self, credit: Credit) -> None:
+        """They were metered, and lost on their way to the client."""
         ...
 
     def fleet_changed(self) -> None:
@@ -188,6 +193,10 @@ class Dispatcher:
     def refused(self, error: KvloomError) -> None:
         """A link turned a request down by itself."""
         self._observer.request_refused(error)
+
+    def credited(self, credit: Credit) -> None:
+        """A link has heard that its client did not get all that was metered."""
+        self._observer.tokens_credited(credit)
 
     def close(self) -> None:
         """No more ticks."""

@@ -15,6 +15,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import ModelState, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.health import HealthState
 from router.core.shard_state import ShardState
+from router.recent_bills import Credit
 
 log = structlog.get_logger()
 
@@ -51,6 +52,12 @@ class RouterMetrics:
             "kvloom_router_tokens",
             "Tokens of requests that ended; output tokens are those that were delivered.",
             ("gen_ai_request_model", "gen_ai_token_type"),
+            registry=registry,
+        )
+        self._credited = Counter(
+            "kvloom_router_tokens_credited",
+            "Output tokens of requests that ended, lost with the connection to their client: not delivered after all.",
+            ("gen_ai_request_model",),
             registry=registry,
         )
         self._attempts = Counter(
@@ -98,6 +105,16 @@ class RouterMetrics:
                 decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
                 self._tpot.labels(model).observe(decode_seconds / (ended.num_output_tokens - 1))
         _log_end(ended, outcome, error_type)
+
+    def tokens_credited(self, credit: Credit) -> None:
+        self._credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
+        log.info(
+            "request credited",
+            request_id=credit.request_id,
+            tenant=credit.tenant,
+            model=credit.model,
+            num_credited_tokens=credit.num_tokens,
+        )
 
     def request_refused(self, error: KvloomError) -> None:
         self._refused.labels(error.reason_name.lower()).inc()

@@ -22,6 +22,7 @@ from router.explain import explanation_to_proto, not_remembered
 from router.generate import GenerateCall
 from router.intake import MAX_NAME_CHARS, Intake
 from router.plan import Planner, plan_to_proto
+from router.recent_bills import RecentBills
 from router.resumable_answers import ResumableAnswers
 from router.resume import serve_generate, serve_resume
 
@@ -38,12 +39,14 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         planner: Planner,
         decisions: DecisionLog,
         answers: ResumableAnswers,
+        bills: RecentBills,
     ) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
         self._planner = planner
         self._decisions = decisions
         self._answers = answers
+        self._bills = bills
         self._links: set[ClientLink] = set()
         self._by_link_id: dict[str, ClientLink] = {}
         self._calls: set[asyncio.Task[Any]] = set()
@@ -80,7 +83,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
         ],
     ) -> None:
-        link = ClientLink(self._dispatcher, self._intake, context, self._by_link_id)
+        link = ClientLink(self._dispatcher, self._intake, context, self._by_link_id, self._bills)
         self._links.add(link)
         try:
             await link.serve()

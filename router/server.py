@@ -32,6 +32,7 @@ from router.intake import Intake
 from router.local_link import LocalRouterLink
 from router.metrics import RouterMetrics
 from router.plan import Planner
+from router.recent_bills import Credit, RecentBills
 from router.resumable_answers import ResumableAnswers
 from router.resume_metrics import ResumeMetrics
 from router.router_servicer import RouterServicer
@@ -93,7 +94,8 @@ class RouterServer:
         self._answers = ResumableAnswers(
             config.router.resume, self._dispatcher, intake, ResumeMetrics(metrics_registry), router_id
         )
-        self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions, self._answers)
+        self._bills = RecentBills()
+        self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions, self._answers, self._bills)
         self._shares_port = shares_port
         options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
         options = [*options, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
@@ -192,8 +194,12 @@ class RouterServer:
         self._decisions.placement_decided(decision)
 
     def request_ended(self, ended: RequestEnded) -> None:
+        self._bills.note(ended)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
+
+    def tokens_credited(self, credit: Credit) -> None:
+        self._metrics.tokens_credited(credit)
 
     def request_refused(self, error: KvloomError) -> None:
         self._metrics.request_refused(error)

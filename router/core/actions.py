@@ -125,6 +125,8 @@ class RequestEnded:
     max_tokens: int | None = None
     """As asked for, of one choice."""
     num_choices: int = 1
+    client_id: str = ""
+    """Which client stream it came over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

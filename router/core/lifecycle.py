@@ -234,4 +234,5 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         e2e_latency_seconds=now - live.arrived_at,
         max_tokens=request.max_tokens,
         num_choices=len(live.choices),
+        client_id=request.client_id,
     )

@@ -287,6 +287,7 @@ async def test_cancelled_while_it_looks_for_a_router() -> None:
         fabric.group.cancel(handle)
         assert not fabric.group.num_parked
         await eventually(lambda: len(fabric.routers[0].connections) == 2, "the router's return")
+        await eventually(lambda: fabric.group.connected, "the group's return")
         fabric.tell_fleet(fabric.routers[0])
         fabric.group.submit(request([2], name="next"), Answer())
         await fabric.taken("next")

@@ -17,6 +17,7 @@ from kvloom.router_link import LinkRequest
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
 from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
+from tools.chaos.ledger import parse_bill
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -167,6 +168,41 @@ async def test_a_router_that_hangs_is_left_and_used_again(
     more = submit_all(link, asked, "hung")  # the names are free again, at both
     await all_done(more)
     assert_same(more, expected)
+
+
+async def test_tokens_that_a_hung_router_metered_for_nobody_are_credited(
+    world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it wakes up it takes in what its shards had sent before it learns that its clients have left: with several
+    hangs, some ends among it. Both routers' bills together are what was delivered."""
+    monkeypatch.setattr(local_stream, "PING_AFTER_SECONDS", 0.6)
+    monkeypatch.setattr(local_stream, "PING_TIMEOUT_SECONDS", 0.4)
+    world.config.log.format = "json"
+    routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+    link = await world.link(2)
+    asked, expected = await undisturbed(link)
+    delivered: dict[str, Answer] = {}
+    for i, router in enumerate([routers[0], routers[1], routers[0]]):
+        answers = submit_all(link, asked, f"hung{i}")
+        await half_way(answers)
+        router.send(signal.SIGSTOP)
+        await all_done(answers)
+        assert_same(answers, expected)
+        router.send(signal.SIGCONT)
+        await eventually(lambda: len(ready_routers(link)) == 2, "the router's return")
+        delivered |= {f"hung{i}-{number}": answer for number, answer in enumerate(answers)}
+    for router in routers:
+        router.send(signal.SIGTERM)
+    bills: dict[str, int] = {}
+    num_credited = 0
+    for router in routers:
+        _, log = await router.wait()
+        for bill in filter(None, map(parse_bill, log.encode().splitlines())):
+            bills[bill.request_id] = bills.get(bill.request_id, 0) + bill.num_output_tokens - bill.num_credited_tokens
+            num_credited += bill.num_credited_tokens
+    for name, answer in delivered.items():
+        assert bills[name] == sum(map(len, answer.token_ids)), name
+    assert num_credited, "nothing was lost on its way: the test shows nothing"
 
 
 async def test_all_routers_dead_is_an_error_within_the_bound(world: RouterProcesses) -> None:

@@ -69,3 +69,15 @@ def test_bills_are_read_across_a_log_that_begins_a_new_file(tmp_path: Path):
     log.close()
     bills.read()
     assert [one.request_id for one in bills.bills] == [f"r{number}" for number in range(20)]
+
+
+def test_a_credit_takes_back_what_did_not_arrive():
+    """The router that was lost metered a token that the next one made again."""
+    line = b'{"request_id": "a", "num_credited_tokens": 1, "event": "request credited"}'
+    credit = parse_bill(line)
+    assert credit is not None
+    result = settle([delivery()], [bill("a", 5), bill("a", 6), credit])
+    assert is_settled(result)
+    assert (result.num_exact, result.num_billed_tokens, result.num_credited_tokens) == (1, 10, 1)
+    assert settle([delivery()], [bill("a", 5), bill("a", 6)]).over
+    assert settle([delivery()], [bill("a", 5), bill("a", 5), credit]).under

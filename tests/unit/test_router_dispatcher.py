@@ -20,6 +20,7 @@ from router.core.actions import (
 from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
 from router.core.frames import Step
 from router.dispatcher import Dispatcher
+from router.recent_bills import Credit
 
 
 class ScriptedCore:
@@ -52,6 +53,8 @@ class Silent:
     def request_ended(self, ended: RequestEnded) -> None: ...
 
     def request_refused(self, error: KvloomError) -> None: ...
+
+    def tokens_credited(self, credit: Credit) -> None: ...
 
     def fleet_changed(self) -> None: ...
 

@@ -1,7 +1,7 @@
 """The bills: what routers counted for a request, against what its client got. Pure.
 
 A router bills a request when it ends, with a line of its log. One that goes on at another router is billed by each for
-what that one delivered; the sum is what counts.
+what that one delivered, less what it credits when it hears that some of it was lost on its way; the sum is what counts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import msgspec
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """A line of a router's log. Other lines have no `num_output_tokens`."""
+    """A line of a router's log: a request's end, or what was metered of it and turned out not to have arrived."""
 
     request_id: str
-    num_output_tokens: int
-    outcome: str
+    num_output_tokens: int = 0
+    num_credited_tokens: int = 0
+    outcome: str = ""
     process: str = ""
 
 
@@ -39,6 +40,8 @@ class Delivery:
 class Settlement:
     num_billed_requests: int = 0
     num_billed_tokens: int = 0
+    num_credited_tokens: int = 0
+    """Metered by a router, and lost on their way; not in `num_billed_tokens`."""
     num_seen_tokens: int = 0
     num_exact: int = 0
     """Complete answers whose bill is exactly what their client got."""
@@ -51,7 +54,7 @@ class Settlement:
 
 
 def parse_bill(line: bytes) -> Bill | None:
-    if b'"request ended"' not in line:
+    if b'"request ended"' not in line and b'"request credited"' not in line:
         return None
     try:
         return msgspec.json.decode(line, type=Bill)
@@ -65,8 +68,10 @@ def settle(deliveries: Iterable[Delivery], bills: Iterable[Bill]) -> Settlement:
     result = Settlement()
     for bill in bills:
         result.num_billed_requests += bill.request_id not in billed
-        result.num_billed_tokens += bill.num_output_tokens
-        billed[bill.request_id] = billed.get(bill.request_id, 0) + bill.num_output_tokens
+        num_tokens = bill.num_output_tokens - bill.num_credited_tokens
+        result.num_billed_tokens += num_tokens
+        result.num_credited_tokens += bill.num_credited_tokens
+        billed[bill.request_id] = billed.get(bill.request_id, 0) + num_tokens
     for delivery in deliveries:
         _settle_one(delivery, billed, result)
     return result

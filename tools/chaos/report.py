@@ -94,6 +94,7 @@ def _ledger(settlement: Settlement) -> dict[str, int]:
     return {
         "billed_requests": settlement.num_billed_requests,
         "billed_tokens": settlement.num_billed_tokens,
+        "credited_tokens": settlement.num_credited_tokens,
         "seen_tokens": settlement.num_seen_tokens,
         "exact": settlement.num_exact,
         "lost_with_their_router": settlement.num_lost_bills,

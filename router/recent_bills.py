@@ -1,0 +1,74 @@
+"""Bills of requests whose client may say that it has not got all that was metered.
+
+What a router has written to a client's stream may be lost with the stream. The client then asks another router to go on
+behind what has come, which meters the lost tokens again. When the client is back it says what had come of each request
+that it lost, and whatever was metered beyond that is credited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+from router.core.actions import RequestEnded
+
+MAX_BILLS: Final = 65_536
+"""Of all clients together; the oldest are forgotten."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Credit:
+    """Tokens that were metered and never reached the client."""
+
+    request_id: str
+    tenant: str
+    model: str
+    num_tokens: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Bill:
+    tenant: str
+    model: str
+    num_tokens: int
+    """Less what was credited."""
+
+
+class RecentBills:
+    """By link and request; only of clients that name their links."""
+
+    def __init__(self, max_bills: int = MAX_BILLS) -> None:
+        self._max_bills = max_bills
+        self._link_ids: dict[str, str] = {}
+        """By client stream."""
+        self._bills: dict[tuple[str, str], _Bill] = {}
+
+    def open(self, client_id: str, link_id: str) -> None:
+        """A stream began."""
+        self._link_ids[client_id] = link_id
+
+    def close(self, client_id: str) -> None:
+        """All its requests have ended."""
+        self._link_ids.pop(client_id, None)
+
+    def note(self, ended: RequestEnded) -> None:
+        link_id = self._link_ids.get(ended.client_id)
+        if link_id is None:
+            return
+        key = (link_id, ended.request_id)
+        self._bills.pop(key, None)  # an earlier bearer of the name, which the client has heard the end of
+        self._bills[key] = _Bill(ended.tenant, ended.model, ended.num_output_tokens)
+        if len(self._bills) > self._max_bills:
+            del self._bills[next(iter(self._bills))]
+
+    def settle(self, link_id: str, num_received_tokens: Mapping[str, int]) -> list[Credit]:
+        """What is to be credited, given what had come of the requests that the link lost. Said twice it changes
+        nothing; requests that are not remembered here are passed over."""
+        found: list[Credit] = []
+        for request_id, num_received in num_received_tokens.items():
+            bill = self._bills.get((link_id, request_id))
+            if bill is not None and bill.num_tokens > num_received:
+                found.append(Credit(request_id, bill.tenant, bill.model, bill.num_tokens - num_received))
+                bill.num_tokens = num_received
+        return found
