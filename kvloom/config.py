@@ -199,6 +199,9 @@ class SpeculationConfig(Section):
 
 class TorchConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Literal["dtype", "int8"] = "dtype"
+    """Of the linear layers. int8: a scale per output channel; products are of int8 rows, the rest is computed in
+    `dtype`. docs/engines.md says what it brings and what it costs in quality."""
     num_threads: Annotated[int, Meta(ge=0)] = 0
     """0: the machine's cores divided by `num_shards`, at least 1."""
     deterministic: bool = True

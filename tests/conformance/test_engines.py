@@ -13,6 +13,7 @@ from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
+from tests.fakes.tiny_llama import write_tiny_llama
 
 
 class TestSimEngine(EngineSuite):
@@ -29,6 +30,22 @@ class TestTorchEngine(EngineSuite):
         # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled.
         config = ShardConfig(torch=TorchConfig(num_threads=1), **{"max_batch": 16, "num_blocks": 256, **shard_fields})
         return TorchEngine(request.getfixturevalue("model_dir"), "model", config)
+
+
+class TestTorchEngineInt8(EngineSuite):
+    """On a small random model: this is about the kernels' promises."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def small_model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_tiny_llama(tmp_path_factory.mktemp("int8"), vocab_size=8192)
+
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        from shard_server.engines.torch_engine.engine import TorchEngine
+
+        torch = TorchConfig(num_threads=1, weights="int8")
+        config = ShardConfig(torch=torch, **{"max_batch": 16, "num_blocks": 256, **shard_fields})
+        return TorchEngine(request.getfixturevalue("small_model_dir"), "model", config)
 
 
 class TestSimEngineShortestPrefillFirst(TestSimEngine):

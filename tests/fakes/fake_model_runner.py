@@ -30,6 +30,7 @@ class FakeModelRunner:
         max_model_len: int = 0,
         num_threads: int = 1,
         wants_batch_invariance: bool = True,
+        int8_weights: bool = False,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.vocab_size = VOCAB_SIZE

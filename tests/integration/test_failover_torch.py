@@ -62,12 +62,18 @@ def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
     loaded.close()
 
 
-@pytest.fixture(params=[0, 4], ids=["plain", "speculation"])
+TORCH = {
+    "plain": TorchConfig(num_threads=1),
+    "speculation": TorchConfig(num_threads=1, speculation=SpeculationConfig(max_draft_tokens=4)),
+    "int8": TorchConfig(num_threads=1, weights="int8"),
+}
+
+
+@pytest.fixture(params=list(TORCH))
 async def world(
     request: pytest.FixtureRequest, router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path
 ) -> AsyncIterator[FailoverWorld]:
-    torch = TorchConfig(num_threads=1, speculation=SpeculationConfig(max_draft_tokens=request.param))
-    config = ShardConfig(num_blocks=256, max_batch=32, torch=torch)
+    config = ShardConfig(num_blocks=256, max_batch=32, torch=TORCH[request.param])
     async with failover_world(router_redis_url, tokenizer) as started:
         await started.start_router()
         for number in range(2):

@@ -14,10 +14,16 @@ NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
 
 
-@pytest.fixture(scope="module")
-def runner(model_dir: Path) -> ModelRunner:
+@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "int8"])
+def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     return ModelRunner(
-        model_dir, dtype="bfloat16", block_size=16, num_blocks=NUM_BLOCKS, max_model_len=0, num_threads=1
+        model_dir,
+        dtype="bfloat16",
+        block_size=16,
+        num_blocks=NUM_BLOCKS,
+        max_model_len=0,
+        num_threads=1,
+        int8_weights=request.param,
     )
 
 

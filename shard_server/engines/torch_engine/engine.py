@@ -225,6 +225,7 @@ class TorchEngine:
             max_model_len=config.max_model_len,
             num_threads=config.torch.num_threads or max(1, (os.cpu_count() or 1) // config.num_shards),
             wants_batch_invariance=config.torch.deterministic,
+            int8_weights=config.torch.weights == "int8",
             on_progress=self._on_load_progress,
         )
         self._on_load_progress("vocabulary for guided decoding")

@@ -12,10 +12,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shard_server.engines.torch_engine.int8_linear import Int8Linear
+
 INVARIANT_ROWS = 32
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 28, 31, 32)
 """Around every place where a library might change its code; all 32 would double the time that an engine takes to
 start."""
+_TRIED_LARGE_ROWS = (33, 48, 63, 100, 257, 511)
+"""Where products are not cut."""
+_LARGE_ROWS = 512
 
 
 class PackedLinear:
@@ -30,6 +35,10 @@ class PackedLinear:
         self._max_rows = max_rows
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), INVARIANT_ROWS)
         self._bias = bias
+
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        """What the other methods take of an input that several layers share."""
+        return x
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _by_rows(self._max_rows, self._unary, x)
@@ -68,6 +77,10 @@ class PlainLinear:
         self._weight = weight
         self._bias = bias
 
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        """As PackedLinear's."""
+        return x
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _by_rows(self._max_rows, self._linear, x)
 
@@ -87,7 +100,10 @@ class PlainLinear:
         return F.linear(x, self._weight, self._bias)
 
 
-Linear = PackedLinear | PlainLinear
+Linear = PackedLinear | PlainLinear | Int8Linear
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+"""From weight and bias."""
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> Linear:
@@ -100,13 +116,16 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int |
 def row_granularity(linear: Linear, dtype: torch.dtype) -> int | None:
     """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows.
 
-    Measured on random input, bit for bit; None if there is no such g.
+    Measured on random input, bit for bit; None if there is no such g. Int8Linear computes any number of rows in one
+    product, so there more than INVARIANT_ROWS are tried.
     """
-    x = torch.randn(INVARIANT_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    is_whole = isinstance(linear, Int8Linear)
+    num_rows = _LARGE_ROWS if is_whole else INVARIANT_ROWS
+    x = torch.randn(num_rows, linear.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = linear(x)
     differs = {
         rows
-        for rows in _TRIED_ROWS
+        for rows in (*_TRIED_ROWS, *(_TRIED_LARGE_ROWS if is_whole else ()))
         # From the end, so that a row is also compared at another place in the product.
         if not torch.equal(linear(x[-rows:]), whole[-rows:])
     }

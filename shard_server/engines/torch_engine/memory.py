@@ -15,10 +15,16 @@ _OVERHEAD_BYTES = 128 * 2**20
 
 
 def check_memory(
-    config: LlamaConfig, *, dtype: torch.dtype, num_blocks: int, block_size: int, max_model_len: int
+    config: LlamaConfig,
+    *,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    int8_weights: bool = False,
 ) -> None:
     """Raise EngineError unless weights and `num_blocks` KV blocks (0: those of one full window) fit into memory."""
-    num_weight_bytes = weight_bytes(config, dtype)
+    num_weight_bytes = weight_bytes(config, dtype, int8_weights=int8_weights)
     num_kv_bytes = (num_blocks or -(-max_model_len // block_size)) * kv_block_bytes(config, block_size, dtype)
     available = available_memory_bytes()
     if num_weight_bytes + num_kv_bytes + _OVERHEAD_BYTES > available:

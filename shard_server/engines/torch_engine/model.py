@@ -9,8 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.attention import AttentionPlan, PagedAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.int8_linear import Int8Linear
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Linear, make_linear
+from shard_server.engines.torch_engine.linear import Linear, MakeLinear, make_linear
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 from shard_server.engines.torch_engine.weights import OnProgress
 
@@ -40,21 +41,27 @@ class LlamaModel:
         dtype: torch.dtype,
         max_model_len: int,
         max_rows: int | None,
+        int8_weights: bool = False,
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
 
-        `max_rows`: of one matrix product, see linear.py.
+        `max_rows`: of one matrix product, see linear.py. `int8_weights`: of all linear layers, see int8_linear.py.
         """
         self._config = config
         # A copy, so that nothing refers to the mapped file any more.
         self._embedding = weights.pop("model.embed_tokens.weight").to(dtype, copy=True)
         head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype)
-        self._head = make_linear(head, None, max_rows)
+        # Logits are float32 in the end, so the head has no reason to round them before.
+        self._head = Int8Linear(head, None, torch.float32) if int8_weights else make_linear(head, None, max_rows)
         self._norm = weights.pop("model.norm.weight").to(dtype, copy=True)
         self._layers: list[_Layer] = []
+
+        def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+            return Int8Linear(weight, bias, dtype) if int8_weights else make_linear(weight, bias, max_rows)
+
         for index in range(config.num_layers):
-            self._layers.append(_take_layer(weights, index, dtype, max_rows))
+            self._layers.append(_take_layer(weights, index, dtype, make))
             if (index + 1) % _LAYERS_PER_REPORT == 0 or index + 1 == config.num_layers:
                 on_progress(f"weights: layer {index + 1} of {config.num_layers}")
         self._cos, self._sin = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
@@ -91,7 +98,7 @@ class LlamaModel:
             cache.write(plan.token_rows[index], qkv[:num_tokens, config.query_size :])
             attended = attention.attend(plan, index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
-            normalised = self._normalise(x, layer.mlp_norm)
+            normalised = layer.gate.prepare(self._normalise(x, layer.mlp_norm))
             x = layer.down.add(layer.up.multiply(normalised, layer.gate.silu(normalised)), x)
         return self._head(self._normalise(x[logit_rows], self._norm)).float()
 
@@ -106,7 +113,7 @@ class LlamaModel:
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
-def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, max_rows: int | None) -> _Layer:
+def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, make: MakeLinear) -> _Layer:
     prefix = f"model.layers.{index}"
 
     def norm(name: str) -> torch.Tensor:
@@ -122,7 +129,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype
             weights.pop(f"{prefix}.{name}.bias").to(dtype) for name in names if f"{prefix}.{name}.bias" in weights
         ]
         # Always a copy: `cat` of one tensor, too, leaves the mapped file.
-        return make_linear(torch.cat(parts), torch.cat(biases) if biases else None, max_rows)
+        return make(torch.cat(parts), torch.cat(biases) if biases else None)
 
     return _Layer(
         attention_norm=norm("input_layernorm"),

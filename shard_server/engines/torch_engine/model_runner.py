@@ -11,6 +11,7 @@ import torch
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.attention import Extent, PagedAttention
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
+from shard_server.engines.torch_engine.int8_linear import check_int8_products
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
@@ -52,22 +53,31 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         wants_batch_invariance: bool = True,
+        int8_weights: bool = False,
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
         `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
-        larger products: faster by half or more, but the last bits then depend on the batch. `on_progress` hears a
-        sentence at every stage of loading. Raises EngineError."""
+        larger products: faster by half or more, but the last bits then depend on the batch. With `int8_weights`
+        the linear layers are quantised (int8_linear.py). `on_progress` hears a sentence at every stage of loading.
+        Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
         torch_dtype = _DTYPES[dtype]
+        if int8_weights:
+            check_int8_products()
         config = load_config(model_dir)
         _check_window(model_dir, config, max_model_len)
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len or config.max_window
         self.eos_token_ids = config.eos_token_ids
         check_memory(
-            config, dtype=torch_dtype, num_blocks=num_blocks, block_size=block_size, max_model_len=self.max_model_len
+            config,
+            dtype=torch_dtype,
+            int8_weights=int8_weights,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
         )
         with torch.inference_mode():
             weights = load_weights(model_dir, config, on_progress)
@@ -78,6 +88,7 @@ class ModelRunner:
                 dtype=torch_dtype,
                 max_model_len=self.max_model_len,
                 max_rows=max_rows,
+                int8_weights=int8_weights,
                 on_progress=on_progress,
             )
             # What is free once the weights are there.

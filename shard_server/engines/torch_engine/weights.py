@@ -73,12 +73,15 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype, *, int8_weights: bool = False) -> int:
     """What the weights take once they are loaded. A tied embedding counts twice: its use as the head has a layout of
-    its own."""
+    its own. int8: of the linear layers, the embedding has no product."""
+    embedding_size = config.vocab_size * config.hidden_size
     num_weights = sum(math.prod(shape) for shape in expected_shapes(config).values())
     if config.tie_word_embeddings:
-        num_weights += config.vocab_size * config.hidden_size
+        num_weights += embedding_size
+    if int8_weights:
+        return embedding_size * dtype.itemsize + num_weights - embedding_size
     return num_weights * dtype.itemsize
 
 

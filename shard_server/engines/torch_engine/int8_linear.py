@@ -1,0 +1,94 @@
+"""Linear layers with int8 weights: a scale per output channel, and activations quantised row by row for the product.
+
+oneDNN multiplies int8 by int8 and sums in 32-bit integers: exactly, in whatever order. So a row's result does not
+depend on how many other rows are computed with it, and products may be of any size. torch's own kernel for int8 weights
+with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one row, but half as fast from eight on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shard_server.engines.base import EngineError
+
+_LIMIT = 127
+"""Symmetric: -128 is not used, so that a product never saturates where others would not."""
+_SMALLEST = 1e-12
+"""Stands for the largest value of a channel or row that is all zeros."""
+
+
+class QuantisedRows(NamedTuple):
+    """What several products of one input share."""
+
+    values: torch.Tensor
+    """int8 [rows, in_features]"""
+    scales: torch.Tensor
+    """float32 [rows, 1]; values * scales is the input, rounded."""
+
+
+class Int8Linear:
+    """The methods of `PackedLinear`. Intermediate results (`silu`, `multiply`) stay float32: what follows quantises
+    them once, from what was computed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype) -> None:
+        """`weight`: [out_features, in_features]; raises EngineError where oneDNN cannot multiply int8."""
+        self.out_features, self.in_features = weight.shape
+        self._output_dtype = output_dtype
+        values, scales = quantise_rows(weight)
+        self._scales = scales.flatten()
+        self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
+        self._bias = None if bias is None else bias.float()
+        try:
+            self._weight = torch.ops.onednn.qlinear_prepack(values, None)
+        except (AttributeError, RuntimeError) as error:
+            raise EngineError(f"int8 weights are not supported here: {error}") from error
+
+    def prepare(self, x: torch.Tensor) -> QuantisedRows:
+        """Quantise once what several layers take."""
+        return quantise_rows(x)
+
+    def __call__(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
+        return self._product(x).to(self._output_dtype)
+
+    def silu(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
+        """silu(xW + b), float32"""
+        return F.silu(self._product(x), inplace=True)
+
+    def multiply(self, x: torch.Tensor | QuantisedRows, other: torch.Tensor) -> torch.Tensor:
+        """(xW + b) * other, float32"""
+        return self._product(x).mul_(other)
+
+    def add(self, x: torch.Tensor | QuantisedRows, other: torch.Tensor) -> torch.Tensor:
+        """xW + b + other, in the type of `other`"""
+        return self._product(x).add_(other).to(other.dtype)
+
+    def _product(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
+        values, scales = x if isinstance(x, QuantisedRows) else quantise_rows(x)
+        product = torch.ops.onednn.qlinear_pointwise(
+            values, 1.0, 0, self._weight, self._scales, self._zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+        ).mul_(scales)
+        return product if self._bias is None else product.add_(self._bias)
+
+
+def quantise_rows(x: torch.Tensor) -> QuantisedRows:
+    """Symmetric, to the nearest of 255 steps between minus and plus the largest magnitude of each row."""
+    # A copy, which is then worked on in place.
+    x = x.to(torch.float32, copy=True)
+    scales = x.abs().amax(1, keepdim=True).clamp_min_(_SMALLEST).div_(_LIMIT)
+    return QuantisedRows(x.div_(scales).round_().to(torch.int8), scales)
+
+
+def check_int8_products() -> None:
+    """Raise EngineError unless this machine's int8 products are exact: some CPUs add up pairs in 16 bits, which
+    overflow."""
+    num_columns = 256
+    rows = torch.full((3, num_columns), _LIMIT, dtype=torch.float32)
+    rows[1, ::2] = -_LIMIT
+    rows[2] = torch.arange(num_columns) % (2 * _LIMIT + 1) - _LIMIT
+    rows[2, 0] = _LIMIT
+    linear = Int8Linear(rows.repeat(16, 1), None, torch.float32)
+    if not torch.equal(linear(rows), (rows @ rows.T).repeat(1, 16)):
+        raise EngineError("int8 weights are not supported here: this CPU's int8 products are not exact")
