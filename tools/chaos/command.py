@@ -12,7 +12,7 @@ import click
 
 from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
-from tools.chaos.faults import FaultKind
+from tools.chaos.faults import LONG_HANG_SHARE, FaultKind
 from tools.chaos.run import Plan, Progress, run_chaos
 from tools.chaos.text import chaos_page, soak_page, summary
 from tools.failures import CommandError
@@ -68,6 +68,15 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
     callback=_parse_kinds,
     help=f"Some of {_NAMES}.",
 )
+@option(
+    "--long-hangs",
+    "long_hang_share",
+    type=click.FloatRange(0.0, 1.0),
+    scope="chaos",
+    default=LONG_HANG_SHARE,
+    show_default=True,
+    help="Share of the hangs of shards, routers and links that last longer than the others wait.",
+)
 @option("--soak", is_flag=True, scope="chaos", help="No faults: steady load, and each process's memory over time.")
 @option(
     "--page",
@@ -122,6 +131,8 @@ def _command(plan: Plan, kinds: list[FaultKind], soak: bool) -> str:
         words.append("--soak")
     elif len(kinds) < len(FaultKind):
         words.append("--faults " + ",".join(kinds))
+    if plan.long_hang_share != LONG_HANG_SHARE:
+        words.append(f"--long-hangs {plan.long_hang_share:g}")
     return " ".join(words)
 
 

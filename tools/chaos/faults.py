@@ -67,14 +67,17 @@ OVERLAP_SHARE: Final = 0.12
 _MAX_OVERLAP_SECONDS: Final = 0.8
 _MIN_HANG_SECONDS: Final = 0.5
 _MAX_HANG_SECONDS: Final = 4.0
-_LONG_HANG_SHARE: Final = 0.35
+LONG_HANG_SHARE: Final = 0.35
 _LONG_HANG_SECONDS: Final = {"shard": (6.0, 9.0), "link": (6.0, 9.0), "router": (15.5, 18.0)}
 """Longer than what lives may be silent for before the others go on without it (docs/reliability.md)."""
 _LASTING: Final = frozenset({"hang", "stall"})
 
 
-def plan_faults(seed: int, duration_seconds: float, kinds: Sequence[FaultKind]) -> list[Fault]:
-    """In order of time. Every kind comes once before any comes again."""
+def plan_faults(
+    seed: int, duration_seconds: float, kinds: Sequence[FaultKind], long_hang_share: float = LONG_HANG_SHARE
+) -> list[Fault]:
+    """In order of time. Every kind comes once before any comes again. `long_hang_share`: of the hangs and stalls of
+    parts that the others go on without."""
     rng = random.Random(f"faults of {seed}")
     faults: list[Fault] = []
     deck: list[FaultKind] = []
@@ -85,7 +88,7 @@ def plan_faults(seed: int, duration_seconds: float, kinds: Sequence[FaultKind]) 
             deck = sorted(set(kinds))
             rng.shuffle(deck)
         kind = deck.pop()
-        hang_seconds = _draw_hang_seconds(rng, kind) if kind.verb in _LASTING else 0.0
+        hang_seconds = _draw_hang_seconds(rng, kind, long_hang_share) if kind.verb in _LASTING else 0.0
         if at_seconds + hang_seconds > end_seconds:
             break
         faults.append(Fault(round(at_seconds, 3), kind, rng.random(), round(hang_seconds, 3)))
@@ -96,7 +99,7 @@ def plan_faults(seed: int, duration_seconds: float, kinds: Sequence[FaultKind]) 
     return faults
 
 
-def _draw_hang_seconds(rng: random.Random, kind: FaultKind) -> float:
-    if rng.random() < _LONG_HANG_SHARE and kind.part in _LONG_HANG_SECONDS:
+def _draw_hang_seconds(rng: random.Random, kind: FaultKind, long_hang_share: float) -> float:
+    if rng.random() < long_hang_share and kind.part in _LONG_HANG_SECONDS:
         return rng.uniform(*_LONG_HANG_SECONDS[kind.part])
     return rng.uniform(_MIN_HANG_SECONDS, _MAX_HANG_SECONDS)

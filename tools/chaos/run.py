@@ -22,7 +22,7 @@ from tools.chaos.bill_log import BillLog
 from tools.chaos.checker import NEVER_ALLOWED
 from tools.chaos.cluster import Cluster
 from tools.chaos.excuses import Fleet
-from tools.chaos.faults import FaultKind, plan_faults
+from tools.chaos.faults import LONG_HANG_SHARE, FaultKind, plan_faults
 from tools.chaos.http_client import HttpClient
 from tools.chaos.injector import Injector
 from tools.chaos.memory import SAMPLE_SECONDS, MemoryWatch
@@ -56,6 +56,7 @@ class Plan:
     num_edges: int = 2
     num_routers: int = 2
     num_users: int = 12
+    long_hang_share: float = LONG_HANG_SHARE
 
     @property
     def seconds(self) -> float:
@@ -171,7 +172,7 @@ class _Run:
         plan = self._plan
         self._begin = time.monotonic()
         stop = asyncio.Event()
-        faults = plan_faults(plan.seed, plan.seconds, plan.kinds)
+        faults = plan_faults(plan.seed, plan.seconds, plan.kinds, plan.long_hang_share)
         users = [
             asyncio.create_task(run_user(desk, plan.seed, i, stop), name=f"user {i}") for i in range(plan.num_users)
         ]
