@@ -31,6 +31,9 @@ MIN_PORTIONS: Final = 1.5
 """Shorter prompts go whole."""
 MAX_PORTIONS: Final = 64
 """Of one request."""
+MAX_MEMORY_SHARE: Final = 0.75
+"""Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and what
+portions have computed is evicted before it is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ def next_portion(
     if settings is None or live.num_attempts or live.num_portions >= MAX_PORTIONS:
         return None
     if candidate.num_overlap_tokens < live.num_ready_tokens:
+        return None
+    if candidate.num_used_blocks > MAX_MEMORY_SHARE * candidate.num_blocks:
         return None
     seconds = settings.portion_seconds(candidate.bound_arrival_rate)
     if candidate.own_seconds < MIN_PORTIONS * seconds:

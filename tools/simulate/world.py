@@ -213,6 +213,8 @@ class _World:
     def _on_tick(self, link: RouterLink) -> None:
         if link.tick_at is not None and link.tick_at <= self._now:
             link.tick_at = None
+        if link.core.num_queued_requests:
+            self._refresh_loads(link)
         self._tell(link, ev.Tick())
         self._schedule_tick(link)
 
