@@ -32,8 +32,8 @@ MIN_PORTIONS: Final = 1.5
 MAX_PORTIONS: Final = 64
 """Of one request."""
 MAX_MEMORY_SHARE: Final = 0.75
-"""Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and what
-portions have computed is evicted before it is used."""
+"""Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and
+what portions have computed is evicted before it is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
