@@ -137,8 +137,8 @@ class HealthConfig(Section):
 
     enabled: bool = True
     stall_seconds: PositiveFloat = 5.0
-    """A shard that has something to do and makes no progress for so long is suspected; the time that prefill should take
-    is added."""
+    """A shard that has something to do and makes no progress for so long is suspected; the time that prefill should
+    take is added."""
     slow_factor: Annotated[float, Meta(gt=1)] = 10.0
     """So is one whose tokens come so many times slower than the median of the shards that serve the same model."""
     slow_seconds: PositiveFloat = 10.0
@@ -321,6 +321,8 @@ class SafetyConfig(Section):
     """gate: text is held until it is screened. async: text is sent at once, the request halted on a hit."""
     on_unavailable: Literal["refuse", "allow"] = "refuse"
     """What happens to requests while the safety service cannot be reached."""
+    patience_seconds: Annotated[float, Meta(ge=0)] = 5.0
+    """How long they wait for one that has gone before that happens, nothing unscreened being shown. 0: not at all."""
     drain_timeout_seconds: PositiveFloat = 10.0
     """How long a service that has a successor goes on with what its routers have begun with it."""
 

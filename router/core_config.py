@@ -25,6 +25,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         portions=PortionSettings() if router.placement.portions else None,
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
+        safety_patience_seconds=config.safety.patience_seconds,
         max_held_tokens=MAX_HELD_TOKENS,
         decision_sample_share=router.decision_log.sample_share,
         health=_health_settings(router.health) if router.health.enabled else None,

@@ -27,15 +27,17 @@ class LinkError(Exception):
 
 
 class Backoff:
-    """Doubles from FIRST_SECONDS to LONGEST_SECONDS; begins anew after a connection that stood for longer than that."""
+    """Doubles from FIRST_SECONDS to `longest_seconds`; begins anew after a connection that stood for longer than
+    LONGEST_SECONDS."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_seconds: float = LONGEST_SECONDS) -> None:
+        self._longest_seconds = longest_seconds
         self._seconds = FIRST_SECONDS
 
     def next_seconds(self, stood_seconds: float) -> float:
         """The pause after an attempt that took, or a connection that stood for, `stood_seconds`."""
         seconds = FIRST_SECONDS if stood_seconds > LONGEST_SECONDS else self._seconds
-        self._seconds = min(seconds * 2, LONGEST_SECONDS)
+        self._seconds = min(seconds * 2, self._longest_seconds)
         return seconds
 
 

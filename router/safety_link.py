@@ -8,6 +8,7 @@ stream ends when no verdict is outstanding.
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import grpc
 import structlog
@@ -24,6 +25,9 @@ from router.safety_stream import SafetyStream
 log = structlog.get_logger()
 
 _BREAKS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError)
+
+LONGEST_PAUSE_SECONDS: Final = 0.4
+"""Between attempts: answers are held up meanwhile, for `safety.patience_seconds` at most."""
 
 
 class SafetyLink:
@@ -44,7 +48,7 @@ class SafetyLink:
 
     async def run(self) -> None:
         """Until cancelled."""
-        backoff = Backoff()
+        backoff = Backoff(LONGEST_PAUSE_SECONDS)
         while True:
             started = self._dispatcher.now()
             try:

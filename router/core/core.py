@@ -73,9 +73,7 @@ class RouterCore:
         self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
         patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(self._dispatcher.queue, self._lifecycle, self._deadlines, patience_seconds)
-        self._verdicts = Verdicts(
-            self._lifecycle, self._screening, config.answer_mode, safety_required=config.safety_required
-        )
+        self._verdicts = Verdicts(self._lifecycle, self._screening, config)
         self._relay = Relay(
             self._lifecycle,
             self._dispatcher,
@@ -99,7 +97,7 @@ class RouterCore:
             ev.KvEventsArrived: self._on_kv_events,
             ev.KvSnapshotArrived: lambda event, _now: self._on_kv_snapshot(event),
             ev.LoadReported: self._on_load_reported,
-            ev.SafetyUp: lambda event, _now: self._on_safety_up(event),
+            ev.SafetyUp: self._on_safety_up,
             ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
             ev.PromptVerdict: self._verdicts.on_prompt,
             ev.AnswersScreened: self._verdicts.on_answers,
@@ -142,7 +140,12 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When a Tick is needed at the latest; None: not before another event."""
-        deadlines = (self._deadlines.next(), self._dispatcher.queue.next_deadline(), self._health.next_deadline())
+        deadlines = (
+            self._deadlines.next(),
+            self._dispatcher.queue.next_deadline(),
+            self._health.next_deadline(),
+            self._verdicts.next_deadline(),
+        )
         return min((at for at in deadlines if at is not None and at < math.inf), default=None)
 
     @property
@@ -351,14 +354,16 @@ class RouterCore:
 
     # -- safety, time ---------------------------------------------------------------------------------------------
 
-    def _on_safety_up(self, event: ev.SafetyUp) -> None:
+    def _on_safety_up(self, event: ev.SafetyUp, now: float) -> None:
         self._screening.set_up(
             screens_prompts=event.screens_prompts, screens_answers=event.screens_answers, prefilter=event.prefilter
         )
+        self._verdicts.on_up(now)
 
     def _on_tick(self, now: float) -> None:
         self._index.settle()
         self._health.on_tick(now)
+        self._verdicts.expire(now)
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:

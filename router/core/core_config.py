@@ -23,6 +23,8 @@ class CoreConfig:
     """gate: text is held until it is screened. async: sent at once, halted on a hit. off: not screened."""
     safety_required: bool = True
     """Refuse and end requests rather than serve them unscreened."""
+    safety_patience_seconds: float = 5.0
+    """How long what needs a verdict waits for a safety service that has gone; 0: not at all."""
     max_held_tokens: int = 65536
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0

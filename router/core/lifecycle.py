@@ -105,7 +105,7 @@ class Lifecycle:
             self._end(choice, finish, now)
             return
         hold.finish = finish
-        if choice.screening_slot is None:
+        if choice.screening_slot is None and hold.num_clear_chars == choice.num_chars:
             hold.num_clear_chars = None
         self._screening.close(choice)
         self.settle(choice, now)

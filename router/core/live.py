@@ -50,7 +50,7 @@ class Client:
 class Hold:
     """News of one choice that must not be shown yet, in order."""
 
-    __slots__ = ("entries", "finish", "num_clear_chars", "num_tokens", "start")
+    __slots__ = ("entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
 
     def __init__(self, num_clear_chars: int | None) -> None:
         self.entries: deque[HeldEntry] = deque()
@@ -59,6 +59,7 @@ class Hold:
         self.finish: Finish | None = None
         self.num_clear_chars = num_clear_chars
         """Text that the safety service has cleared, from the beginning; None: all of it."""
+        self.last_shown_char = ""
 
     def take_clear(self) -> tuple[Sequence[int], str, Sequence[object]] | None:
         """Everything that may be shown, as one entry; tokens are never torn apart."""
@@ -75,7 +76,19 @@ class Hold:
                 all_logprobs += more_logprobs
             token_ids, delta, logprobs = ids, "".join(deltas), all_logprobs
         self.num_tokens -= len(token_ids)
+        if delta:
+            self.last_shown_char = delta[-1]
         return token_ids, delta, logprobs
+
+    def unclear(self) -> tuple[str, str]:
+        """(the last character that is clear, "" if none is; all that is held behind it)."""
+        last_char, texts, clear = self.last_shown_char, [], self.num_clear_chars
+        for _, delta, end, _ in self.entries:
+            num_clear = len(delta) if clear is None else min(len(delta), max(0, clear - (end - len(delta))))
+            if num_clear:
+                last_char = delta[num_clear - 1]
+            texts.append(delta[num_clear:])
+        return last_char, "".join(texts)
 
     def cut(self, num_chars: int) -> int:
         """Forget what lies behind `num_chars`, which clears the rest; returns how many tokens were forgotten. A delta

@@ -36,10 +36,12 @@ class Screening:
         self.screens_answers = screens_answers
         self._prefilter = prefilter
 
-    def reset(self) -> None:
-        """The stream broke: nothing that was asked over it will be answered."""
+    def reset(self, *, keeps_prefilter: bool) -> None:
+        """The stream broke: nothing that was asked over it will be answered. The prefilter may go on clearing what it
+        is sure of, until there is another stream."""
         self.is_up = False
-        self._prefilter = None
+        if not keeps_prefilter or not self.screens_answers:
+            self._prefilter = None
         for choice in self._answers.values():
             if choice is not None:
                 choice.screening_slot = None
@@ -78,12 +80,16 @@ class Screening:
         if not is_plain and prefilter.is_suspicious(delta):
             return False
         hold.num_clear_chars = choice.num_chars
+        hold.last_shown_char = delta[-1]
         choice.num_skipped_chars += len(delta)
         choice.last_skipped_char = delta[-1]
         return True
 
     def send(self, choice: Choice, delta: str) -> None:
-        """Have text screened; the first text opens the slot. The service hears how much it was not shown before."""
+        """Have text screened; the first text opens the slot. The service hears how much it was not shown before. While
+        it is away nothing is sent: what is held goes to its successor (`send_again`)."""
+        if not self.is_up:
+            return
         slot = choice.screening_slot
         if slot is None:
             slot = choice.screening_slot = self._slots.allocate()
@@ -94,6 +100,22 @@ class Screening:
             choice.num_skipped_chars = 0
         self._outbox.screen_slots.append(slot)
         self._outbox.screen_deltas.append(delta)
+
+    def begin_again(self, choice: Choice, hold: Hold) -> None:
+        """The stream that screened it has broken: for another one it is new, all that is clear being skipped."""
+        choice.screening_slot = None
+        choice.num_skipped_chars = hold.num_clear_chars or 0
+        choice.last_skipped_char, _ = hold.unclear()
+
+    def send_again(self, choice: Choice, hold: Hold) -> None:
+        """Over a new stream, everything that is held and not clear."""
+        _, text = hold.unclear()
+        if text:
+            self.send(choice, text)
+            if hold.finish is not None:
+                self.close(choice)
+        elif hold.finish is not None:
+            hold.num_clear_chars = None
 
     def choice(self, slot: int) -> Choice | None:
         return self._answers.get(slot)

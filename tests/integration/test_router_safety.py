@@ -101,6 +101,7 @@ async def test_without_its_safety_service_the_router_refuses_and_recovers(world:
     """Fail-closed is what was configured, and a restart of the sidecar heals it."""
     safety = await world.start_safety()
     await world.start_shard("shard-0")
+    world.config.safety.patience_seconds = 0.0
     link = await connect_screened(world, safety)
     await safety.stop()
     await eventually(lambda: world.metric("kvloom_router_safety_connected") == 0, "the break")

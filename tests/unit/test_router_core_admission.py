@@ -98,13 +98,17 @@ def test_slot_in_use_is_not_ended_by_a_refusal() -> None:
     assert rig.core.has_request("a")
 
 
-@pytest.mark.parametrize("state", ["never up", "down"])
+@pytest.mark.parametrize("state", ["never up", "down", "down for too long"])
 def test_safety_required(state: str) -> None:
     """Fail-closed means: without the safety service nothing is served."""
-    rig = CoreRig(safety=None if state == "never up" else (True, True))
+    patience_seconds = 5.0 if state == "down for too long" else 0.0
+    rig = CoreRig(safety=None if state == "never up" else (True, True), safety_patience_seconds=patience_seconds)
     rig.add_shard()
-    if state == "down":
+    if state != "never up":
         rig.handle(SafetyDown())
+    if state == "down for too long":
+        rig.now += 5.0
+        rig.handle(Tick())
     error = sent(rig.submit()).finishes[0].error
     assert error is not None
     assert error.reason == ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE

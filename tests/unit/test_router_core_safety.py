@@ -146,7 +146,7 @@ def test_answers_are_not_sent_to_nobody(config: dict[str, str], screens_answers:
 @pytest.mark.parametrize("required", [True, False])
 def test_safety_lost_in_mid_answer(required: bool) -> None:
     """Fail-closed ends what cannot be screened any more; fail-open shows it."""
-    rig = CoreRig(safety=(True, True), safety_required=required)
+    rig = CoreRig(safety=(True, True), safety_required=required, safety_patience_seconds=0.0)
     rig.add_shard()
     actions = rig.submit()
     shard_id, [slot] = submitted(actions)

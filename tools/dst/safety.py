@@ -54,7 +54,9 @@ class SafetyStream:
         self._frames: list[ScreenAnswers] = []
         self._is_judging = False
         self._texts: dict[int, str | None] = {}
-        """By slot. None: halted, what still comes is dropped until the slot is closed."""
+        """By slot, what was to be read. None: halted, what still comes is dropped until the slot is closed."""
+        self._skipped: dict[int, tuple[int, str]] = {}
+        """By slot: characters that another stream has cleared, and the last of them."""
         self._checks: set[int] = set()
 
     # -- the router's end ---------------------------------------------------------------------------------------------
@@ -129,22 +131,28 @@ class SafetyStream:
         slots: list[int] = []
         clear: list[int] = []
         halts: list[AnswerHalt] = []
+        for slot, num_chars, last_char in frame.skips:
+            if slot in self._texts:
+                raise Violation("safety_protocol", f"text was skipped in the middle of slot {slot}")
+            self._skipped[slot] = (num_chars, last_char)
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
+            num_skipped, last_char = self._skipped.get(slot, (0, " "))
             text = self._texts.setdefault(slot, "")
             if text is None:
                 continue
             text += delta
-            halt_at = f" {text}".find(f" {HALTED_TOKEN} ")
+            halt_at = f"{last_char}{text}".find(f" {HALTED_TOKEN} ")
             self._texts[slot] = None if halt_at >= 0 else text
             if halt_at >= 0:
-                halts.append(AnswerHalt(slot, halt_at, "halted answer"))
+                halts.append(AnswerHalt(slot, num_skipped + halt_at, "halted answer"))
             else:
                 slots.append(slot)
-                clear.append(max(0, len(text) - HOLD_BACK_CHARS))
+                clear.append(num_skipped + max(0, len(text) - HOLD_BACK_CHARS))
         for slot in frame.close_slots:
             if slot not in self._texts:
                 raise Violation("safety_protocol", f"slot {slot} was closed without having been opened")
             del self._texts[slot]
+            self._skipped.pop(slot, None)
         return AnswersScreened(slots, clear, halts, frame.close_slots)
 
     @property

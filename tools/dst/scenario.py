@@ -131,6 +131,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         policy=random.Random(f"{seed} policy").choice([*sorted(POLICIES), *[DEFAULT_POLICY] * (len(POLICIES) // 2)]),
         answer_mode=rng.choice(("gate", "gate", "async", "off")),
         safety_required=rng.random() < 0.6,
+        safety_patience_seconds=random.Random(f"{seed} patience").choice((0.0, 0.02, 0.2, 5.0)),
         max_held_tokens=rng.choice((6, 1000)),
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),

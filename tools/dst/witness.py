@@ -23,6 +23,7 @@ from router.core.events import (
     ShardDown,
     ShardUp,
     StepArrived,
+    Tick,
 )
 from router.core.frames import Finish, Step
 from router.core.health import HealthState
@@ -44,6 +45,8 @@ class Witness:
         """Ever served."""
         self.policy: tuple[bool, bool] | None = None
         """Whether the safety service screens prompts and answers; None: it is away."""
+        self.safety_waited_for_until: float | None = None
+        """It is away, and what needs it waits until then."""
         self.arriving: SeenRequest | None = None
         """The request of the event at hand, admitted or refused."""
         self.gone_client = ""
@@ -93,13 +96,21 @@ class Witness:
                 self.gone_client = event.client_id
             case SafetyUp():
                 self.policy = (event.screens_prompts, event.screens_answers)
+                self.safety_waited_for_until = None
             case SafetyDown():
+                if self.policy is not None and self.config.safety_patience_seconds > 0:
+                    self.safety_waited_for_until = now + self.config.safety_patience_seconds
                 self.policy = None
+            case Tick():
+                if self.safety_waited_for_until is not None and now >= self.safety_waited_for_until:
+                    self.safety_waited_for_until = None
             case _:
                 pass
 
     def _take_request(self, event: RequestArrived, now: float) -> None:
-        seen = self.arriving = SeenRequest(event.request, now, self.config, self.policy)
+        # While the service is waited for nobody knows its next policy, so that it has to look at everything.
+        policy = self.policy if self.safety_waited_for_until is None else (True, True)
+        seen = self.arriving = SeenRequest(event.request, now, self.config, policy)
         seen.is_duplicate = event.request.request_id in self.live
         for choice in seen.choices:
             self._choices[event.request.client_id, choice.spec.slot] = choice

@@ -11,6 +11,7 @@ from router.core.deadlines import Deadlines
 from router.core.dispatch_queue import DispatchQueue
 from router.core.fleet import Shard
 from router.core.frames import Step
+from router.core.lifecycle import Lifecycle
 from router.core.live import LiveRequest
 from router.core.prefix_index import PrefixIndex
 from router.core.verdicts import Verdicts
@@ -18,6 +19,7 @@ from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
     DeadlinesKept,
+    EndsJustified,
     FleetTold,
     IndexExact,
     SafetyKept,
@@ -56,6 +58,63 @@ def shows_text_while_the_verdict_is_open(patch: Patch) -> None:
 def serves_while_safety_is_away(patch: Patch) -> None:
     """Requests are admitted without a safety service, although it is required."""
     patch.setattr(Verdicts, "can_admit", property(lambda _self: True))
+
+
+@caught_by(SafetyKept)
+def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
+    """Text that was held while the safety service was away is shown as soon as it is back."""
+    original = Verdicts.on_up
+
+    def on_up(self: Verdicts, now: float) -> None:
+        if self._waits_until is not None:
+            for live in self._lifecycle.requests.values():
+                for choice in live.choices:
+                    if choice.hold is not None:
+                        choice.hold.num_clear_chars = None
+        original(self, now)
+
+    patch.setattr(Verdicts, "on_up", on_up)
+
+
+@caught_by(SafetyKept)
+def forgets_prompts_that_waited_for_safety(patch: Patch) -> None:
+    """Prompts that had no verdict when the safety service died count as allowed when it is back."""
+    original = Verdicts.on_up
+
+    def on_up(self: Verdicts, now: float) -> None:
+        if self._waits_until is not None:
+            for live in self._lifecycle.requests.values():
+                live.prompt_verdict_open = False
+        original(self, now)
+
+    patch.setattr(Verdicts, "on_up", on_up)
+
+
+@caught_by(SafetyKept)
+def shows_the_end_while_safety_is_away(patch: Patch) -> None:
+    """An answer that ends while the safety service is away is shown: it has no screening slot, so all seems clear."""
+    original = Lifecycle.finish
+
+    def finish(self: Lifecycle, choice: Any, end: Any, now: float) -> None:
+        if choice.hold is not None and choice.screening_slot is None:
+            choice.hold.num_clear_chars = None
+        original(self, choice, end, now)
+
+    patch.setattr(Lifecycle, "finish", finish)
+
+
+@caught_by(EndsJustified)
+def has_no_patience_with_safety(patch: Patch) -> None:
+    """What waits for the safety service is given up at once."""
+    original = Verdicts.on_down
+
+    def on_down(self: Verdicts, now: float) -> None:
+        original(self, now)
+        for live in list(self._lifecycle.requests.values()):
+            if self._needs_verdict(live):
+                self._give_up(live, now)
+
+    patch.setattr(Verdicts, "on_down", on_down)
 
 
 @caught_by(FleetTold)

@@ -125,7 +125,10 @@ def _does_not_fit(node: RouterNode, choice: SeenChoice) -> bool:
 
 
 def _is_unscreenable(node: RouterNode, choice: SeenChoice) -> bool:
-    """The safety service is away, or so slow that too much is held."""
+    """The safety service is away for too long, or so slow that too much is held."""
+    if node.witness.safety_waited_for_until is not None and node.config.answer_mode == "gate":
+        most_held = max(len(sibling.emitted) - sibling.num_sent_tokens for sibling in choice.request.choices)
+        return most_held > max(1, node.config.max_held_tokens // len(choice.request.choices))
     return node.config.safety_required and (node.witness.policy is None or any(choice.request.policy or ()))
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class SafetyKept(Checker):
-    """Where the safety service is required, nothing is shown of an answer to a prompt that it blocks, nothing that it
-    halts in mode `gate`, and nothing begins while it is away."""
+    """Where the safety service is required, nothing is shown of an answer to a prompt that it blocks. In mode `gate`
+    nothing is shown that it halts, and nothing while it is away. Nothing begins while it is away for long."""
 
     invariant = "safety_kept"
 
@@ -34,6 +34,8 @@ class SafetyKept(Checker):
         if screens_prompts and request.prompt_text == script.BLOCKED_WORD:
             self.fail(f"{request.request_id} has a blocked prompt, and {delta!r} was sent")
         if screens_answers and node.config.answer_mode == "gate":
+            if node.witness.policy is None and delta:
+                self.fail(f"{request.request_id} was shown {delta!r} while the safety service was away")
             text = f" {choice.sent_text}{delta}"
             if f" {script.HALTED_TOKEN} " in text or script.HALTED_TOKEN in token_ids:
                 self.fail(f"{request.request_id} was shown {text!r}")
