@@ -35,7 +35,8 @@ message = "Nor this."
 patterns = ['q[0-9]{8}']
 max_length = 9
 """
-"""The answers to [0] and [7] come to the phrase; for the pattern, which is in none, the last 8 characters are always held."""
+"""The answers to [0] and [7] come to the phrase. The pattern is in none, and for it the last 8 characters are always
+held."""
 
 
 class SafetyProcess:
