@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine import int8_linear
 from shard_server.engines.torch_engine.config import load_config
-from shard_server.engines.torch_engine.int8_linear import Int8Linear, check_int8_products, quantise_rows
+from shard_server.engines.torch_engine.int8_linear import Int8Linear, check_int8_products, quantise_rows, split_digits
 from shard_server.engines.torch_engine.linear import row_granularity
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from shard_server.engines.torch_engine.weights import weight_bytes
@@ -40,23 +40,34 @@ def test_rounding_is_off_by_half_a_step_at_most(num_rows: int, num_columns: int,
     assert torch.all((values * scales - rows.float()).abs() <= 0.5001 * scales)
 
 
+def test_two_digits_keep_fifteen_bits():
+    """So that activations lose less than bfloat16 loses, and only the weights are coarse."""
+    rows = random_rows(20, 300) * torch.logspace(-3, 3, 20)[:, None]
+    digits, scales = split_digits(rows)
+    first, second = digits.split(20)
+    assert torch.all(((first + second / 254) * scales - rows).abs() <= 0.51 * scales / 254)
+    zeros, _ = split_digits(torch.zeros(2, 8))
+    assert not zeros.any()
+
+
 def test_what_fits_the_steps_comes_back_unchanged():
     """The round trip is exact there: quantising twice is quantising once. A row of zeros stays one."""
     values = torch.randint(-127, 128, (5, 40), generator=torch.Generator().manual_seed(0))
     values[:, 0] = 127
     values[4] = 0
     scales = torch.tensor([2.0**-8, 0.25, 1.0, 64.0, 1.0])[:, None]
-    again = quantise_rows(values * scales)
-    assert torch.equal(again.values, values.to(torch.int8))
-    assert torch.equal(again.scales[:4], scales[:4])
+    again, scales_again = quantise_rows(values * scales)
+    assert torch.equal(again, values.to(torch.int8))
+    assert torch.equal(scales_again[:4], scales[:4])
 
 
 @pytest.mark.parametrize(("num_rows", "num_in", "num_out"), [(1, 64, 96), (7, 96, 64), (32, 33, 50), (70, 576, 32)])
 def test_a_product_is_the_integers_own(num_rows: int, num_in: int, num_out: int):
     """Nothing is lost but by the rounding of the inputs: sums are exact whatever kernel the library takes."""
     weight, rows = random_rows(num_out, num_in, 1), random_rows(num_rows, num_in, 2)
-    (a, a_scales), (b, b_scales) = quantise_rows(rows), quantise_rows(weight)
-    expected = (a.long() @ b.long().T).float() * b_scales.T * a_scales
+    (digits, scales), (values, weight_scales) = split_digits(rows), quantise_rows(weight)
+    first, second = ((digits.long() @ values.long().T).float() * weight_scales.T).split(num_rows)
+    expected = (first + second / 254) * scales
     assert torch.equal(Int8Linear(weight, None, torch.float32)(rows), expected)
 
 

@@ -1,8 +1,9 @@
-"""Linear layers with int8 weights: a scale per output channel, and activations quantised row by row for the product.
+"""Linear layers with int8 weights, a scale per output channel. Activations keep 15 bits, as two int8 digits.
 
 oneDNN multiplies int8 by int8 and sums in 32-bit integers: exactly, in whatever order. So a row's result does not
 depend on how many other rows are computed with it, and products may be of any size. torch's own kernel for int8 weights
 with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one row, but half as fast from eight on.
+One digit would save little when decoding, where weights are what is read, and costs most of the quality.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from shard_server.engines.base import EngineError
 
 _LIMIT = 127
 """Symmetric: -128 is not used, so that a product never saturates where others would not."""
+_BASE = 2 * _LIMIT
+"""A step of the first digit is so many of the second's."""
 _SMALLEST = 1e-12
 """Stands for the largest value of a channel or row that is all zeros."""
 
 
-class QuantisedRows(NamedTuple):
+class DigitRows(NamedTuple):
     """What several products of one input share."""
 
-    values: torch.Tensor
-    """int8 [rows, in_features]"""
+    digits: torch.Tensor
+    """int8 [2 * rows, in_features]: all first digits, then all second ones."""
     scales: torch.Tensor
-    """float32 [rows, 1]; values * scales is the input, rounded."""
+    """float32 [rows, 1]; (first + second / _BASE) * scales is the input, rounded."""
 
 
 class Int8Linear:
-    """The methods of `PackedLinear`. Intermediate results (`silu`, `multiply`) stay float32: what follows quantises
+    """The methods of `PackedLinear`. Intermediate results (`silu`, `multiply`) stay float32: what follows splits
     them once, from what was computed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype) -> None:
@@ -46,39 +49,59 @@ class Int8Linear:
         except (AttributeError, RuntimeError) as error:
             raise EngineError(f"int8 weights are not supported here: {error}") from error
 
-    def prepare(self, x: torch.Tensor) -> QuantisedRows:
-        """Quantise once what several layers take."""
-        return quantise_rows(x)
+    def prepare(self, x: torch.Tensor) -> DigitRows:
+        """Split once what several layers take."""
+        return split_digits(x)
 
-    def __call__(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         return self._product(x).to(self._output_dtype)
 
-    def silu(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
+    def silu(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         """silu(xW + b), float32"""
         return F.silu(self._product(x), inplace=True)
 
-    def multiply(self, x: torch.Tensor | QuantisedRows, other: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor | DigitRows, other: torch.Tensor) -> torch.Tensor:
         """(xW + b) * other, float32"""
         return self._product(x).mul_(other)
 
-    def add(self, x: torch.Tensor | QuantisedRows, other: torch.Tensor) -> torch.Tensor:
+    def add(self, x: torch.Tensor | DigitRows, other: torch.Tensor) -> torch.Tensor:
         """xW + b + other, in the type of `other`"""
         return self._product(x).add_(other).to(other.dtype)
 
-    def _product(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
-        values, scales = x if isinstance(x, QuantisedRows) else quantise_rows(x)
-        product = torch.ops.onednn.qlinear_pointwise(
-            values, 1.0, 0, self._weight, self._scales, self._zero_points, None, 1.0, 0, torch.float32, "none", [], ""
-        ).mul_(scales)
+    def _product(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
+        digits, scales = x if isinstance(x, DigitRows) else split_digits(x)
+        first, second = torch.ops.onednn.qlinear_pointwise(
+            digits, 1.0, 0, self._weight, self._scales, self._zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+        ).split(len(scales))
+        # Not add_(alpha=...): that is fused where the library's vectors reach and is not at their ends.
+        product = first.add_(second.div_(_BASE)).mul_(scales)
         return product if self._bias is None else product.add_(self._bias)
 
 
-def quantise_rows(x: torch.Tensor) -> QuantisedRows:
-    """Symmetric, to the nearest of 255 steps between minus and plus the largest magnitude of each row."""
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8 [rows, columns], float32 scales [rows, 1]): to the nearest of the 255 steps between minus and plus the
+    largest magnitude of each row."""
+    steps, scales = _steps(x)
+    return steps.round_().to(torch.int8), scales
+
+
+def split_digits(x: torch.Tensor) -> DigitRows:
+    """As `quantise_rows`, and a second digit for what that rounds away."""
+    steps, scales = _steps(x)
+    num_rows, num_columns = x.shape
+    digits = torch.empty(2 * num_rows, num_columns, dtype=torch.int8)
+    first = steps.round()
+    digits[:num_rows] = first
+    digits[num_rows:] = steps.sub_(first).mul_(_BASE).round_()
+    return DigitRows(digits, scales)
+
+
+def _steps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 x / scales, scales)"""
     # A copy, which is then worked on in place.
     x = x.to(torch.float32, copy=True)
     scales = x.abs().amax(1, keepdim=True).clamp_min_(_SMALLEST).div_(_LIMIT)
-    return QuantisedRows(x.div_(scales).round_().to(torch.int8), scales)
+    return x.div_(scales), scales
 
 
 def check_int8_products() -> None:

@@ -15,7 +15,7 @@ from shard_server.engines.torch_engine.int8_linear import check_int8_products
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
-from shard_server.engines.torch_engine.memory import check_memory
+from shard_server.engines.torch_engine.memory import check_memory, return_freed_memory
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.weights import OnProgress, load_weights
 
@@ -91,6 +91,7 @@ class ModelRunner:
                 int8_weights=int8_weights,
                 on_progress=on_progress,
             )
+            return_freed_memory()
             # What is free once the weights are there.
             self.num_blocks = num_blocks or default_num_blocks(
                 config, block_size=block_size, max_model_len=self.max_model_len, dtype=torch_dtype
@@ -104,6 +105,7 @@ class ModelRunner:
             self._row_granularity = granularity or 1
             self.batch_invariant = granularity is not None and attention_is_invariant(config, torch_dtype)
             """Whether logits do not depend on the batch, bit for bit: measured on this machine at the start."""
+        return_freed_memory()
 
     @torch.inference_mode()
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
