@@ -132,7 +132,7 @@ async def test_a_client_that_comes_back_ends_what_its_lost_connection_ran(world:
     await lost.write(RouterServiceConnectRequest(submits=[submit]))
     await eventually(lambda: shard.num_running == 2, "both run")
     again = GrpcRouterLink(world.address, "edge-0")
-    again._link_id = "the same"
+    again.identity.link_id = "the same"
     await again.start()
     try:
         await world.wait_for_shards(again, 1)
