@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import click
 import psutil
@@ -20,6 +20,8 @@ from shard_server.engines.base import EngineError, EngineRequest, Sampling, Step
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sketch import Sketch
+from tools.bench_engine_vs import CHOICES, compare, comparison_table, plan_entrants
+from tools.bench_int8_quality import measure_int8_quality
 from tools.bench_techniques import measure_guided, run_speculation
 from tools.failures import CommandError
 from tools.model_registry import ModelRegistry
@@ -41,6 +43,7 @@ def run_bench(
     num_threads: int = 0,
     dtype: str = "bfloat16",
     deterministic: bool = True,
+    weights: Literal["dtype", "int8"] = "dtype",
     with_sketch: bool = False,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def run_bench(
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         num_threads=num_threads,
         deterministic=deterministic,
+        weights=weights,
     )
     config = ShardConfig(torch=torch_config, max_batch=max(batches), max_prefill_tokens_per_step=_PREFILL_TOKENS)
     engine = TorchEngine(model_dir, model_dir.name, config)
@@ -61,7 +65,14 @@ def run_bench(
         sketch = Sketch(model_dir, num_threads)
         for row in measured["decode"]:
             row["sketch_tokens_per_second"] = round(sketch.decode_tokens_per_second(row["batch"]), 1)
-    return {"model": model_dir.name, "dtype": dtype, "num_threads": num_threads, "temperature": temperature, **measured}
+    return {
+        "model": model_dir.name,
+        "dtype": dtype,
+        "weights": weights,
+        "num_threads": num_threads,
+        "temperature": temperature,
+        **measured,
+    }
 
 
 async def _measure(engine: TorchEngine, batches: Sequence[int], temperature: float) -> dict[str, Any]:
@@ -152,10 +163,14 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
 @option("--threads", "num_threads", type=click.IntRange(0), default=0, help="0: one per core.")
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@option("--weights", type=click.Choice(["dtype", "int8"]), default="dtype", show_default=True, help="Of linear layers.")
 @option("--no-deterministic", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0: greedy.")
 @option("--sketch", "with_sketch", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run.")
 @option("--speculation", "with_speculation", is_flag=True, help="Also what drafts by prompt lookup bring.")
+@option("--quantisation", "with_int8_quality", is_flag=True, help="Also what int8 weights change in the answers.")
+@option("--vs", default="", help="Compare with others in turn and do nothing else: int8, vllm, llamacpp, by commas.")
+@click.option("--rounds", "num_rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Of --vs.")
 @option("--guided", "with_guided", is_flag=True, help="Also what a JSON schema costs per token.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -163,10 +178,14 @@ def bench_engine(
     model: str,
     num_threads: int,
     dtype: str,
+    weights: Literal["dtype", "int8"],
     no_deterministic: bool,
     temperature: float,
     with_sketch: bool,
     with_speculation: bool,
+    with_int8_quality: bool,
+    vs: str,
+    num_rounds: int,
     with_guided: bool,
     data_dir: Path | None,
     as_json: bool,
@@ -175,17 +194,28 @@ def bench_engine(
     folder = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
     registry = ModelRegistry(folder / "models.json")
     model_dir = resolve_model(model, folder / "models", lambda message: click.echo(message, err=True), registry).path
+    if vs:
+        names = [name.strip() for name in vs.split(",")]
+        if unknown := set(names) - set(CHOICES):
+            raise CommandError(f"--vs knows {', '.join(CHOICES)}, not {', '.join(sorted(unknown))}")
+        entrants = plan_entrants(names, model, model_dir, num_threads or os.cpu_count() or 1, folder / "engines")
+        comparison = compare(entrants, num_rounds, lambda message: click.echo(message, err=True))
+        click.echo(json.dumps(comparison) if as_json else comparison_table(comparison))
+        return
     try:
         report = run_bench(
             model_dir,
             num_threads=num_threads,
             dtype=dtype,
             deterministic=not no_deterministic,
+            weights=weights,
             with_sketch=with_sketch,
             temperature=temperature,
         )
         if with_speculation:
             report["speculation"] = run_speculation(model_dir, (1, 8), report["num_threads"], dtype)
+        if with_int8_quality:
+            report["int8_quality"] = measure_int8_quality(model_dir, report["num_threads"])
         if with_guided:
             report["guided"] = measure_guided(model_dir, DEFAULT_BATCHES)
     except EngineError as error:
@@ -198,7 +228,8 @@ def bench_engine(
 
 def _print(report: dict[str, Any]) -> None:
     invariance = "batch-invariant" if report["batch_invariant"] else "not batch-invariant"
-    print(f"{report['model']}, {report['dtype']}, {report['num_threads']} threads, {invariance}")
+    weights = ", int8 weights" if report["weights"] == "int8" else ""
+    print(f"{report['model']}, {report['dtype']}{weights}, {report['num_threads']} threads, {invariance}")
     print(f"load     {report['load_seconds']:8.2f} s")
     print(f"RSS      {report['rss_gib']:8.2f} GiB")
     prefill = report["prefill"]
@@ -215,6 +246,12 @@ def _print(report: dict[str, Any]) -> None:
         print(
             f"speculation, {row['text']}, batch {row['batch']}: {row['tokens_per_second']} tokens/s without, "
             f"{row['with_speculation']} with ({row['speed_up']} times), acceptance {row['acceptance']}"
+        )
+    if quality := report.get("int8_quality"):
+        print(
+            f"int8 weights over {quality['num_tokens']} tokens: perplexity {quality['perplexity_int8']} instead of "
+            f"{quality['perplexity']}, KL divergence {quality['kl_divergence']}, the likeliest token is the same in "
+            f"{quality['top_1_agreement']:.1%}; greedy answers agree for {quality['greedy_tokens_agreeing']} tokens"
         )
     for row in report.get("guided", ()):
         print(

@@ -81,7 +81,7 @@ def test_bias_and_what_is_fused_follow_the_product():
     assert torch.equal(linear.silu(rows), torch.nn.functional.silu(product))
     assert torch.equal(linear.multiply(rows, other), product * other)
     assert torch.equal(linear.add(rows, other.bfloat16()), (product + other.bfloat16()).bfloat16())
-    assert torch.equal(linear(linear.prepare(rows)), product)
+    assert torch.equal(linear(split_digits(rows)), product)
 
 
 def test_rows_do_not_depend_on_the_batch():

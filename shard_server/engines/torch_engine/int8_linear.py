@@ -49,10 +49,6 @@ class Int8Linear:
         except (AttributeError, RuntimeError) as error:
             raise EngineError(f"int8 weights are not supported here: {error}") from error
 
-    def prepare(self, x: torch.Tensor) -> DigitRows:
-        """Split once what several layers take."""
-        return split_digits(x)
-
     def __call__(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         return self._product(x).to(self._output_dtype)
 

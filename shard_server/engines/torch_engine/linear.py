@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shard_server.engines.torch_engine.int8_linear import Int8Linear
+from shard_server.engines.torch_engine.int8_linear import Int8Linear, split_digits
 
 INVARIANT_ROWS = 32
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 28, 31, 32)
@@ -35,10 +35,6 @@ class PackedLinear:
         self._max_rows = max_rows
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), INVARIANT_ROWS)
         self._bias = bias
-
-    def prepare(self, x: torch.Tensor) -> torch.Tensor:
-        """What the other methods take of an input that several layers share."""
-        return x
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _by_rows(self._max_rows, self._unary, x)
@@ -77,10 +73,6 @@ class PlainLinear:
         self._weight = weight
         self._bias = bias
 
-    def prepare(self, x: torch.Tensor) -> torch.Tensor:
-        """As PackedLinear's."""
-        return x
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _by_rows(self._max_rows, self._linear, x)
 
@@ -111,6 +103,14 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int |
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias, max_rows)
     return PlainLinear(weight, bias, max_rows)
+
+
+def gated(gate: Linear, up: Linear, x: torch.Tensor) -> torch.Tensor:
+    """silu(gate(x)) * up(x)"""
+    if isinstance(gate, Int8Linear) and isinstance(up, Int8Linear):
+        digits = split_digits(x)
+        return up.multiply(digits, gate.silu(digits))
+    return up.multiply(x, gate.silu(x))
 
 
 def row_granularity(linear: Linear, dtype: torch.dtype) -> int | None:

@@ -11,7 +11,7 @@ from shard_server.engines.torch_engine.attention import AttentionPlan, PagedAtte
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.int8_linear import Int8Linear
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Linear, MakeLinear, make_linear
+from shard_server.engines.torch_engine.linear import Linear, MakeLinear, gated, make_linear
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 from shard_server.engines.torch_engine.weights import OnProgress
 
@@ -98,8 +98,7 @@ class LlamaModel:
             cache.write(plan.token_rows[index], qkv[:num_tokens, config.query_size :])
             attended = attention.attend(plan, index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
-            normalised = layer.gate.prepare(self._normalise(x, layer.mlp_norm))
-            x = layer.down.add(layer.up.multiply(normalised, layer.gate.silu(normalised)), x)
+            x = layer.down.add(gated(layer.gate, layer.up, self._normalise(x, layer.mlp_norm)), x)
         return self._head(self._normalise(x[logit_rows], self._norm)).float()
 
     def _normalise_heads_(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:

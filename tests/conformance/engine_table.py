@@ -1,0 +1,92 @@
+"""The table engine x capability of docs/engines.md: `python -m tests.conformance.engine_table` writes it anew.
+
+It says what engines said of themselves once they had started; the suite's tests of a capability run where it is listed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
+from shard_server.engines.base import Capability, Engine
+from shard_server.engines.sim_engine import SimEngine
+from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
+from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
+from shard_server.engines.torch_engine.engine import TorchEngine
+from tests.conformance.engine_suite import EngineSuite
+from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+BEGIN = "<!-- written by python -m tests.conformance.engine_table -->"
+END = "<!-- end of what is written -->"
+
+
+def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
+    """By the heading of their column."""
+
+    def torch(**fields: object) -> Callable[[], Engine]:
+        config = ShardConfig(torch=TorchConfig(num_threads=1, **fields), num_blocks=64)  # pyright: ignore
+        return lambda: TorchEngine(model_dir, "model", config)
+
+    def tensorrt_llm(guided: str | None) -> Callable[[], Engine]:
+        fields = TensorRtLlmConfig(guided_decoding_backend=guided) if guided else TensorRtLlmConfig()  # pyright: ignore
+        config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=fields)
+        return lambda: TensorRtLlmEngine(
+            Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
+        )
+
+    sim = ShardConfig(engine="sim", sim=SimConfig(step_ms=0))
+    return {
+        "torch": torch(),
+        "torch, int8 weights": torch(weights="int8"),
+        "torch, not deterministic": torch(deterministic=False),
+        "tensorrt_llm": tensorrt_llm(None),
+        "tensorrt_llm, guided": tensorrt_llm("xgrammar"),
+        "sim": lambda: SimEngine("model", sim, vocab_size=49152, eos_token_ids=frozenset({2})),
+    }
+
+
+async def capabilities(model_dir: Path) -> dict[str, frozenset[Capability]]:
+    """What each says once it has started; TensorRT-LLM's adapter over the fake library."""
+    found: dict[str, frozenset[Capability]] = {}
+    with installed_tensorrt_llm():
+        for name, make in engines(model_dir).items():
+            engine = make()
+            try:
+                await engine.start()
+                found[name] = engine.info.capabilities
+            finally:
+                await engine.close()
+    return found
+
+
+def table(found: Mapping[str, frozenset[Capability]]) -> str:
+    """In Markdown."""
+    num_tests = sum(name.startswith("test_") for name in dir(EngineSuite))
+    lines = [f"| | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+    lines.append(f"| tests of the suite | {' | '.join(str(num_tests) for _ in found)} |")
+    for capability in Capability:
+        marks = ("yes" if capability in own else "no" for own in found.values())
+        lines.append(f"| `{capability.value}` | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def split_page(page: str) -> tuple[str, str, str]:
+    """(before, the table, behind)"""
+    before, _, rest = page.partition(f"{BEGIN}\n")
+    written, _, behind = rest.partition(f"\n{END}")
+    return before, written, behind
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(capabilities(ensure_builtin_model(Path(folder))))
+    before, _, behind = split_page(PAGE.read_text())
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{behind}")
+
+
+if __name__ == "__main__":
+    main()
