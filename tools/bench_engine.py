@@ -251,7 +251,8 @@ def _print(report: dict[str, Any]) -> None:
         print(
             f"int8 weights over {quality['num_tokens']} tokens: perplexity {quality['perplexity_int8']} instead of "
             f"{quality['perplexity']}, KL divergence {quality['kl_divergence']}, the likeliest token is the same in "
-            f"{quality['top_1_agreement']:.1%}; greedy answers agree for {quality['greedy_tokens_agreeing']} tokens"
+            f"{quality['top_1_agreement']:.1%}; greedy answers agree for "
+            f"{quality['greedy_tokens_agreeing']} of {quality['greedy_answer_tokens']} tokens"
         )
     for row in report.get("guided", ()):
         print(

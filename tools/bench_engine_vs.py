@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ _PREFILL_TOKENS: Final = 512
 _PROMPT_TOKENS: Final = (32, 256)
 _DECODE_TOKENS: Final = {1: 48, 8: 64, 32: 80}
 """Long enough that all sequences of the batch decode together for a while, behind the prefill of the last."""
+_WARM_UP_TOKENS: Final = 4
 _VOCABULARY: Final = range(100, 4000)
 """Ordinary tokens of every model."""
 _START_TIMEOUT_SECONDS: Final = 600.0
@@ -96,7 +98,8 @@ def compare(
     start: Callable[[Sequence[str], float], Contender] = ContenderProcess,
 ) -> dict[str, Any]:
     """{"engines": [...], "missing": {name: why}}. All are up at once, and each measures before anyone measures the next
-    thing; medians over the rounds. One that fails is reported and left out from then on."""
+    thing; medians over the rounds. One that fails is reported and left out from then on. Ctrl-C ends it early, with the
+    figures that there are."""
     missing: dict[str, str] = {}
     running: dict[str, Contender] = {}
     results: dict[str, dict[str, list[float]]] = {}
@@ -107,24 +110,35 @@ def compare(
                 running[entrant.name] = start(entrant.argv(), _START_TIMEOUT_SECONDS)
             except ContenderError as error:
                 missing[entrant.name] = str(error)
-        # Round 0 warms up: kernels, caches, pages.
-        for turn in range(num_rounds + 1):
-            for what, prompts, max_tokens in _orders(turn):
-                for name, contender in list(running.items()):
-                    on_progress(f"round {turn} of {num_rounds}: {what}, {name}")
-                    try:
-                        figure = _figure(what, contender.run(prompts, max_tokens, _ORDER_TIMEOUT_SECONDS))
-                    except ContenderError as error:
-                        missing[name] = f"{what}: {error}"
-                        running.pop(name).close()
-                        continue
-                    if turn and figure is not None:
-                        results.setdefault(name, {}).setdefault(what, []).append(figure)
+        with contextlib.suppress(KeyboardInterrupt):  # the figures so far are worth having
+            _measure(num_rounds, running, results, missing, on_progress)
         engines = [_report(name, contender, results.get(name, {})) for name, contender in running.items()]
     finally:
         for contender in running.values():
             contender.close()
     return {"num_rounds": num_rounds, "engines": engines, "missing": missing}
+
+
+def _measure(
+    num_rounds: int,
+    running: dict[str, Contender],
+    results: dict[str, dict[str, list[float]]],
+    missing: dict[str, str],
+    on_progress: Callable[[str], None],
+) -> None:
+    # Round 0 warms up: kernels, caches, pages.
+    for turn in range(num_rounds + 1):
+        for what, prompts, max_tokens in _orders(turn):
+            for name, contender in list(running.items()):
+                on_progress(f"round {turn} of {num_rounds}: {what}, {name}")
+                try:
+                    figure = _figure(what, contender.run(prompts, max_tokens, _ORDER_TIMEOUT_SECONDS))
+                except ContenderError as error:
+                    missing[name] = f"{what}: {error}"
+                    running.pop(name).close()
+                    continue
+                if turn and figure is not None:
+                    results.setdefault(name, {}).setdefault(what, []).append(figure)
 
 
 def decode_rate(times: Sequence[Sequence[float]]) -> float | None:
@@ -147,7 +161,8 @@ def _orders(turn: int) -> list[tuple[str, list[list[int]], int]]:
     orders = [("prefill", [prompt(_PREFILL_TOKENS)], 1)]
     for batch in BATCHES:
         lengths = [shortest + (longest - shortest) * (2 * index + 1) // (2 * batch) for index in range(batch)]
-        orders.append((f"decode {batch}", [prompt(length) for length in lengths], _DECODE_TOKENS[batch]))
+        max_tokens = _DECODE_TOKENS[batch] if turn else _WARM_UP_TOKENS
+        orders.append((f"decode {batch}", [prompt(length) for length in lengths], max_tokens))
     return orders
 
 

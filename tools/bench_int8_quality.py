@@ -27,7 +27,7 @@ _QUESTIONS: Final = (
 
 def measure_int8_quality(model_dir: Path, num_threads: int) -> dict[str, Any]:
     """int8 against bfloat16. `greedy_tokens_agreeing`: for every question, how many tokens of the two answers are the
-    same before the first that is not. Raises EngineError."""
+    same before the first that is not; `greedy_answer_tokens`: of the one in bfloat16. Raises EngineError."""
     tokenizer = ModelTokenizer.load(model_dir)
     topics = pydoc_data.topics.topics
     ids = tokenizer.encode_now("\n\n".join(topics[name] for name in sorted(topics)))
@@ -61,6 +61,7 @@ def measure_int8_quality(model_dir: Path, num_threads: int) -> dict[str, Any]:
         divergences += (exact.exp() * (exact - rounded)).sum(1).tolist()
         agreements += (exact.argmax(1) == rounded.argmax(1)).tolist()
     num_tokens = len(agreements)
+    answers = [[_answer(runner, prompt) for runner in runners] for prompt in prompts]
     perplexity, perplexity_int8 = (torch.tensor(own).mean().exp().item() for own in losses)
     return {
         "num_tokens": num_tokens,
@@ -68,10 +69,8 @@ def measure_int8_quality(model_dir: Path, num_threads: int) -> dict[str, Any]:
         "perplexity_int8": round(perplexity_int8, 3),
         "kl_divergence": round(sum(divergences) / num_tokens, 5),
         "top_1_agreement": round(sum(agreements) / num_tokens, 4),
-        "greedy_tokens": _ANSWER_TOKENS,
-        "greedy_tokens_agreeing": [
-            _num_agreeing(*(_answer(runner, prompt) for runner in runners)) for prompt in prompts
-        ],
+        "greedy_answer_tokens": [len(exact) for exact, _ in answers],
+        "greedy_tokens_agreeing": [_num_agreeing(*both) for both in answers],
     }
 
 
