@@ -103,6 +103,13 @@ def test_the_death_of_one_shard_of_two_excuses_nothing():
     assert excused(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESET_LINK)
 
 
+def test_a_restart_excuses_the_loss_of_the_last_shard_only_with_a_fault():
+    """A shard that is being restarted cannot take over what the death of all others leaves; by itself a planned restart
+    must lose nothing."""
+    assert excused(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESTART_SHARD)
+    assert not excused(End.ERROR, "shard_lost", FaultKind.RESTART_SHARD, FaultKind.RESTART_SHARD)
+
+
 @pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED, Verdict.MISCOUNTED])
 def test_nothing_excuses_a_wrong_answer(verdict: Verdict):
     """Whatever happens."""

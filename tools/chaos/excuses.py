@@ -78,7 +78,14 @@ def is_excused(
     if code == "internal_error":
         # Nobody can look up where a response is.
         return "redis" in by_part and "edge" in by_part and errand.manner in (Manner.RESUMABLE, Manner.FLAKY)
-    return code in _ALL_SHARDS and _no_shard_left(by_part, fleet)
+    if code not in _ALL_SHARDS:
+        return False
+    restarted = {
+        one.target
+        for one in disturbances
+        if one.kind.verb == "restart" and one.kind.part == "shard" and one.is_felt(seen.sent_at, seen.ended_at)
+    }
+    return _no_shard_left(by_part, restarted, fleet)
 
 
 def _breaks_connections(errand: Errand, by_part: dict[str, list[Disturbance]]) -> bool:
@@ -88,7 +95,11 @@ def _breaks_connections(errand: Errand, by_part: dict[str, list[Disturbance]]) -
     return any(one.kind.verb in _EDGE_VERBS for one in causes)
 
 
-def _no_shard_left(by_part: dict[str, list[Disturbance]], fleet: Fleet) -> bool:
-    """All shards were struck, or one request by so many faults that its attempts were used up."""
+def _no_shard_left(by_part: dict[str, list[Disturbance]], restarted: set[str], fleet: Fleet) -> bool:
+    """All shards were struck, or all others while one was being restarted, or one request was struck by so many faults
+    that its attempts were used up."""
     struck = by_part.get("shard", []) + by_part.get("link", [])
-    return len({one.target for one in struck}) >= fleet.num_shards or len(struck) >= fleet.max_attempts
+    targets = {one.target for one in struck}
+    if len(targets) >= fleet.num_shards or len(struck) >= fleet.max_attempts:
+        return True
+    return bool(targets) and len(targets | restarted) >= fleet.num_shards
