@@ -75,10 +75,10 @@ def table(found: Mapping[str, frozenset[Capability]]) -> str:
 
 
 def split_page(page: str) -> tuple[str, str, str]:
-    """(before, the table, behind)"""
-    before, _, rest = page.partition(f"{BEGIN}\n")
-    written, _, behind = rest.partition(f"\n{END}")
-    return before, written, behind
+    """(before, the table, behind). Raises ValueError when the markers are not there."""
+    before, rest = page.split(BEGIN)
+    written, behind = rest.split(END)
+    return before, written.strip("\n"), behind
 
 
 def main() -> None:

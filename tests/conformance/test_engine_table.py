@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conformance.engine_table import PAGE, capabilities, split_page, table
+import pytest
+
+from tests.conformance.engine_table import BEGIN, END, PAGE, capabilities, split_page, table
+
+
+def test_only_the_table_is_replaced() -> None:
+    """What stands around it was written by people."""
+    assert split_page(f"a\n{BEGIN}\n{END}\nb") == ("a\n", "", "\nb")
+    assert split_page(f"a\n{BEGIN}\n| x |\n{END}\nb") == ("a\n", "| x |", "\nb")
+    with pytest.raises(ValueError):
+        split_page(f"a\n{BEGIN}\n| x |")
 
 
 async def test_the_page_says_what_the_engines_say(model_dir: Path) -> None:

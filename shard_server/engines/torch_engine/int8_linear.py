@@ -66,9 +66,11 @@ class Int8Linear:
 
     def _product(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         digits, scales = x if isinstance(x, DigitRows) else split_digits(x)
-        first, second = torch.ops.onednn.qlinear_pointwise(
+        products = torch.ops.onednn.qlinear_pointwise(
             digits, 1.0, 0, self._weight, self._scales, self._zero_points, None, 1.0, 0, torch.float32, "none", [], ""
-        ).split(len(scales))
+        )
+        # Not split: of no rows at all, which the head gets in the middle of a prompt, that makes one part.
+        first, second = products[: len(scales)], products[len(scales) :]
         # Not add_(alpha=...): that is fused where the library's vectors reach and is not at their ends.
         product = first.add_(second.div_(_BASE)).mul_(scales)
         return product if self._bias is None else product.add_(self._bias)
