@@ -215,14 +215,14 @@ def test_a_study_is_resumed_where_it_stopped(mooncake: Path, weka: Path, tmp_pat
     its prose."""
     plan = StudyPlan(str(mooncake), str(weka))
     page = tmp_path / "page.md"
-    page.write_text("Before\n<!-- table: profile -->\nold\n<!-- end table -->\nAfter\n")
+    page.write_text("Before\n<!-- table: engine -->\nold\n<!-- end table -->\nAfter\n")
     arguments = ["--mooncake", str(mooncake), "--weka", str(weka), "--results", str(tmp_path / "r")]
-    arguments += ["--page", str(page), "--only", "profile", "--jobs", "1"]
+    arguments += ["--page", str(page), "--only", "engine", "--jobs", "1"]
     first = CliRunner().invoke(study_command, arguments)
     assert first.exit_code == 0, first.output
     written = page.read_text()
     assert re.fullmatch(
-        r"Before\n<!-- table: profile -->\n\|.*\|\n\| Mooncake, 8b \| .*\n<!-- end table -->\nAfter\n",
+        r"Before\n<!-- table: engine -->\n\|.*\|\n\| Mooncake, FCFS \| .*\n<!-- end table -->\nAfter\n",
         written,
         re.DOTALL,
     )
@@ -231,7 +231,7 @@ def test_a_study_is_resumed_where_it_stopped(mooncake: Path, weka: Path, tmp_pat
     results_file.write_bytes(kept + b'{"key": "half')
     assert CliRunner().invoke(study_command, arguments).exit_code == 0
     assert (page.read_text(), results_file.read_bytes()) == (written, kept)
-    table = plan.table("profile", None)
+    table = plan.table("engine", None)
     assert len(kept.splitlines()) == len(table.jobs())
     assert render(table, StudyResults(tmp_path / "r")) in written
 
