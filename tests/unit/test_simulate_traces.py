@@ -247,7 +247,9 @@ def test_a_bad_azure_line_is_named(tmp_path: Path, text: str, problem: str):
 
 
 @pytest.mark.parametrize(
-    "content", [b"not gzip", gzip.compress(b'{"timestamp": 0}\n' * 999)[:-20], b"\x1f\x8b\x08\x00"]
+    "content",
+    [b"not gzip", gzip.compress(b'{"timestamp": 0}\n' * 999)[:-20], b"\x1f\x8b\x08\x00"],
+    ids=["no gzip", "cut off", "no more than a header"],
 )
 def test_a_damaged_gzip_file_is_one_line_of_error(tmp_path: Path, content: bytes):
     """A download that broke off."""
