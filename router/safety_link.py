@@ -19,6 +19,7 @@ from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
 from router.dispatcher import Dispatcher
+from router.prompt_filter import PromptFilter
 from router.reconnect import Backoff, LinkError, cause_of, raise_if_cancelled
 from router.safety_stream import SafetyStream
 
@@ -173,7 +174,8 @@ class SafetyLink:
 
     def _tell_policy(self, stream: SafetyStream) -> None:
         policy = stream.policy
-        self._dispatcher.dispatch(SafetyUp(policy.screens_prompts, policy.screens_answers, stream.answers.prefilter))
+        prefilter, prompt_filter = stream.answers.prefilter, PromptFilter.from_policy(policy)
+        self._dispatcher.dispatch(SafetyUp(policy.screens_prompts, policy.screens_answers, prefilter, prompt_filter))
 
 
 def _split(answers: ScreenAnswers, leaving: SafetyStream) -> tuple[ScreenAnswers, ScreenAnswers]:

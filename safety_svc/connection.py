@@ -26,7 +26,7 @@ from kvloom.v1.safety_service_pb2 import (
 from safety_svc.metrics import ANSWERS, PROMPTS
 from safety_svc.policy import Hit, Policy, Rule
 from safety_svc.policy_file import PolicyFile
-from safety_svc.prefilter import prefilter
+from safety_svc.prefilter import prefilter, prompt_prefilter
 from safety_svc.screen import CHARS_PER_TURN, AnswerScreener, check_long_prompt, check_prompt
 
 MAX_OPEN_ANSWERS: Final = 65_536
@@ -187,4 +187,5 @@ def policy_state(policy: Policy) -> PolicyState:
         screens_prompts=bool(policy.prompt),
         screens_answers=bool(policy.answer),
         answer_prefilter=prefilter(policy.answer),
+        prompt_prefilter=prompt_prefilter(policy.prompt),
     )

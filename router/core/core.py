@@ -356,7 +356,10 @@ class RouterCore:
 
     def _on_safety_up(self, event: ev.SafetyUp, now: float) -> None:
         self._screening.set_up(
-            screens_prompts=event.screens_prompts, screens_answers=event.screens_answers, prefilter=event.prefilter
+            screens_prompts=event.screens_prompts,
+            screens_answers=event.screens_answers,
+            prefilter=event.prefilter,
+            prompt_filter=event.prompt_filter,
         )
         self._verdicts.on_up(now)
 

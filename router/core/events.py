@@ -192,6 +192,8 @@ class SafetyUp:
     screens_answers: bool
     prefilter: TextFilter | None = None
     """What it lets pass need not be screened; None: everything is."""
+    prompt_filter: TextFilter | None = None
+    """The prompts that it lets pass would be allowed; None: all have to be checked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

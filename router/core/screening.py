@@ -23,6 +23,7 @@ class Screening:
         self.screens_prompts = False
         self.screens_answers = False
         self._prefilter: TextFilter | None = None
+        self._prompt_filter: TextFilter | None = None
         self._checks: dict[int, LiveRequest] = {}
         self._check_ids = SlotPool()
         self._answers: dict[int, Choice | None] = {}
@@ -30,11 +31,19 @@ class Screening:
         self._slots = SlotPool()
         self._closing: set[int] = set()
 
-    def set_up(self, *, screens_prompts: bool, screens_answers: bool, prefilter: TextFilter | None = None) -> None:
+    def set_up(
+        self,
+        *,
+        screens_prompts: bool,
+        screens_answers: bool,
+        prefilter: TextFilter | None = None,
+        prompt_filter: TextFilter | None = None,
+    ) -> None:
         self.is_up = True
         self.screens_prompts = screens_prompts
         self.screens_answers = screens_answers
         self._prefilter = prefilter
+        self._prompt_filter = prompt_filter
 
     def reset(self, *, keeps_prefilter: bool) -> None:
         """The stream broke: nothing that was asked over it will be answered. The prefilter may go on clearing what it
@@ -50,6 +59,13 @@ class Screening:
         self._answers.clear()
         self._slots = SlotPool()
         self._closing.clear()
+
+    def must_check(self, live: LiveRequest) -> bool:
+        """Whether the service might refuse its prompt."""
+        if not self.screens_prompts:
+            return False
+        prompt_filter = self._prompt_filter
+        return prompt_filter is None or prompt_filter.is_suspicious(live.request.prompt_text)
 
     def check_prompt(self, live: LiveRequest) -> None:
         live.check_id = self._check_ids.allocate()

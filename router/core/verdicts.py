@@ -42,7 +42,7 @@ class Verdicts:
             return
         if not screening.is_up:
             return
-        if screening.screens_prompts:
+        if screening.must_check(live):
             screening.check_prompt(live)
         is_screened = screening.screens_answers and self._answer_mode != "off"
         is_gated = is_screened and self._answer_mode == "gate"

@@ -49,6 +49,28 @@ def test_blocked_prompt() -> None:
     assert only(actions, RequestEnded).num_output_tokens == 0
 
 
+class HoldsX:
+    """A prompt filter: only prompts with an x need to be checked."""
+
+    def is_suspicious(self, text: str) -> bool:
+        return "x" in text
+
+
+def test_prompts_that_the_filter_clears_are_not_sent() -> None:
+    """They would be allowed: nothing is held for a verdict, and the service is spared their text. Others are asked
+    about as ever, and so is everything once a policy without a filter is in force."""
+    rig = CoreRig(safety=None)
+    rig.handle(SafetyUp(True, False, prompt_filter=HoldsX()))
+    rig.add_shard()
+    actions = rig.submit("r1", slots=(1,), prompt_text="plain")
+    assert not has(actions, CheckPrompt)
+    shard_id, [slot] = submitted(actions)
+    assert sent(rig.start(shard_id, slot)).deltas == ["a"]
+    assert only(rig.submit("r2", slots=(2,), prompt_text="x"), CheckPrompt).text == "x"
+    rig.handle(SafetyUp(True, False))
+    assert has(rig.submit("r3", slots=(3,), prompt_text="plain"), CheckPrompt)
+
+
 def test_whole_answer_may_wait_for_the_prompt_verdict() -> None:
     """A verdict slower than the answer still comes first."""
     rig = CoreRig(safety=(True, False))

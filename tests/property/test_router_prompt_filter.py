@@ -1,0 +1,74 @@
+"""Prompts that the router does not send to the safety service are prompts that it would allow, whatever the policy."""
+
+from __future__ import annotations
+
+import re2
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from kvloom.v1.safety_service_pb2 import PolicyState
+from router.prompt_filter import MAX_CHARS, PromptFilter
+from safety_svc.policy import BUILTIN_POLICY, Pattern, Phrase, RuleSet, load_policy
+from safety_svc.prefilter import MAX_BEGINNINGS, prompt_prefilter
+from safety_svc.screen import check_prompt
+from tests.property.test_router_prefilter import RULE, rule_sets, texts, words
+
+
+def filter_of(rules: RuleSet) -> PromptFilter | None:
+    """As the router learns of it."""
+    state = PolicyState(prompt_prefilter=prompt_prefilter(rules))
+    return PromptFilter.from_policy(PolicyState.FromString(state.SerializeToString()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(rules=rule_sets(), text=texts)
+@example(rules=RuleSet([Phrase(RULE, "a b", True)], []), text="x A\x1c\n B")
+@example(rules=RuleSet([Phrase(RULE, "ab", False)], []), text="\uff21\uff22")
+@example(rules=RuleSet([Phrase(RULE, "\uac00", False)], []), text="\u1100\u1161")
+@example(rules=RuleSet([], [Pattern(RULE, re2.compile("éb"), ("é",), 6)]), text="aéb")
+@example(rules=RuleSet([], [Pattern(RULE, re2.compile("a"), (), 6)]), text="a")
+@example(rules=RuleSet([], [Pattern(RULE, re2.compile(".b"), ("a", "x", "-", "é"), 6)]), text="a b")
+def test_what_passes_would_be_allowed(rules: RuleSet, text: str) -> None:
+    """Nobody gets past a rule because a router judged for itself."""
+    prompt_filter = filter_of(rules)
+    if prompt_filter is not None and not prompt_filter.is_suspicious(text):
+        assert check_prompt(rules, text) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(words, max_size=5), clear=st.text("xyzü \n", max_size=40))
+def test_most_prompts_pass(texts: list[str], clear: str) -> None:
+    """A filter that suspects everything would be exact, too: text that has no letter of a pattern's prefix passes, also
+    outside ASCII, as long as there are no phrases."""
+    prefixes = [text for text in texts if not set(text) & set(clear)]
+    assume(prefixes)
+    patterns = [Pattern(RULE, re2.compile(re2.escape(prefix)), (prefix,), 64) for prefix in prefixes]
+    prompt_filter = filter_of(RuleSet([], patterns))
+    assert prompt_filter is not None
+    assert not prompt_filter.is_suspicious(clear)
+
+
+def test_large_policies_and_prompts_are_bounded() -> None:
+    """A deny list of many thousand phrases is told by shorter beginnings; a prompt that would keep the router for long
+    goes to the service."""
+    phrases = [
+        Phrase(RULE, f"{a}{b}{c}{d}", False) for a in "abcdefgh" for b in "abcdefgh" for c in "abcd" for d in "12"
+    ]
+    announced = prompt_prefilter(RuleSet([*phrases, *(Phrase(RULE, f"z{n}", True) for n in range(2000))], []))
+    assert announced is not None
+    assert len(announced.folded_beginnings) <= MAX_BEGINNINGS
+    prompt_filter = filter_of(RuleSet(phrases, []))
+    assert prompt_filter is not None
+    assert not prompt_filter.is_suspicious("x AB d2")
+    assert prompt_filter.is_suspicious("x ABd2")
+    assert not prompt_filter.is_suspicious("x" * MAX_CHARS)
+    assert prompt_filter.is_suspicious("x" * (MAX_CHARS + 1))
+
+
+def test_the_built_in_policy_lets_ordinary_prompts_pass() -> None:
+    """Tables and rules of Markdown, and other alphabets, are no reason to ask."""
+    prompt_filter = filter_of(load_policy(BUILTIN_POLICY).prompt)
+    assert prompt_filter is not None
+    assert not prompt_filter.is_suspicious("| a | b |\n|-----|------|\n\n----------\nÜber 日本語\n")
+    assert prompt_filter.is_suspicious("my key: -----BEGIN RSA PRIVATE KEY-----")
+    assert prompt_filter.is_suspicious("AKIA0123456789ABCDEF")
