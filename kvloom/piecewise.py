@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Final
 
 from tokenizers import Tokenizer
+
+from kvloom.token_ids import token_array
 
 MAX_WORDS: Final = 200_000
 MAX_WORD_CHARS: Final = 48
@@ -32,7 +35,8 @@ BLOCK_CHARS: Final = 2048
 MIN_PIECEWISE_CHARS: Final = 256
 """Shorter texts are encoded whole: that costs no more."""
 BLOCKS_PER_TURN: Final = 8
-_BYTES_PER_ID: Final = 8  # in a tuple; small ints are shared, the rest is the words' own
+_BLOCK_OVERHEAD_BYTES: Final = 250
+"""What a remembered block costs beside its text and ids."""
 
 _CUT: Final = re.compile(r"(?<=[!-~]) (?=[!-~])")
 _FUSING: Final = re.compile(r"[!-~] ")
@@ -95,16 +99,16 @@ class PieceRules:
 
 
 class PieceCache:
-    """Ids of blocks and words that were seen. Not thread-safe: it lives on the event loop. `encode` of the tokenizer
-    gets what is not known."""
+    """Ids of blocks and words that were seen, packed (kvloom/token_ids.py). Not thread-safe: it lives on the
+    event loop. `encode` of the tokenizer gets what is not known."""
 
     def __init__(self, rules: PieceRules, max_bytes: int = MAX_BLOCK_BYTES, max_words: int = MAX_WORDS) -> None:
         self._rules = rules
         self._max_bytes = max_bytes
         self._max_words = max_words
-        self._blocks: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._blocks: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
-        self._words: dict[str, tuple[int, ...]] = {}
+        self._words: dict[str, bytes] = {}
         """Without the space before them, which counts as theirs."""
 
     @property
@@ -134,7 +138,7 @@ class PieceCache:
                 if len(plan.parts) % BLOCKS_PER_TURN == 0:
                     yield
 
-    def note(self, block: str, ids: tuple[int, ...]) -> None:
+    def note(self, block: str, ids: bytes) -> None:
         """Remember a block, and forget the ones that were not used for longest if there are too many."""
         if block in self._blocks:
             return
@@ -144,42 +148,34 @@ class PieceCache:
             forgotten, its_ids = self._blocks.popitem(last=False)
             self._num_bytes -= _size_bytes(forgotten, its_ids)
 
-    def note_word(self, piece: str, ids: tuple[int, ...]) -> None:
+    def note_word(self, piece: str, ids: bytes) -> None:
         if piece[0] == " " and len(piece) <= MAX_WORD_CHARS:
             if len(self._words) >= self._max_words:
                 self._words.clear()  # rare, and the common ones are back at once
             self._words[piece[1:]] = ids
 
-    def _pieces(self, block: str, plan: Plan) -> list[str | tuple[int, ...]]:
+    def _pieces(self, block: str, plan: Plan) -> list[str | bytes]:
         """Known words' ids, and texts to be encoded, in order."""
         words = block.split(" ")
-        get = self._words.get
-        # Known words begin and end with a visible character: there is a cut between two of them. What a block begins
-        # with has no space before it and is no word; `pending` has not been cut off yet.
-        found: list[str | tuple[int, ...]] = []
-        pending = words[0]
-        is_after_visible = bool(pending) and "!" <= pending[-1] <= "~"
-        for word in words[1:]:
-            ids = get(word)
-            if ids is not None and (is_after_visible or not pending):
-                if pending:
-                    found.append(pending)
-                    plan.miss(pending)
-                    pending = ""
-                found.append(ids)
-                is_after_visible = True
-                continue
-            starts_visible = bool(word) and "!" <= word[0] <= "~"
-            if pending and is_after_visible and starts_visible:
-                found.append(pending)
-                plan.miss(pending)
-                pending = " " + word
+        known: list[bytes | None] = list(map(self._words.get, words))
+        known[0] = None  # no space before it: no word
+        found: list[str | bytes] = []
+        begin, num_words = int(not words[0]), len(words)
+        # Known words begin and end with a visible character: there is a cut between two of them.
+        while begin < num_words:
+            if known[begin] is not None:
+                end = _index_of_none(known, begin)
+                found.append(b"".join(known[begin:end]))  # pyright: ignore[reportArgumentType]  (none of them is None)
             else:
-                pending = pending + " " + word
-            is_after_visible = bool(word) and "!" <= word[-1] <= "~"
-        if pending:
-            found.append(pending)
-            plan.miss(pending)
+                end = begin + 1
+                while end < num_words and not (
+                    _ends_visible(words[end - 1]) and (known[end] is not None or _begins_visible(words[end]))
+                ):
+                    end += 1
+                piece = " ".join(words[begin:end])
+                found.append(piece if begin == 0 else " " + piece)
+                plan.miss(found[-1])
+            begin = end
         return found
 
 
@@ -188,7 +184,7 @@ class Plan:
 
     def __init__(self, cache: PieceCache) -> None:
         self._cache = cache
-        self.parts: list[tuple[str, tuple[int, ...] | None, Sequence[str | tuple[int, ...]]]] = []
+        self.parts: list[tuple[str, bytes | None, Sequence[str | bytes]]] = []
         """(block, its ids if known, its pieces)."""
         self.misses: dict[str, None] = {}
         self.num_missing_chars = 0
@@ -198,29 +194,43 @@ class Plan:
             self.misses[piece] = None
             self.num_missing_chars += len(piece)
 
-    def ids(self, encoded: Sequence[Sequence[int]]) -> list[int]:
+    def ids(self, encoded: Sequence[Sequence[int]]) -> array[int]:
         """All ids of the text, which is remembered. `encoded`: ids of each of the misses."""
-        new = {piece: tuple(ids) for piece, ids in zip(self.misses, encoded, strict=True)}
+        new = {piece: token_array(ids).tobytes() for piece, ids in zip(self.misses, encoded, strict=True)}
         for piece, ids in new.items():
             if len(piece) > 1 and _is_word(piece):
                 self._cache.note_word(piece, ids)
-        found: list[tuple[int, ...]] = []
+        found: list[bytes] = []
         for block, known, pieces in self.parts:
             if known is None:
-                known = tuple(
-                    chain.from_iterable([new[piece] if isinstance(piece, str) else piece for piece in pieces])
-                )
+                known = b"".join([new[piece] if isinstance(piece, str) else piece for piece in pieces])
                 self._cache.note(block, known)
             found.append(known)
-        return list(chain.from_iterable(found))
+        return array("I", b"".join(found))
+
+
+def _index_of_none(known: Sequence[bytes | None], begin: int) -> int:
+    """The first from there on; the end if there is none."""
+    try:
+        return known.index(None, begin)
+    except ValueError:
+        return len(known)
+
+
+def _begins_visible(word: str) -> bool:
+    return bool(word) and "!" <= word[0] <= "~"
+
+
+def _ends_visible(word: str) -> bool:
+    return bool(word) and "!" <= word[-1] <= "~"
 
 
 def _is_word(piece: str) -> bool:
     return piece[0] == " " and "!" <= piece[1] <= "~" and "!" <= piece[-1] <= "~" and " " not in piece[1:]
 
 
-def _size_bytes(block: str, ids: tuple[int, ...]) -> int:
-    return len(block) + _BYTES_PER_ID * len(ids) + 200
+def _size_bytes(block: str, ids: bytes) -> int:
+    return len(block) + len(ids) + _BLOCK_OVERHEAD_BYTES
 
 
 def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.piecewise import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, Plan
 from kvloom.special_tokens import AliasedEncoder, SpecialStrings
 from kvloom.token_bytes import TokenBytes
+from kvloom.token_ids import token_array
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 __all__ = ["ChatMessage", "ModelTokenizer"]
@@ -93,12 +95,13 @@ class ModelTokenizer:
             raise invalid_argument("This model has no chat template: send a text prompt instead.", "messages")
         return self._template.render(messages)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
         """Ids of `text`, in which special-token strings become special tokens. Raises KvloomError."""
         if len(text) < MIN_PIECEWISE_CHARS or (add_special_tokens and self._adds_tokens):
             if len(text) <= MAX_INLINE_CHARS:
-                return self.encode_now(text, add_special_tokens=add_special_tokens)
-            return await self._in_thread(lambda: self.encode_now(text, add_special_tokens=add_special_tokens))
+                return token_array(self.encode_now(text, add_special_tokens=add_special_tokens))
+            encode = self.encode_now
+            return token_array(await self._in_thread(lambda: encode(text, add_special_tokens=add_special_tokens)))
         plan = Plan(self._pieces)
         for _ in self._pieces.fill(plan, text):
             await asyncio.sleep(0)
@@ -123,7 +126,7 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise invalid_argument("The text is not valid Unicode.") from error
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[list[int], str]:
+    async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[array[int], str]:
         """(ids, text) of a conversation's prompt. Special-token strings inside a message's content stay plain text
         (see kvloom/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, QUEUE_FULL)."""
         contents, mark = self._special_strings.mark([message.content for message in messages])
@@ -133,7 +136,7 @@ class ModelTokenizer:
         marked = [ChatMessage(message.role, content) for message, content in zip(messages, contents, strict=True)]
         text = self.render_chat(marked)
         ids = await self._in_thread(lambda: self._aliased_encoder().encode(text, mark))
-        return ids, text.replace(mark, "")
+        return token_array(ids), text.replace(mark, "")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of whole sequences; bytes that are not UTF-8 become U+FFFD."""

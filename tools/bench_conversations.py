@@ -102,7 +102,7 @@ async def _prompt_of(exchange: Exchange, tokenizer: ModelTokenizer) -> list[int]
         raise CommandError(
             f"the fabric counted {exchange.num_prompt_tokens} prompt tokens where there are {len(prompt)}"
         )
-    return prompt
+    return prompt.tolist()
 
 
 def _turns(exchanges: Sequence[Exchange], prompts: Sequence[Sequence[int]], block_size: int) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ def built_in(model_dir: Path) -> tuple[Tokenizer, PieceRules]:
 
 def ids_by_pieces(cache: PieceCache, tokenizer: Tokenizer, text: str) -> list[int]:
     plan = cache.plan(text)
-    return plan.ids([tokenizer.encode(piece, add_special_tokens=False).ids for piece in plan.misses])
+    return plan.ids([tokenizer.encode(piece, add_special_tokens=False).ids for piece in plan.misses]).tolist()
 
 
 @pytest.fixture(autouse=True)

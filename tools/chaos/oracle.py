@@ -25,8 +25,8 @@ class Oracle(Protocol):
 async def prompt_ids_of(question: Question, tokenizer: ModelTokenizer) -> list[int]:
     if question.is_chat:
         prompt, _ = await tokenizer.encode_chat([ChatMessage("user", question.prompt)])
-        return prompt
-    return await tokenizer.encode(question.prompt)
+        return prompt.tolist()
+    return (await tokenizer.encode(question.prompt)).tolist()
 
 
 class SimOracle:
