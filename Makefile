@@ -8,6 +8,8 @@ STAMP := .make
 PROTOS := $(wildcard protos/kvloom/v1/*.proto)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
 ARGS ?=
+# Processes that run tests.
+TEST_WORKERS ?= 2
 
 .PHONY: help run test setup setup-dev proto check lint types imports protos-check unit clean
 
@@ -17,12 +19,12 @@ help: ## Show this.
 run: setup ## Set up and start the fabric: real model, chat page. ARGS="--shards 1" is passed on.
 	@exec $(BIN)/kvloom up $(ARGS)
 
-test: setup-dev ## Everything: checks, then all tests. ARGS="-k name" is passed to pytest.
+test: setup-dev ## Everything: checks, then all tests, two at a time. ARGS="-k name" is passed to pytest.
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(ARGS)
 
 unit: setup-dev ## The quick tests.
-	$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)
 
 check: lint types imports protos-check ## All that needs no running code.
 

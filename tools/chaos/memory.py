@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -13,6 +14,16 @@ from tools.supervised import ProcessStatus
 SAMPLE_SECONDS: Final = 5.0
 MAX_SAMPLES: Final = 20_000
 """Of a process."""
+MAX_WARM_UP_SECONDS: Final = 300.0
+WARM_UP_SHARE: Final = 1 / 3
+"""Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS."""
+FLAT_MB_PER_HOUR: Final = 1.0
+_NUM_BLOCKS: Final = 20
+"""Samples in a row are much alike; the means of so many blocks of them are taken to tell one thing each."""
+_MIN_BLOCKS: Final = 5
+
+Sample = tuple[float, int]
+"""Seconds since the load began, bytes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,55 +32,103 @@ class Life:
 
     name: str
     role: str
-    pid: int
-    samples: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    """Seconds since the load began, bytes."""
+    samples: list[Sample] = dataclasses.field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         return self.samples[-1][0] - self.samples[0][0]
 
+    @property
+    def warm_samples(self) -> list[Sample]:
+        begin = self.samples[0][0] + min(MAX_WARM_UP_SECONDS, WARM_UP_SHARE * self.seconds)
+        return [sample for sample in self.samples if sample[0] >= begin]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trend:
+    """A line through samples, by least squares."""
+
+    bytes_per_second: float
+    error_bytes_per_second: float
+    """Twice the slope's standard error."""
+
+    @property
+    def is_flat(self) -> bool:
+        """No more than FLAT_MB_PER_HOUR, or too little to be told from noise."""
+        surely = self.bytes_per_second - self.error_bytes_per_second
+        return per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or surely <= 0.0
+
 
 class MemoryWatch:
     def __init__(self) -> None:
         self._lives: dict[int, Life] = {}
+        """By pid."""
 
     def sample(self, statuses: Iterable[ProcessStatus], at_seconds: float) -> None:
         for status in statuses:
-            if status.pid is None:
-                continue
-            life = self._lives.setdefault(status.pid, Life(status.name, status.role, status.pid))
-            num_bytes = rss_bytes([status.pid])
-            if num_bytes and len(life.samples) < MAX_SAMPLES:
-                life.samples.append((at_seconds, num_bytes))
+            if status.pid is not None:
+                self.note(status.pid, status.name, status.role, at_seconds, rss_bytes([status.pid]))
 
-    def figures(self, warm_up_seconds: float) -> list[dict[str, Any]]:
-        """Of each name the life that lasted longest, the first `warm_up_seconds` of it left out."""
-        longest: dict[str, Life] = {}
+    def note(self, pid: int, name: str, role: str, at_seconds: float, num_bytes: int) -> None:
+        life = self._lives.setdefault(pid, Life(name, role))
+        if num_bytes and len(life.samples) < MAX_SAMPLES:
+            life.samples.append((at_seconds, num_bytes))
+
+    def figures(self) -> list[dict[str, Any]]:
+        """A row for each name: how many processes bore it, and the memory of that which lived longest, warmed up."""
+        by_name: dict[str, list[Life]] = {}
         for life in self._lives.values():
-            known = longest.get(life.name)
-            if life.samples and (known is None or life.seconds > known.seconds):
-                longest[life.name] = life
-        return [_figures_of(life, warm_up_seconds) for _, life in sorted(longest.items())]
+            if life.samples:
+                by_name.setdefault(life.name, []).append(life)
+        return [_figures_of(lives) for _, lives in sorted(by_name.items())]
 
 
-def _figures_of(life: Life, warm_up_seconds: float) -> dict[str, Any]:
-    begin = life.samples[0][0] + warm_up_seconds
-    warm = [sample for sample in life.samples if sample[0] >= begin] or life.samples[-1:]
-    slope = slope_per_second(warm)
+def _figures_of(lives: Sequence[Life]) -> dict[str, Any]:
+    longest = max(lives, key=lambda life: life.seconds)
+    warm = longest.warm_samples
+    trend = trend_of(warm)
     return {
-        "name": life.name,
-        "role": life.role,
+        "name": longest.name,
+        "role": longest.role,
+        "lives": len(lives),
         "seconds": round(warm[-1][0] - warm[0][0], 1),
         "start_mb": round(warm[0][1] / 1e6, 1),
         "end_mb": round(warm[-1][1] / 1e6, 1),
-        "growth_mb": round((warm[-1][1] - warm[0][1]) / 1e6, 2),
-        "slope_mb_per_hour": None if slope is None else round(slope * 3600 / 1e6, 2),
+        "most_mb": round(max(size for life in lives for _, size in life.samples) / 1e6, 1),
+        "slope_mb_per_hour": None if trend is None else round(per_hour(trend.bytes_per_second), 2),
+        "slope_error_mb_per_hour": None if trend is None else round(per_hour(trend.error_bytes_per_second), 2),
+        "is_flat": None if trend is None else trend.is_flat,
     }
 
 
-def slope_per_second(samples: Sequence[tuple[float, int]]) -> float | None:
-    """Bytes per second, by least squares; None for what is too short to tell."""
-    if len({at for at, _ in samples}) < 3:
+def soak_problems(figures: Iterable[dict[str, Any]]) -> list[str]:
+    """What must not be when nothing was disturbed."""
+    problems: list[str] = []
+    for row in figures:
+        if row["lives"] > 1:
+            problems.append(f"{row['name']} was replaced, with nothing to kill it: {row['lives']} processes")
+        if row["is_flat"] is False:
+            problems.append(
+                f"{row['name']} grows by {row['slope_mb_per_hour']:g} MB an hour (uncertain by "
+                f"{row['slope_error_mb_per_hour']:g}; allowed are {FLAT_MB_PER_HOUR:g})"
+            )
+    return problems
+
+
+def per_hour(bytes_per_second: float) -> float:
+    """MB per hour."""
+    return bytes_per_second * 3600 / 1e6
+
+
+def trend_of(samples: Sequence[Sample]) -> Trend | None:
+    """None for what is too short to tell."""
+    size = max(1, len(samples) // _NUM_BLOCKS)
+    blocks = [samples[at : at + size] for at in range(0, len(samples) - size + 1, size)]
+    if len(blocks) < _MIN_BLOCKS:
         return None
-    return statistics.linear_regression([at for at, _ in samples], [float(size) for _, size in samples]).slope
+    times = [statistics.fmean(at for at, _ in block) for block in blocks]
+    sizes = [statistics.fmean(num_bytes for _, num_bytes in block) for block in blocks]
+    slope, intercept = statistics.linear_regression(times, sizes)
+    off = sum((y - intercept - slope * x) ** 2 for x, y in zip(times, sizes, strict=True)) / (len(blocks) - 2)
+    mean = statistics.fmean(times)
+    return Trend(slope, 2.0 * math.sqrt(off / sum((x - mean) ** 2 for x in times)))

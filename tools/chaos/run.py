@@ -25,7 +25,7 @@ from tools.chaos.excuses import Fleet
 from tools.chaos.faults import LONG_HANG_SHARE, FaultKind, plan_faults
 from tools.chaos.http_client import HttpClient
 from tools.chaos.injector import Injector
-from tools.chaos.memory import SAMPLE_SECONDS, MemoryWatch
+from tools.chaos.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
 from tools.chaos.oracle import Oracle, RecordedOracle, SimOracle
 from tools.chaos.questions import draw_question
 from tools.chaos.record import Record
@@ -40,8 +40,6 @@ _RECORDED_MAX_TOKENS: Final = (8, 40)
 _COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
 _MAX_STOP_WORDS: Final = 256
 _BILLS_SECONDS: Final = 1.0
-SOAK_WARM_UP_SECONDS: Final = 300.0
-"""Of a soak, that say nothing about growth; at most a third of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,9 +214,11 @@ class _Run:
 
     def _report(self, unrest: Sequence[str]) -> dict[str, Any]:
         plan = self._plan
-        warm_up = min(SOAK_WARM_UP_SECONDS, plan.seconds / 3)
         figures = make_report(self._records, self._injector.disturbances, self._bills.bills, plan.fleet, self._begin)
+        memory = self._memory.figures()
         figures["problems"] += [*self._injector.never_back, *unrest]
+        if not plan.kinds:
+            figures["problems"] += soak_problems(memory)
         return {
             "minutes": plan.minutes,
             "seed": plan.seed,
@@ -229,7 +229,7 @@ class _Run:
             "users": plan.num_users,
             "num_faults": len(self._injector.disturbances),
             **figures,
-            "memory": self._memory.figures(warm_up),
+            "memory": memory,
         }
 
 

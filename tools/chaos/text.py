@@ -88,18 +88,31 @@ def _fault_table(report: dict[str, Any]) -> str:
 
 
 def _memory_table(report: dict[str, Any]) -> str:
-    heads = ("process", "watched s", "RSS MB at first", "at the end", "MB per hour")
-    rows = [
-        (
-            row["name"],
-            f"{row['seconds']:.0f}",
-            f"{row['start_mb']}",
-            f"{row['end_mb']}",
-            _number(row["slope_mb_per_hour"]),
-        )
-        for row in report["memory"]
-    ]
+    """Under faults no process lives long enough for a slope to mean anything."""
+    if report["num_faults"]:
+        heads = ("process", "lives", "longest watched s", "RSS MB at first", "at the end", "most in any life")
+        rows = [
+            (row["name"], str(row["lives"]), f"{row['seconds']:.0f}", *_sizes(row), f"{row['most_mb']}")
+            for row in report["memory"]
+        ]
+    else:
+        heads = ("process", "watched s", "RSS MB at first", "at the end", "MB per hour", "uncertain by", "flat")
+        rows = [
+            (
+                row["name"],
+                f"{row['seconds']:.0f}",
+                *_sizes(row),
+                _number(row["slope_mb_per_hour"]),
+                _number(row["slope_error_mb_per_hour"]),
+                {None: "-", True: "yes", False: "no"}[row["is_flat"]],
+            )
+            for row in report["memory"]
+        ]
     return _table(heads, rows)
+
+
+def _sizes(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['start_mb']}", f"{row['end_mb']}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
