@@ -19,6 +19,7 @@ import grpc
 from kvloom.errors import KvloomError
 from kvloom.link_identity import LinkIdentity
 from kvloom.local_stream import LocalStream, connect_local
+from kvloom.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -189,7 +190,6 @@ class GrpcRouterLink:
             router_service_pb2.Submit(
                 request_id=request.request_id,
                 model=request.model,
-                prompt_token_ids=request.prompt_token_ids,
                 prompt_text=request.prompt_text,
                 sampling=request.sampling,
                 stop=request.stop,
@@ -199,6 +199,7 @@ class GrpcRouterLink:
                 traceparent=request.traceparent,
                 session_key=request.session_key,
                 tier=request.tier,
+                **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
             )
         )
         self._wake.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final, TypeVar
 
 from kvloom.errors import KvloomError
+from kvloom.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, ModelState, SubmitAttempt
 from router.core.events import (
@@ -98,18 +99,19 @@ def _finish_from_proto(finish: generation_pb2.SequenceFinish) -> Finish:
 # -- shards -----------------------------------------------------------------------------------------------------------
 
 
-def submit_to_proto(attempt: SubmitAttempt) -> shard_service_pb2.ShardSubmit:
+def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_service_pb2.ShardSubmit:
+    """`packs_token_ids`: for a shard that reads them so."""
     request = attempt.request
     submit = shard_service_pb2.ShardSubmit(
         request_id=request.request_id,
         attempt_id=attempt.attempt_id,
-        prompt_token_ids=request.prompt_token_ids,
         sampling=_message(request.sampling, generation_pb2.SamplingParams),
         stop=_message(request.stop, generation_pb2.StopConditions),
         choices=[_choice_to_proto(choice) for choice in attempt.choices],
         cache_salt=request.tenant,
         traceparent=request.traceparent,
         num_expected_cached_tokens=attempt.num_expected_cached_tokens,
+        **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )
     submit.stop.max_tokens = attempt.max_tokens
     return submit
@@ -206,7 +208,9 @@ def screened_from_proto(response: safety_service_pb2.ScreenResponse) -> AnswersS
 
 def fleet_to_proto(fleet: FleetChanged) -> router_service_pb2.FleetState:
     return router_service_pb2.FleetState(
-        models=[_model_to_proto(model) for model in fleet.models], draining=fleet.draining
+        models=[_model_to_proto(model) for model in fleet.models],
+        draining=fleet.draining,
+        reads_packed_token_ids=True,
     )
 
 

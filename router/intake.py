@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.router_link import LinkRequest
 from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop
+from kvloom.token_ids import are_below, unpack_token_ids
 from kvloom.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -50,7 +52,7 @@ class Intake:
         """A request that came over a client's stream. Raises KvloomError."""
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
-        return self._request(submit, submit.prompt_token_ids[:], choices, client_id)
+        return self._request(submit, _prompt_of(submit), choices, client_id)
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
         """A request from this very process. Raises KvloomError."""
@@ -135,7 +137,7 @@ class Intake:
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
 
-    async def _encoded_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def _encoded_chat(self, messages: Sequence[ChatMessage]) -> Sequence[int]:
         try:
             token_ids, _ = await self._tokenizer.encode_chat(messages)
         except KvloomError as error:  # the tokenizer speaks of "messages"; our callers' field is longer
@@ -166,7 +168,7 @@ class Intake:
                 field=field,
             )
         # Of other models the vocabulary is not known here: their shards check it.
-        if model == self._model and max(token_ids) >= self._tokenizer.vocab_size:
+        if model == self._model and not _are_below(token_ids, self._tokenizer.vocab_size):
             raise invalid_argument(
                 f"{field} holds {max(token_ids)}, but ids of this model are below {self._tokenizer.vocab_size}.", field
             )
@@ -214,6 +216,16 @@ def _checked_message(message: Message, at: str) -> ChatMessage:
     return ChatMessage(role=message.role, content=content)
 
 
+def _prompt_of(submit: Submit) -> Sequence[int]:
+    if not submit.packed_prompt_token_ids:
+        return submit.prompt_token_ids[:]
+    try:
+        return unpack_token_ids(submit.packed_prompt_token_ids)
+    except ValueError as error:
+        field = "packed_prompt_token_ids"
+        raise invalid_argument(f"{field} is torn: ids have four bytes each.", field) from error
+
+
 def _check_choices(submit: Submit) -> None:
     check_num_choices(len(submit.choices), "choices")
     indexes = {choice.index for choice in submit.choices}
@@ -228,6 +240,10 @@ def _check_names(**names: str) -> None:
     for field, value in names.items():
         if len(value) > MAX_NAME_CHARS:
             raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS}.", field)
+
+
+def _are_below(token_ids: Sequence[int], limit: int) -> bool:
+    return are_below(token_ids, limit) if isinstance(token_ids, array) else max(token_ids) < limit
 
 
 def _tier(tier: int) -> Tier:

@@ -47,6 +47,8 @@ class ShardLink:
         self._router_id = router_id
         self._dispatcher = dispatcher
         self._connected = False
+        self._packs_token_ids = False
+        """The shard that is connected reads them so."""
         self._submits: list[SubmitAttempt] = []
         self._cancels: dict[int, int | None] = {}
         """Slot → how many of its tokens had arrived; None: it goes on elsewhere."""
@@ -123,6 +125,7 @@ class ShardLink:
         self._forget_waiting()
         self._dispatcher.add_shard(shard_id, self)
         self._connected = True
+        self._packs_token_ids = first.hello.reads_packed_token_ids
         writer = asyncio.create_task(self._write_frames(call), name=f"{shard_id} writer")
         try:
             self._dispatcher.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
@@ -192,7 +195,7 @@ class ShardLink:
             cancels, self._cancels = self._cancels, {}
         want_kv_snapshot, self._want_kv_snapshot = self._want_kv_snapshot, False
         return shard_service_pb2.ShardServiceConnectRequest(
-            submits=[convert.submit_to_proto(attempt) for attempt in taken],
+            submits=[convert.submit_to_proto(attempt, packs_token_ids=self._packs_token_ids) for attempt in taken],
             cancel_slots=cancels.keys(),
             unwanted=[
                 shard_service_pb2.Unwanted(slot=slot, num_output_tokens=count)

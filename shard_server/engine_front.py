@@ -97,7 +97,7 @@ class EngineFront:
         if self._failed:
             raise engine_failed()
         connection = RouterConnection(router_id, next(self._origins), self._max_pending_frames)
-        hello = ShardHello(info=self.info)
+        hello = ShardHello(info=self.info, reads_packed_token_ids=True)
         connection.send(
             ShardServiceConnectResponse(hello=hello, kv_snapshot=self._kv.snapshot(), load=self.load_report())
         )

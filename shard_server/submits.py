@@ -10,6 +10,7 @@ from kvloom.block_hash import root_hash
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_sampling, check_stop
+from kvloom.token_ids import unpack_token_ids
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice, SamplingParams
 from kvloom.v1.shard_service_pb2 import ShardSubmit
@@ -32,7 +33,7 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     """One request per choice, in their order. `serial` makes the engine's names unique: routers may use the same
     request_id, and a name is in use until the engine has let go of it. `origin` is the stream's. Raises KvloomError.
     """
-    prompt = submit.prompt_token_ids[:]
+    prompt = _prompt_of(submit)
     if not prompt:
         raise invalid_argument("The prompt is empty.", "prompt_token_ids")
     _check_token_ids(prompt, info, "prompt_token_ids")
@@ -115,6 +116,15 @@ def _output_token_ids(choice: Choice, max_tokens: int, info: EngineInfo) -> list
                 "choices.output_token_ids",
             )
     return token_ids
+
+
+def _prompt_of(submit: ShardSubmit) -> list[int]:
+    if not submit.packed_prompt_token_ids:
+        return submit.prompt_token_ids[:]
+    try:
+        return unpack_token_ids(submit.packed_prompt_token_ids).tolist()
+    except ValueError as error:
+        raise invalid_argument("packed_prompt_token_ids is torn.", "packed_prompt_token_ids") from error
 
 
 def _check_token_ids(token_ids: list[int], info: EngineInfo, field: str) -> None:
