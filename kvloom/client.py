@@ -17,14 +17,12 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final, Self, TypeVar, Unpack
 
-import grpc
-
 from kvloom.errors import KvloomError
 from kvloom.generate_request import GenerateOptions, build_request
 from kvloom.generation import Delta, DeltaBuffer, Finishes
-from kvloom.grpc_errors import from_rpc_error
-from kvloom.resumed_call import resumed_responses
-from kvloom.router_channels import RouterChannels, may_be_elsewhere
+from kvloom.lost_attempts import LostAttempts
+from kvloom.resumed_call import carried_deltas
+from kvloom.router_channels import RouterChannels
 from kvloom.router_group import REATTACH_SECONDS, RouterGroup
 from kvloom.router_link import LinkRequest
 from kvloom.v1 import router_service_pb2
@@ -49,15 +47,16 @@ class Client:
         max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
     ) -> None:
         """`address`: host:port of the router; of several, a list, or with commas between them. `client_id` names this
-        client in the routers' logs. An answer to `token_ids` that loses its router looks `reattach_seconds` for one
-        that goes on with it; 0: it fails at once. At most `max_buffered_tokens` tokens of a request wait for its
-        reader; beyond that it is cancelled."""
+        client in the routers' logs. An answer that loses its router looks `reattach_seconds` (a resumable one at least
+        30) for one that goes on with it; 0: none is looked for. At most `max_buffered_tokens` tokens of a request wait
+        for its reader; beyond that it is cancelled."""
         self._addresses = [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
         self._reattach_seconds = reattach_seconds
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
         self._channels: RouterChannels | None = None
+        self._lost = LostAttempts()
         self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -73,6 +72,7 @@ class Client:
         channels, self._channels = self._channels, None
         if link is not None:
             await link.close()
+        await self._lost.close()
         if channels is not None:
             await channels.close()
 
@@ -84,15 +84,14 @@ class Client:
         over the shared stream when all choices have finished, by RPC at once. Leaving the loop early (`break`,
         `aclose`) cancels the request. Raises KvloomError right away for options out of range.
 
-        `resumable=True`: a connection that is lost is made anew, and the answer goes on where it was. Such a request
-        has an RPC of its own.
+        An answer whose connection or router is lost goes on behind what the loop has got, at another router or at the
+        same when it is back. `resumable=True`: while only the connection is lost nothing is generated again; such a
+        request has an RPC of its own.
         """
         request = build_request(options)
         if not request.request_id:
             request.request_id = f"req-{uuid.uuid4().hex}"
-        if request.resumable:
-            return self._generate_resumable(request)
-        if request.WhichOneof("input") == "token_ids":
+        if request.WhichOneof("input") == "token_ids" and not request.resumable:
             return self._generate_over_link(request)
         return self._generate_by_rpc(request)
 
@@ -128,41 +127,14 @@ class Client:
         return self._channels
 
     async def _generate_by_rpc(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """A router that cannot be reached, or that is lost before the first response, is no loss: another is asked."""
         finishes = Finishes(max(1, request.n))
-        routers = self._routers
-        stubs = routers.stubs
-        for stub in stubs:
-            call = stub.Generate(request)
-            has_begun = False
-            try:
-                async for response in call:
-                    has_begun = True
-                    for news in response.deltas:
-                        delta = Delta.from_proto(news)
-                        finishes.note(delta)
-                        yield delta
-            except grpc.aio.AioRpcError as error:
-                if has_begun or stub is stubs[-1] or not may_be_elsewhere(error):
-                    raise from_rpc_error(error) from error
-            else:
-                routers.prefer(stub)
-                break
-            finally:
-                call.cancel()
-        finishes.raise_failure()
-
-    async def _generate_resumable(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
-        finishes = Finishes(max(1, request.n))
-        responses = resumed_responses(self._routers.stubs, request)
+        deltas = carried_deltas(self._routers, request, self._reattach_seconds, self._lost)
         try:
-            async for response in responses:
-                for news in response.deltas:
-                    delta = Delta.from_proto(news)
-                    finishes.note(delta)
-                    yield delta
+            async for delta in deltas:
+                finishes.note(delta)
+                yield delta
         finally:
-            await responses.aclose()
+            await deltas.aclose()
         finishes.raise_failure()
 
     async def _generate_over_link(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:

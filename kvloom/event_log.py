@@ -29,13 +29,14 @@ class EventLog:
 
     __slots__ = ("_budget", "_events", "_head", "_max_bytes", "num_bytes", "num_events")
 
-    def __init__(self, max_bytes: int, budget: ByteBudget) -> None:
+    def __init__(self, max_bytes: int, budget: ByteBudget, num_events: int = 0) -> None:
+        """`num_events`: numbers go on from there."""
         self._max_bytes = max_bytes
         self._budget = budget
         self._events: list[bytes] = []
         self._head = 0
         """Where the kept events begin in `_events`; what lies before is forgotten."""
-        self.num_events = 0
+        self.num_events = num_events
         """All that were ever appended: the number of the last."""
         self.num_bytes = LOG_OVERHEAD_BYTES
         budget.num_bytes += LOG_OVERHEAD_BYTES

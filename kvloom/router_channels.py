@@ -32,6 +32,7 @@ class RouterChannels:
         self.addresses = addresses
         self._channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
         self._stubs = [RouterServiceStub(channel) for channel in self._channels]
+        self._addresses = dict(zip(self._stubs, addresses, strict=True))
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -41,6 +42,9 @@ class RouterChannels:
     def stubs(self) -> list[RouterServiceStub]:
         """In the order in which they should be asked."""
         return list(self._stubs)
+
+    def address_of(self, stub: RouterServiceStub) -> str:
+        return self._addresses[stub]
 
     def prefer(self, stub: RouterServiceStub) -> None:
         """It has answered."""

@@ -51,8 +51,9 @@ class StreamRetention(Generic[S]):
         """Running answers that no client reads."""
         return sum(not stream.is_attended for stream in self._running)
 
-    def new_log(self) -> EventLog:
-        return EventLog(self._config.max_response_bytes, self._budget)
+    def new_log(self, num_events: int = 0) -> EventLog:
+        """`num_events`: that were appended elsewhere, and are not kept here."""
+        return EventLog(self._config.max_response_bytes, self._budget, num_events)
 
     def add(self, stream: S) -> None:
         """It runs."""

@@ -10,15 +10,19 @@ from urllib.parse import quote
 import grpc
 
 from kvloom.errors import KvloomError
+from kvloom.resumed_call import CARRIED_KEY
+from kvloom.router_ways import ADDRESS_KEY
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
 from router import convert
+from router.attempts import Attempts, name_of
+from router.begun import named_for_callers
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, Request, RequestArrived
 from router.core.frames import Finish, Start, Step
 from router.dispatcher import Dispatcher
-from router.intake import Intake
+from router.intake import Intake, new_request_id, seed_of
 from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
 
 EXPLAIN_KEY: Final = "kvloom-explain"
@@ -36,34 +40,66 @@ class GenerateCall:
         self,
         dispatcher: Dispatcher,
         intake: Intake,
+        attempts: Attempts,
         context: Context,
+        address: str,
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
+        """`address`: where this router listens and no other does."""
         self._dispatcher = dispatcher
         self._intake = intake
+        self._attempts = attempts
         self._context = context
+        self._address = address
         self._client_id = f"generate#{next(_numbers)}"
         self._outbox = StepOutbox(max_waiting_entries)
         self._too_slow = False
+        self._is_settled = False
+        """Its client has gone on elsewhere: nothing may be metered any more."""
         self._explains = wants_explanation(context)
         self._wake = asyncio.Event()
 
     async def serve(self, wanted: GenerateRequest) -> None:
         """Raises KvloomError when the request ends in an error, be it before or after its first token."""
+        name = ""
+        if wanted.resume_token:
+            wanted.request_id = wanted.request_id or new_request_id()
+            name = name_of(wanted.request_id, wanted.resume_token, caller_of(self._context))
+            self._attempts.open(name, self._client_id, self._on_settled)
         try:
-            request = await self._intake.request_from_generate(
-                wanted, self._client_id, metadata_value(self._context, "traceparent")
-            )
+            if name:
+                # At once: its client does not wait long to hear that a router has it.
+                await self._context.send_initial_metadata(owner_metadata(self._address))
+            request = await self._taken_in(wanted)
+            self._dispatcher.add_client(self._client_id, self)
+            try:
+                self._dispatcher.dispatch(RequestArrived(request))
+                await self._stream(request)
+            finally:
+                self._leave()
+        finally:
+            if name:
+                self._attempts.close(name, self._client_id)
+
+    async def _taken_in(self, wanted: GenerateRequest) -> Request:
+        try:
+            traceparent = metadata_value(self._context, "traceparent")
+            request = await self._intake.request_from_generate(wanted, self._client_id, traceparent)
         except KvloomError as error:
             self._dispatcher.refused(error)
             raise
-        self._dispatcher.add_client(self._client_id, self)
-        try:
-            self._dispatcher.dispatch(RequestArrived(request))
-            await self._stream(request)
-        finally:
-            self._dispatcher.remove_client(self._client_id)
-            self._dispatcher.dispatch(ClientGone(self._client_id))
+        if self._is_settled:
+            raise _settled()
+        return request
+
+    def _leave(self) -> None:
+        self._dispatcher.remove_client(self._client_id)
+        self._dispatcher.dispatch(ClientGone(self._client_id))
+
+    def _on_settled(self) -> None:
+        self._is_settled = True
+        self._leave()
+        self._wake.set()
 
     # -- ClientPeer ---------------------------------------------------------------------------------------------------
 
@@ -82,10 +118,13 @@ class GenerateCall:
 
     async def _stream(self, request: Request) -> None:
         num_open = len(request.choices)
-        has_news = False
+        has_news = any(choice.output_token_ids for choice in request.choices)
+        is_first = True
         while num_open:
             await self._wake.wait()
             self._wake.clear()
+            if self._is_settled:
+                raise _settled()
             if self._too_slow:
                 raise KvloomError(
                     ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW, "The answer was not read fast enough: it was cancelled."
@@ -101,9 +140,27 @@ class GenerateCall:
                 explain(self._context, step.starts[0])
             deltas = deltas_of(step)
             if deltas and (error is None or step.slots):
-                await self._context.write(GenerateResponse(request_id=request.request_id, deltas=deltas))
+                response = GenerateResponse(request_id=request.request_id, deltas=deltas)
+                if is_first:
+                    is_first = False
+                    response.seed = seed_of(request)
+                await self._context.write(response)
             if error is not None:
                 raise error
+
+
+def _settled() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has gone on at another router.")
+
+
+def owner_metadata(address: str) -> tuple[tuple[str, str], ...]:
+    """Where the router listens that has the request, and that it can go on with what another one has begun."""
+    return ((ADDRESS_KEY, quote(address, safe=":[]")), (CARRIED_KEY, "1"))
+
+
+def caller_of(context: Context) -> str:
+    """Who asks; all that send no `authorization` are one caller."""
+    return metadata_value(context, "authorization")
 
 
 def wants_explanation(context: Context) -> bool:
@@ -147,7 +204,8 @@ def error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
     """What the RPC's status must say: a choice failed, or nothing of the answer was allowed to be shown."""
     for finish in finishes:
         if finish.reason == FINISH_REASON_ERROR:
-            return finish.error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The request failed.")
+            error = finish.error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The request failed.")
+            return named_for_callers(error)
         if finish.reason == FINISH_REASON_CONTENT_FILTER and not has_news and finish.error is not None:
             return finish.error
     return None

@@ -18,6 +18,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, Submit
 from router import convert
+from router.begun import wanted_choices
 from router.core.events import ChoiceSpec, Request, Tier
 
 MAX_NAME_CHARS: Final = 256
@@ -91,13 +92,13 @@ class Intake:
 
     async def request_from_generate(self, wanted: GenerateRequest, client_id: str, traceparent: str = "") -> Request:
         """A request of the convenient kind; the slots of its choices are their indexes. Raises KvloomError."""
-        num_choices = wanted.n or 1
-        check_num_choices(num_choices)
+        check_num_choices(wanted.n or 1)
         _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
         check_stop(wanted.stop, "stop.")
         if wanted.model != self._model:
             raise self._model_not_found(wanted.model)
+        choices = wanted_choices(wanted, self._tokenizer, self._max_prompt_tokens)
         token_ids, text = await self._tokenized(wanted)
         return Request(
             request_id=wanted.request_id or new_request_id(),
@@ -105,7 +106,7 @@ class Intake:
             model=wanted.model,
             prompt_token_ids=token_ids,
             prompt_text=text,
-            choices=tuple(ChoiceSpec(slot=index, index=index) for index in range(num_choices)),
+            choices=choices,
             max_tokens=wanted.stop.max_tokens if wanted.stop.HasField("max_tokens") else None,
             sampling=_with_seed(wanted.sampling),
             stop=_copied(wanted.stop),
@@ -205,6 +206,12 @@ class Intake:
 
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
+
+
+def seed_of(request: Request) -> int:
+    """As it was given or drawn."""
+    assert isinstance(request.sampling, SamplingParams)
+    return request.sampling.seed
 
 
 def _checked_message(message: Message, at: str) -> ChatMessage:

@@ -63,11 +63,17 @@ class ResumableAnswer:
         on_left: Callable[[ResumableAnswer], None],
         on_abandoned: Callable[[ResumableAnswer], None],
         on_ended: Callable[[ResumableAnswer], None],
+        *,
+        has_news: bool = False,
     ) -> None:
+        """The responses are numbered on from the last event of `log`. `has_news`: something of it was shown before, by
+        another router."""
         self.name = name
         self.log = log
         self.known = False
         """A client may know how to resume it."""
+        self.seed: int | None = None
+        """Once the request was taken in."""
         self.first_start: Start | None = None
         self.ended = False
         self.error: KvloomError | None = None
@@ -77,14 +83,20 @@ class ResumableAnswer:
         self._on_left = on_left
         self._on_ended = on_ended
         self._reader: Reader | None = None
-        self._num_sent = 0
+        self._num_before = log.num_events
+        self._num_sent = log.num_events
         """The last event that a client may have that has gone."""
-        self._has_news = False
+        self._has_news = has_news
         self._latest = GenerateResponse()
 
     @property
     def is_attended(self) -> bool:
         return self._reader is not None
+
+    @property
+    def is_heard(self) -> bool:
+        """It has responses."""
+        return self.log.num_events > self._num_before
 
     @property
     def num_unclaimed(self) -> int:
@@ -123,8 +135,10 @@ class ResumableAnswer:
     def _append(self, response: GenerateResponse) -> None:
         log = self.log
         response.event_number = log.num_events + 1
-        if not log.num_events:
+        if not self.is_heard:
             response.resume_token = self.name.token
+            if self.seed is not None:
+                response.seed = self.seed
         self._latest = response
         log.append(response.SerializeToString())
         reader = self._reader

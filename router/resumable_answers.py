@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import secrets
 from typing import Final
@@ -16,9 +15,11 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
+from router.attempts import Attempts, name_of
+from router.begun import num_wanted_choices
 from router.core.events import ClientGone, RequestArrived
 from router.dispatcher import Dispatcher
-from router.intake import MAX_NAME_CHARS, Intake, new_request_id
+from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
 from router.resumable import AnswerName, ResumableAnswer
 from router.resume_metrics import ResumeMetrics
 
@@ -26,6 +27,8 @@ log = structlog.get_logger()
 
 MIN_TOKEN_CHARS: Final = 16
 DRAWN_TOKEN_BYTES: Final = 24
+MAX_EVENTS: Final = 2**62
+"""No answer has as many."""
 
 _numbers = itertools.count(1)
 
@@ -34,17 +37,24 @@ class ResumableAnswers:
     """Lives on the event loop; owns the tasks that take requests in."""
 
     def __init__(
-        self, config: ResumeConfig, dispatcher: Dispatcher, intake: Intake, metrics: ResumeMetrics, router_id: str
+        self,
+        config: ResumeConfig,
+        dispatcher: Dispatcher,
+        intake: Intake,
+        attempts: Attempts,
+        metrics: ResumeMetrics,
+        router_id: str,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._intake = intake
+        self._attempts = attempts
         self.metrics = metrics
         self.router_id = router_id
         self.address = ""
         """host:port where this router listens and no other does."""
-        self._answers: dict[bytes, ResumableAnswer] = {}
-        self._keys: dict[ResumableAnswer, bytes] = {}
+        self._answers: dict[str, ResumableAnswer] = {}
+        self._keys: dict[ResumableAnswer, str] = {}
         self._intakes: dict[ResumableAnswer, asyncio.Task[None]] = {}
         self._retention: StreamRetention[ResumableAnswer] = StreamRetention(config, self._remove, metrics.on_evicted)
         metrics.watch(
@@ -63,20 +73,25 @@ class ResumableAnswers:
         if len(request_id) > MAX_NAME_CHARS:
             message = f"request_id has {len(request_id)} characters; at most {MAX_NAME_CHARS}."
             raise invalid_argument(message, "request_id")
+        if request.starting_after and not (request.begun and request.starting_after <= MAX_EVENTS):
+            message = "starting_after belongs to begun, and is the event_number of a response."
+            raise invalid_argument(message, "starting_after")
         token = _checked_token(request.resume_token) if request.resume_token else self._draw_token()
-        key = _key_of(request_id, token, caller)
+        key = name_of(request_id, token, caller)
         if key in self._answers:
             message = f"A request named {request_id[:MAX_NAME_CHARS]!r} is still kept: resume it."
             raise KvloomError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID, message, field="request_id")
         answer = ResumableAnswer(
             AnswerName(request_id, token, f"resumable#{next(_numbers)}"),
-            max(1, request.n),
-            self._retention.new_log(),
+            num_wanted_choices(request),
+            self._retention.new_log(request.starting_after),
             self._config.grace_seconds,
             self._retention.on_left,
             self._on_abandoned,
             self._on_ended,
+            has_news=any(choice.token_ids for choice in request.begun),
         )
+        self._attempts.open(key, answer.name.client_id, lambda: self._on_settled(answer))
         answer.known = bool(request.resume_token)
         self._answers[key] = answer
         self._keys[answer] = key
@@ -91,7 +106,7 @@ class ResumableAnswers:
 
     def find(self, request_id: str, token: str, caller: str) -> ResumableAnswer:
         """Raises KvloomError (NOT_FOUND) whether there is none or it is another caller's: nobody learns which."""
-        answer = self._answers.get(_key_of(request_id, token, caller))
+        answer = self._answers.get(name_of(request_id, token, caller))
         if answer is None:
             raise self._not_kept(token)
         return answer
@@ -127,6 +142,7 @@ class ResumableAnswers:
             answer.end(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request."))
             return
         if not answer.ended:
+            answer.seed = seed_of(admitted)
             self._dispatcher.add_client(client_id, answer)
             self._dispatcher.dispatch(RequestArrived(admitted))
 
@@ -134,7 +150,8 @@ class ResumableAnswers:
         client_id = answer.name.client_id
         self._dispatcher.remove_client(client_id)
         self._dispatcher.dispatch(ClientGone(client_id))
-        if answer.error is not None and not answer.log.num_events:
+        self._attempts.close(self._keys[answer], client_id)
+        if answer.error is not None and not answer.is_heard:
             self._remove(answer)  # refused: the same request may succeed when it is made again
         else:
             self._retention.on_ended(answer)
@@ -143,6 +160,11 @@ class ResumableAnswers:
         if not answer.ended:
             self.metrics.on_expired(answer.num_unclaimed)
             answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client did not come back."))
+        self._remove(answer)
+
+    def _on_settled(self, answer: ResumableAnswer) -> None:
+        """Its client has gone on elsewhere, and will not come back."""
+        answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has left it."))
         self._remove(answer)
 
     def _remove(self, answer: ResumableAnswer) -> None:
@@ -172,13 +194,3 @@ def _checked_token(token: str) -> str:
         message = f"resume_token must be {MIN_TOKEN_CHARS} to {MAX_NAME_CHARS} printable ASCII characters."
         raise invalid_argument(message, "resume_token")
     return token
-
-
-def _key_of(request_id: str, token: str, caller: str) -> bytes:
-    """A digest of all that a caller has to know. Secrets themselves are not kept, and nothing can be learned from how
-    long a look-up takes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (request_id, token, caller):
-        encoded = part.encode("utf-8", "surrogateescape")
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.digest()

@@ -7,9 +7,8 @@ from urllib.parse import quote
 
 import grpc
 
-from kvloom.resumed_call import ADDRESS_KEY
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
-from router.generate import explain, metadata_value, wants_explanation
+from router.generate import caller_of, explain, metadata_value, owner_metadata, wants_explanation
 from router.resumable_answers import ResumableAnswers
 
 REQUEST_ID_KEY: Final = "kvloom-request-id"
@@ -22,15 +21,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, context: Context) -> None:
     """Begin an answer and read it. Raises KvloomError when it ends in an error."""
-    answer = answers.begin(request, _caller(context), metadata_value(context, "traceparent"))
-    reader = answer.attach(0)
+    answer = answers.begin(request, caller_of(context), metadata_value(context, "traceparent"))
+    reader = answer.attach(answer.log.num_events)
     try:
         await context.send_initial_metadata(
             (
                 (REQUEST_ID_KEY, quote(answer.name.request_id, safe="")),
                 (TOKEN_KEY, answer.name.token),
                 (ROUTER_KEY, quote(answers.router_id, safe="")),
-                (ADDRESS_KEY, quote(answers.address, safe=":[]")),
+                *owner_metadata(answers.address),
             )
         )
         answer.known = True
@@ -43,7 +42,7 @@ async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, co
 
 async def serve_resume(answers: ResumableAnswers, request: ResumeRequest, context: Context) -> None:
     """Raises KvloomError (NOT_FOUND, EVENTS_GONE, INVALID_ARGUMENT), and the error that the answer ends with."""
-    answer = answers.find(request.request_id, request.resume_token, _caller(context))
+    answer = answers.find(request.request_id, request.resume_token, caller_of(context))
     reader = answer.attach(request.starting_after)
     answers.metrics.on_resumed(answer.log.num_events - request.starting_after)
 
@@ -51,11 +50,8 @@ async def serve_resume(answers: ResumableAnswers, request: ResumeRequest, contex
         await context.write(ResumeResponse(response=response))
 
     try:
+        # Before there is news: its client does not wait long to hear that the answer is here.
+        await context.send_initial_metadata(())
         await answer.follow(reader, write)
     finally:
         answer.detach(reader)
-
-
-def _caller(context: Context) -> str:
-    """Who asks; all that send no `authorization` are one caller."""
-    return metadata_value(context, "authorization")

@@ -14,12 +14,13 @@ from kvloom.grpc_errors import abort
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
+from router.attempts import Attempts, name_of
 from router.client_link import ClientLink
 from router.core.events import Request, RequestCancelled
 from router.decision_log import DecisionLog
 from router.dispatcher import Dispatcher
 from router.explain import explanation_to_proto, not_remembered
-from router.generate import GenerateCall
+from router.generate import GenerateCall, caller_of
 from router.intake import MAX_NAME_CHARS, Intake
 from router.plan import Planner, plan_to_proto
 from router.recent_bills import RecentBills
@@ -39,6 +40,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         planner: Planner,
         decisions: DecisionLog,
         answers: ResumableAnswers,
+        attempts: Attempts,
         bills: RecentBills,
     ) -> None:
         self._dispatcher = dispatcher
@@ -46,6 +48,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._planner = planner
         self._decisions = decisions
         self._answers = answers
+        self._attempts = attempts
         self._bills = bills
         self._links: set[ClientLink] = set()
         self._by_link_id: dict[str, ClientLink] = {}
@@ -60,7 +63,8 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             if self._answers.is_wanted(request):
                 await serve_generate(self._answers, request, context)
             else:
-                await GenerateCall(self._dispatcher, self._intake, context).serve(request)
+                address = self._answers.address
+                await GenerateCall(self._dispatcher, self._intake, self._attempts, context, address).serve(request)
         except KvloomError as error:
             await abort(context, error)
         except Exception:
@@ -123,6 +127,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         if not request.request_id:
             error = invalid_argument("request_id is required.", "request_id")
             await abort(context, error)
+        if request.resume_token:
+            name = name_of(request.request_id, request.resume_token, caller_of(context))
+            num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
+            found = self._attempts.settle(name, request.request_id, num_tokens)
+            return router_service_pb2.CancelResponse(found=found)
         found = self._dispatcher.core.has_request(request.request_id)
         if found:
             self._dispatcher.dispatch(RequestCancelled(request.request_id))

@@ -20,6 +20,7 @@ from kvloom.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.tokenizer import ModelTokenizer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router import dispatcher
+from router.attempts import Attempts
 from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.events import DrainEnded, DrainStarted
 from router.core.shard_state import ShardState
@@ -91,11 +92,14 @@ class RouterServer:
         self._decision_writer = self._new_decision_writer()
         journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
-        self._answers = ResumableAnswers(
-            config.router.resume, self._dispatcher, intake, ResumeMetrics(metrics_registry), router_id
-        )
         self._bills = RecentBills()
-        self._servicer = RouterServicer(self._dispatcher, intake, core, self._decisions, self._answers, self._bills)
+        attempts = Attempts(self._dispatcher, self._bills)
+        self._answers = ResumableAnswers(
+            config.router.resume, self._dispatcher, intake, attempts, ResumeMetrics(metrics_registry), router_id
+        )
+        self._servicer = RouterServicer(
+            self._dispatcher, intake, core, self._decisions, self._answers, attempts, self._bills
+        )
         self._shares_port = shares_port
         options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
         options = [*options, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]

@@ -87,24 +87,34 @@ async def test_the_sdk_cancels_what_it_leaves(world: RouterWorld) -> None:
         await eventually(lambda: shard.cancelled_slots and not shard.num_running, "the cancel")
 
 
-async def test_the_sdk_says_when_an_answer_is_lost(world: RouterWorld) -> None:
-    """A router that does not know the answer any more: an error, never a second, different answer."""
+@pytest.mark.parametrize("reattach_seconds", [0.0, 10.0])
+async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorld, reattach_seconds: float) -> None:
+    """Its client was away for longer than the grace period: the router goes on behind what had come, and credits what
+    it had generated beyond; if that is not wanted, an error; never a second, different answer."""
     await start(world, {"step_seconds": 0.01}, grace_seconds=0.05)
     proxy = BreakingProxy(world.address)
     await proxy.start()
-    async with Client(proxy.address) as client:
-        options: Any = {"model": MODEL, "token_ids": PROMPT, "max_tokens": 4000, "resumable": True}
+    token_ids: list[int] = []
+    async with Client(proxy.address, reattach_seconds=reattach_seconds) as client:
+        options: Any = {"model": MODEL, "token_ids": PROMPT, "max_tokens": 80, "resumable": True}
         answer = client.generate(**options)
-        async for _ in answer:
+        async for delta in answer:
+            token_ids += delta.token_ids
             break
         proxy.refuse(True)
         proxy.reset()
         asyncio.get_running_loop().call_later(0.3, proxy.refuse, False)
-        with pytest.raises(KvloomError) as caught:
-            _ = [delta async for delta in answer]
-    assert caught.value.reason_name == "ROUTER_LOST"
-    assert "no longer kept" in caught.value.message
+        if reattach_seconds:
+            token_ids += [token_id async for delta in answer for token_id in delta.token_ids]
+            assert token_ids == expected_tokens(PROMPT, 0, 80)
+        else:
+            with pytest.raises(KvloomError, match="no longer kept") as caught:
+                token_ids += [token_id async for delta in answer for token_id in delta.token_ids]
+            assert caught.value.reason_name == "ROUTER_LOST"
     await proxy.stop()
+    credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    assert credited > 0
+    assert billed(world)[1] - credited == len(token_ids)
 
 
 async def _collect(client: Client, **options: Any) -> list[int]:

@@ -1,0 +1,284 @@
+"""The SDK's `text`, `messages` and resumable answers while routers die, restart, hang and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvloom import resumed_call, router_channels
+from kvloom.client import Client
+from kvloom.errors import KvloomError
+from kvloom.generation import Delta
+from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
+from kvloom.v1.router_service_pb2 import BegunChoice, GenerateRequest
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from tests.fakes.breaking_proxy import BreakingProxy
+from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, router_processes
+from tests.fakes.router_world import eventually
+from tools.chaos.ledger import parse_bill
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_REQUESTS = 12
+NUM_TOKENS = 50
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "seed": 1},
+    {"seed": 7},
+    {"seed": 8, "logprobs": 2},
+    {"temperature": 0.7, "seed": 2**63 + 1},
+)
+
+
+def questions() -> list[dict[str, Any]]:
+    """Of every kind: text and messages (token ids go another way), resumable and not, one choice and two."""
+    asked: list[dict[str, Any]] = []
+    for i in range(NUM_REQUESTS):
+        words = f"Story number {i}, please."
+        prompt = {"text": words} if i % 2 else {"messages": [{"role": "user", "content": words}]}
+        some = {"n": 2 if i % 3 == 0 else 1, "resumable": i % 4 < 2, "max_tokens": NUM_TOKENS}
+        asked.append({"model": MODEL, **prompt, **KINDS[i % 4], **some})
+    return asked
+
+
+@dataclasses.dataclass
+class Got:
+    """What a loop has got of an answer."""
+
+    n: int
+    token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[list[tuple[float, tuple[int, ...]]]] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    ends: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = [[] for _ in range(self.n)]
+        self.texts = [""] * self.n
+        self.logprobs = [[] for _ in range(self.n)]
+        self.starts = [0] * self.n
+        self.ends = [()] * self.n
+
+    def take(self, delta: Delta) -> None:
+        i = delta.index
+        assert not self.ends[i], "news after the end"
+        self.token_ids[i] += delta.token_ids
+        self.texts[i] += delta.text
+        self.logprobs[i] += [(entry.logprob, tuple(entry.top_token_ids)) for entry in delta.logprobs]
+        self.starts[i] += delta.start is not None
+        if delta.finish is not None:
+            self.ends[i] = _end(delta.finish)
+            assert delta.finish.num_output_tokens == len(self.token_ids[i])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+def _end(finish: SequenceFinish) -> tuple[Any, ...]:
+    return finish.reason, finish.stop_string, finish.num_prompt_tokens, finish.num_output_tokens
+
+
+class Readers:
+    """Answers that are being read, by a loop each."""
+
+    def __init__(self, client: Client, asked: list[dict[str, Any]], prefix: str) -> None:
+        self.got = [Got(options["n"]) for options in asked]
+        self._tasks = [
+            asyncio.create_task(self._read(client, {**options, "request_id": f"{prefix}-{i}"}, got))
+            for i, (options, got) in enumerate(zip(asked, self.got, strict=True))
+        ]
+
+    async def _read(self, client: Client, options: dict[str, Any], got: Got) -> None:
+        async for delta in client.generate(**options):
+            got.take(delta)
+
+    async def half_way(self) -> None:
+        await eventually(
+            lambda: all(len(got.token_ids[0]) >= 5 or got.ends[0] for got in self.got), "first tokens", 20.0
+        )
+
+    async def ended(self) -> list[Got]:
+        async with asyncio.timeout(40.0):
+            await asyncio.gather(*self._tasks)
+        return self.got
+
+    async def failures(self) -> list[KvloomError]:
+        async with asyncio.timeout(40.0):
+            results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        return [result for result in results if isinstance(result, KvloomError)]
+
+
+async def undisturbed(client: Client) -> tuple[list[dict[str, Any]], list[Got]]:
+    """Questions, a stop string in the middle of some answers, and what they are answered."""
+    asked = questions()
+    first = await Readers(client, asked, "first").ended()
+    for options, got in list(zip(asked, first, strict=True))[1::4]:
+        text = got.texts[0]
+        options["stop"] = text[len(text) * 3 // 4 :][:3]
+    expected = await Readers(client, asked, "undisturbed").ended()
+    assert any(end[1] for got in expected for end in got.ends)
+    assert any("\U0001f642" in got.texts[0] for got in expected), "no character whose bytes lie in two tokens"
+    return asked, expected
+
+
+@pytest.fixture
+async def world(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
+    async with router_processes(tmp_path, model_dir, redis_url) as started:
+        started.config.log.format = "json"
+        yield started
+
+
+async def two_routers(world: RouterProcesses) -> tuple[RouterProcess, RouterProcess]:
+    first, second = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+    await world.link(2)
+    return first, second
+
+
+async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
+    """kill -9: what it ran goes on at the other one, to the same tokens, text, logprobs, ends and counts; so does what
+    had not begun, and what is asked afterwards."""
+    first, second = await two_routers(world)
+    async with Client([first.address, second.address]) as client:
+        asked, expected = await undisturbed(client)
+        readers = Readers(client, asked, "killed")
+        await readers.half_way()
+        unheard = Readers(client, asked, "unheard")
+        await asyncio.sleep(0)
+        await first.kill()
+        assert await readers.ended() == expected
+        assert await unheard.ended() == expected
+        assert await Readers(client, asked, "later").ended() == expected
+
+
+async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> None:
+    """With nowhere else to go, answers wait for it to come back to its address."""
+    router = await world.start_router("router-0")
+    await world.link(1)
+    async with Client(router.address, reattach_seconds=20.0) as client:
+        asked, expected = await undisturbed(client)
+        readers = Readers(client, asked, "restarted")
+        await readers.half_way()
+        await router.kill()
+        await world.start_router("router-0", router.port)
+        assert await readers.ended() == expected
+
+
+async def test_nobody_waits_longer_than_wanted(world: RouterProcesses) -> None:
+    """A router that does not come back: ROUTER_LOST; with 0 seconds at once, as without all of this."""
+    router = await world.start_router("router-0")
+    await world.link(1)
+    asked = [options for options in questions() if not options["resumable"]]
+    async with (
+        Client(router.address, reattach_seconds=1.0) as client,
+        Client(router.address, reattach_seconds=0) as hasty,
+    ):
+        readers, hasty_readers = Readers(client, asked, "patient"), Readers(hasty, asked, "hasty")
+        await readers.half_way()
+        await hasty_readers.half_way()
+        await router.kill()
+        killed_at = asyncio.get_running_loop().time()
+        assert {error.reason_name for error in await hasty_readers.failures()} == {"ROUTER_LOST"}
+        assert asyncio.get_running_loop().time() - killed_at < 0.9
+        assert {error.reason_name for error in await readers.failures()} == {"ROUTER_LOST"}
+        assert asyncio.get_running_loop().time() - killed_at < 8.0
+
+
+async def test_bills_add_up_when_routers_that_live_are_left(
+    world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose connections break and are refused, one that hangs, one that stops: what they have metered beyond what
+    the loop got is credited, so that all bills together are the tokens that the loop got."""
+    monkeypatch.setattr(resumed_call, "OPEN_TIMEOUT_SECONDS", 0.5)
+    quick = {"grpc.keepalive_time_ms": 600, "grpc.keepalive_timeout_ms": 400}
+    options = [(name, quick.get(name, value)) for name, value in router_channels.CHANNEL_OPTIONS]
+    monkeypatch.setattr(router_channels, "CHANNEL_OPTIONS", options)
+    world.config.router.drain_timeout_seconds = 0.2
+    first, second = await two_routers(world)
+    proxy = BreakingProxy(first.address)
+    await proxy.start()
+    delivered: dict[str, Got] = {}
+
+    async def check(readers: Readers, prefix: str) -> None:
+        assert await readers.ended() == expected
+        delivered.update({f"{prefix}-{i}": got for i, got in enumerate(readers.got)})
+
+    async with Client([proxy.address, second.address]) as client:
+        asked, expected = await undisturbed(client)
+        readers = Readers(client, asked, "refused")
+        await readers.half_way()
+        proxy.freeze(True)
+        await asyncio.sleep(0.1)  # some tokens are metered, and on their way
+        proxy.refuse(True)
+        proxy.reset()
+        await check(readers, "refused")
+    await proxy.stop()
+    async with Client([first.address, second.address]) as client:
+        readers = Readers(client, asked, "hung")
+        await readers.half_way()
+        first.send(signal.SIGSTOP)
+        await check(readers, "hung")
+        first.send(signal.SIGCONT)
+        await eventually(lambda: not client._lost.num_waiting, "the settlements")
+    async with Client([second.address, first.address]) as client:
+        readers = Readers(client, asked, "stopped")
+        await readers.half_way()
+        second.send(signal.SIGTERM)
+        await check(readers, "stopped")
+    first.send(signal.SIGTERM)
+    bills, num_credited = await billed(first, second)
+    for name, got in delivered.items():
+        assert bills[name] == got.num_tokens, name
+    assert num_credited, "nothing was lost on its way: the test shows nothing"
+
+
+async def test_a_client_of_any_language_goes_on(world: RouterProcesses) -> None:
+    """By the proto's own words, without the SDK and without a seed: what the responses have is enough."""
+    first, second = await two_routers(world)
+    request = GenerateRequest(model=MODEL, text="Once upon a time", stop=StopConditions(max_tokens=NUM_TOKENS))
+    parts: list[tuple[list[int], str]] = []
+    async with grpc.aio.insecure_channel(first.address) as channel:
+        call = RouterServiceStub(channel).Generate(request)
+        seed = None
+        async for response in call:
+            seed = response.seed if response.HasField("seed") else seed
+            parts += [(list(delta.token_ids), delta.text) for delta in response.deltas]
+            if len(parts) == 10:
+                await first.kill()
+                break
+    assert seed is not None
+    async with grpc.aio.insecure_channel(second.address) as channel:
+        stub = RouterServiceStub(channel)
+        request.sampling.CopyFrom(SamplingParams(seed=seed))
+        whole = [(list(d.token_ids), d.text) async for r in stub.Generate(request) for d in r.deltas]
+        begun = BegunChoice(token_ids=_ids(parts), num_delivered_chars=len(_text(parts)))
+        request.begun.append(begun)
+        rest = [(list(d.token_ids), d.text) async for r in stub.Generate(request) for d in r.deltas]
+    assert _ids(parts) + _ids(rest) == _ids(whole)
+    assert _text(parts) + _text(rest) == _text(whole)
+
+
+def _ids(parts: list[tuple[list[int], str]]) -> list[int]:
+    return [token_id for ids, _ in parts for token_id in ids]
+
+
+def _text(parts: list[tuple[list[int], str]]) -> str:
+    return "".join(text for _, text in parts)
+
+
+async def billed(*routers: RouterProcess) -> tuple[dict[str, int], int]:
+    """By request, from the logs of routers that end; and how much was credited."""
+    bills: dict[str, int] = {}
+    num_credited = 0
+    for router in routers:
+        _, log = await router.wait()
+        for bill in filter(None, map(parse_bill, log.encode().splitlines())):
+            bills[bill.request_id] = bills.get(bill.request_id, 0) + bill.num_output_tokens - bill.num_credited_tokens
+            num_credited += bill.num_credited_tokens
+    return bills, num_credited

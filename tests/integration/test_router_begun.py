@@ -1,0 +1,163 @@
+"""`Generate` with `begun`: going on with an answer of a router that was lost; and its settlement at the lost one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from kvloom.grpc_errors import from_rpc_error
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopConditions
+from kvloom.v1.router_service_pb2 import BegunChoice, CancelRequest, GenerateRequest, GenerateResponse, TokenIds
+from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.generate_stream import PROMPT, TOKEN, Stream, billed, start
+from tests.fakes.router_world import MODEL, RouterWorld, eventually
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+SEEDED = SamplingParams(seed=7)
+
+
+def begun(index: int, count: int, **fields: Any) -> BegunChoice:
+    """`count` tokens of it have come, and their text."""
+    token_ids = expected_tokens(PROMPT, index, count)
+    chars = len(expected_text(PROMPT, index, count))
+    return BegunChoice(**{"index": index, "token_ids": token_ids, "num_delivered_chars": chars, **fields})
+
+
+async def collect(world: RouterWorld, **fields: Any) -> list[GenerateResponse]:
+    stop = StopConditions(max_tokens=30)
+    defaults = {"model": MODEL, "token_ids": TokenIds(ids=PROMPT), "stop": stop, "sampling": SEEDED}
+    request = GenerateRequest(**{**defaults, **fields})
+    return [response async for response in (await world.stub()).Generate(request)]
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_choices_go_on_behind_what_has_come(world: RouterWorld, resumable: bool) -> None:
+    """One in its middle, one from its beginning; not one that is done. The bill is of what is new."""
+    await start(world)
+    given = [begun(0, 12), begun(1, 0, done=True)]
+    responses = await collect(world, n=3, begun=given, resumable=resumable, starting_after=40 if resumable else 0)
+    deltas = [delta for response in responses for delta in response.deltas]
+    by_index = {i: [d for d in deltas if d.index == i] for i in range(3)}
+    assert [t for d in by_index[0] for t in d.token_ids] == expected_tokens(PROMPT, 0, 30)[12:]
+    assert not by_index[1]
+    assert [t for d in by_index[2] for t in d.token_ids] == expected_tokens(PROMPT, 2, 30)
+    assert [by_index[i][-1].finish.num_output_tokens for i in (0, 2)] == [30, 30]
+    assert billed(world) == (1, 18 + 30)
+    numbers = [response.event_number for response in responses]
+    assert numbers == ([*range(41, 41 + len(responses))] if resumable else [0] * len(responses))
+
+
+async def test_an_answer_of_which_only_the_end_is_missing(world: RouterWorld) -> None:
+    """All its tokens have come: it ends, and costs nothing."""
+    await start(world)
+    (response,) = await collect(world, begun=[begun(0, 30)])
+    (delta,) = response.deltas
+    assert (delta.finish.reason, delta.finish.num_output_tokens) == (FINISH_REASON_LENGTH, 30)
+    assert not delta.token_ids
+    assert billed(world) == (1, 0)
+
+
+async def test_a_resumed_answer_that_goes_on_is_numbered_on(world: RouterWorld) -> None:
+    """Resume at the second router takes the numbers that its client has counted since the first one."""
+    await start(world)
+    stream = Stream(world, begun=[begun(0, 5)], sampling=SEEDED, starting_after=4)
+    await stream.begin()
+    await stream.read_to_end()
+    whole = list(stream.responses)
+    assert whole[0].event_number == 5
+    stream.responses = [GenerateResponse()] * 4 + whole[:3]
+    await stream.resume()
+    await stream.read_to_end()
+    assert stream.responses[4:] == whole
+    await stream.resume(3)
+    assert (await stream.error()).reason_name == "EVENTS_GONE"
+
+
+async def test_the_first_response_has_the_seed(world: RouterWorld) -> None:
+    """The one that was given, or that was drawn: without it nobody could go on."""
+    await start(world)
+    for resumable in (False, True):
+        first, *others = await collect(world, sampling=SamplingParams(seed=2**64 - 1), resumable=resumable)
+        assert first.seed == 2**64 - 1
+        assert not any(response.HasField("seed") for response in others)
+        drawn = {(await collect(world, sampling=None, resumable=resumable))[0].seed for _ in range(2)}
+        assert len(drawn) == 2
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"begun": [begun(1, 3)]}, "begun[0].index"),
+        ({"begun": [begun(0, 3), begun(0, 3)]}, "begun[1].index"),
+        ({"begun": [begun(0, 31)]}, "begun[0].token_ids"),
+        ({"begun": [begun(0, 1, token_ids=[100_000])]}, "begun[0].token_ids"),
+        ({"begun": [begun(0, 0, done=True)]}, "begun"),
+        ({"begun": [begun(0, 3)], "sampling": SamplingParams(temperature=0.5)}, "sampling.seed"),
+    ],
+)
+async def test_what_cannot_have_begun(world: RouterWorld, fields: dict[str, Any], field: str, resumable: bool) -> None:
+    """The field at fault is named, and nothing is generated."""
+    await start(world)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(world, resumable=resumable, **fields)
+    error = from_rpc_error(caught.value)
+    assert (error.reason_name, error.field) == ("INVALID_ARGUMENT", field)
+    assert billed(world) == (0, 0)
+
+
+async def test_starting_after_belongs_to_begun(world: RouterWorld) -> None:
+    """An answer from its beginning has no earlier responses; no answer has 2^64."""
+    await start(world)
+    for fields in ({}, {"begun": [begun(0, 1)], "starting_after": 2**64 - 1}):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(world, **{"resumable": True, "starting_after": 3, **fields})
+        assert from_rpc_error(caught.value).field == "starting_after"
+
+
+async def test_greedy_answers_need_no_seed(world: RouterWorld) -> None:
+    """Nothing is drawn."""
+    await start(world)
+    assert await collect(world, begun=[begun(0, 3)], sampling=SamplingParams(temperature=0.0))
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_an_attempt_is_settled(world: RouterWorld, resumable: bool) -> None:
+    """Its client has got 3 tokens and gone on elsewhere: it ends, what it metered beyond is credited, once; and only
+    who knows its token can do it."""
+    shard = await start(world)
+    stream = Stream(world, resumable=resumable, stop=StopConditions(max_tokens=4000))
+    await stream.begin()
+    await stream.read(10)
+    stub = await world.stub()
+    wrong = CancelRequest(request_id="mine", resume_token=TOKEN + "x", num_received_tokens=0)
+    assert not (await stub.Cancel(wrong)).found
+    assert shard.num_running
+    told = CancelRequest(request_id="mine", resume_token=TOKEN, num_received_tokens=3)
+    assert (await stub.Cancel(told)).found
+    await eventually(lambda: not shard.num_running, "the sequence's end")
+    assert not (await stub.Cancel(told)).found
+    assert billed(world)[1] - credited(world) == 3
+    stream.drop()
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_an_attempt_is_settled_after_its_end(world: RouterWorld, resumable: bool) -> None:
+    """Its end was on its way, too; without a count nothing is credited."""
+    await start(world)
+    stream = Stream(world, resumable=resumable)
+    await stream.begin()
+    await stream.read_to_end()
+    stub = await world.stub()
+    await eventually(lambda: billed(world) == (1, 30), "the bill")
+    await stub.Cancel(CancelRequest(request_id="mine", resume_token=TOKEN))
+    assert not credited(world)
+    assert (await stub.Cancel(CancelRequest(request_id="mine", resume_token=TOKEN, num_received_tokens=12))).found
+    assert credited(world) == 18
+
+
+def credited(world: RouterWorld) -> float:
+    return world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
