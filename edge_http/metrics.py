@@ -23,6 +23,19 @@ _TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 _GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
 
 
+class _OfModel:
+    """The series of one operation and model. They are looked up by labels once: that costs more than counting."""
+
+    __slots__ = ("input_usage", "output_tokens", "output_usage", "tpot", "ttft")
+
+    def __init__(self, metrics: EdgeMetrics, operation: str, model: str) -> None:
+        self.output_tokens = metrics.output_tokens.labels(model)
+        self.input_usage = metrics.usage.labels(operation, model, "input")
+        self.output_usage = metrics.usage.labels(operation, model, "output")
+        self.ttft = metrics.ttft.labels(operation, model)
+        self.tpot = metrics.tpot.labels(operation, model)
+
+
 class EdgeMetrics:
     """One per edge, with a registry of its own."""
 
@@ -40,7 +53,7 @@ class EdgeMetrics:
         self._slow_clients = Counter(
             "kvloom_edge_slow_clients", "Streams ended because the client read too slowly.", registry=registry
         )
-        self._output_tokens = Counter(
+        self.output_tokens = Counter(
             "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry=registry
         )
         self._events = Counter("kvloom_edge_sse_events", "Server-sent events written.", registry=registry)
@@ -72,21 +85,21 @@ class EdgeMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._ttft = Histogram(
+        self.ttft = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
             "From the prompt's submission to the first token.",
             _GEN_AI_LABELS,
             buckets=_SECONDS,
             registry=registry,
         )
-        self._tpot = Histogram(
+        self.tpot = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
             "Mean time between the tokens of an answer, after the first.",
             _GEN_AI_LABELS,
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
-        self._usage = Histogram(
+        self.usage = Histogram(
             "gen_ai_client_token_usage",
             "Tokens of a request.",
             (*_GEN_AI_LABELS, "gen_ai_token_type"),
@@ -94,12 +107,19 @@ class EdgeMetrics:
             registry=registry,
         )
 
+        self._of_model: dict[tuple[str, str], _OfModel] = {}
+        self._durations: dict[tuple[str, str, str], Histogram] = {}
+        self._responses: dict[tuple[str, int], Counter] = {}
+
     def add(self, collector: Collector) -> None:
         self._registry.register(collector)
 
     def on_response(self, route: str, status: int) -> None:
         """`route` is one of the routing table's names, never a path that a client made up."""
-        self._requests.labels(route, str(status)).inc()
+        series = self._responses.get((route, status))
+        if series is None:
+            series = self._responses[route, status] = self._requests.labels(route, str(status))
+        series.inc()
 
     def on_disconnect(self) -> None:
         self._disconnects.inc()
@@ -136,16 +156,23 @@ class EdgeMetrics:
         """An answer that was submitted is over, well or not. `model` is the served model's name."""
         now = time.monotonic()
         error_type = answer.error.reason_name.lower() if answer.error else ""
-        self._duration.labels(operation, model, error_type).observe(now - answer.started_at)
-        self._output_tokens.labels(model).inc(answer.num_output_tokens)
-        self._usage.labels(operation, model, "input").observe(num_prompt_tokens)
-        self._usage.labels(operation, model, "output").observe(answer.num_output_tokens)
+        duration = self._durations.get((operation, model, error_type))
+        if duration is None:
+            duration = self._duration.labels(operation, model, error_type)
+            self._durations[operation, model, error_type] = duration
+        duration.observe(now - answer.started_at)
+        series = self._of_model.get((operation, model))
+        if series is None:
+            series = self._of_model[operation, model] = _OfModel(self, operation, model)
+        series.output_tokens.inc(answer.num_output_tokens)
+        series.input_usage.observe(num_prompt_tokens)
+        series.output_usage.observe(answer.num_output_tokens)
         self._events.inc(num_events)
         if answer.first_token_at is not None:
-            self._ttft.labels(operation, model).observe(answer.first_token_at - answer.started_at)
+            series.ttft.observe(answer.first_token_at - answer.started_at)
             tokens_per_choice = answer.num_output_tokens / answer.num_choices
             if tokens_per_choice > 1:
-                self._tpot.labels(operation, model).observe((now - answer.first_token_at) / (tokens_per_choice - 1))
+                series.tpot.observe((now - answer.first_token_at) / (tokens_per_choice - 1))
         if answer.error is not None and answer.error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:
             self._slow_clients.inc()
 

@@ -23,6 +23,24 @@ LATENCY_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 TOKEN_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 
+class _OfModel:
+    """The series of one model. They are looked up by labels once: that costs more than counting."""
+
+    __slots__ = ("attempts", "cached_input", "duration", "ended", "input", "output", "queue_time", "tpot", "ttft")
+
+    def __init__(self, metrics: RouterMetrics, model: str) -> None:
+        self.ended: dict[tuple[int, int], tuple[Counter, str, str]] = {}
+        """(reason, error reason) → the series, and what the two are called."""
+        self.attempts = metrics.attempts.labels(model)
+        self.input = metrics.tokens.labels(model, "input")
+        self.cached_input = metrics.tokens.labels(model, "cached_input")
+        self.output = metrics.tokens.labels(model, "output")
+        self.duration = metrics.duration.labels(model)
+        self.queue_time = metrics.queue_time.labels(model)
+        self.ttft = metrics.ttft.labels(model)
+        self.tpot = metrics.tpot.labels(model)
+
+
 class RouterMetrics:
     """Histograms carry the names of OpenTelemetry's GenAI conventions, the rest is `kvloom_router_...`."""
 
@@ -35,6 +53,7 @@ class RouterMetrics:
         self._models = models
         self._shards = shards
         self._model_names: set[str] = set()
+        self._of_model: dict[str, _OfModel] = {}
         self._registry = registry
         self._requests = Counter(
             "kvloom_router_requests",
@@ -48,7 +67,7 @@ class RouterMetrics:
             ("error_type",),
             registry=registry,
         )
-        self._tokens = Counter(
+        self.tokens = Counter(
             "kvloom_router_tokens",
             "Tokens of requests that ended; output tokens are those that were delivered.",
             ("gen_ai_request_model", "gen_ai_token_type"),
@@ -60,7 +79,7 @@ class RouterMetrics:
             ("gen_ai_request_model",),
             registry=registry,
         )
-        self._attempts = Counter(
+        self.attempts = Counter(
             "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry=registry
         )
         self._trips = Counter(
@@ -76,34 +95,37 @@ class RouterMetrics:
             "Placements that should have been in the decision log's file.",
             registry=registry,
         )
-        self._duration = self._histogram("gen_ai_server_request_duration_seconds", "Arrival to end.", LATENCY_BUCKETS)
-        self._ttft = self._histogram(
+        self.duration = self._histogram("gen_ai_server_request_duration_seconds", "Arrival to end.", LATENCY_BUCKETS)
+        self.ttft = self._histogram(
             "gen_ai_server_time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
         )
-        self._tpot = self._histogram(
+        self.tpot = self._histogram(
             "gen_ai_server_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_BUCKETS
         )
-        self._queue_time = self._histogram(
+        self.queue_time = self._histogram(
             "kvloom_router_queue_time_seconds", "Arrival to first dispatch.", LATENCY_BUCKETS
         )
 
     def request_ended(self, ended: RequestEnded) -> None:
-        model = self._model_label(ended.model)
-        outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
-        error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
-        self._requests.labels(model, outcome, error_type).inc()
-        self._attempts.labels(model).inc(ended.num_attempts)
-        self._tokens.labels(model, "input").inc(ended.num_prompt_tokens)
-        self._tokens.labels(model, "cached_input").inc(ended.num_cached_tokens)
-        self._tokens.labels(model, "output").inc(ended.num_output_tokens)
-        self._duration.labels(model).observe(ended.e2e_latency_seconds)
+        series = self._series(ended.model)
+        outcomes = series.ended
+        counted = outcomes.get((ended.reason, ended.error_reason))
+        if counted is None:
+            counted = outcomes[ended.reason, ended.error_reason] = self._outcome(ended)
+        count, outcome, error_type = counted
+        count.inc()
+        series.attempts.inc(ended.num_attempts)
+        series.input.inc(ended.num_prompt_tokens)
+        series.cached_input.inc(ended.num_cached_tokens)
+        series.output.inc(ended.num_output_tokens)
+        series.duration.observe(ended.e2e_latency_seconds)
         if ended.num_attempts:
-            self._queue_time.labels(model).observe(ended.queue_time_seconds)
+            series.queue_time.observe(ended.queue_time_seconds)
         if ended.ttft_seconds is not None:
-            self._ttft.labels(model).observe(ended.ttft_seconds)
+            series.ttft.observe(ended.ttft_seconds)
             if ended.num_output_tokens > 1:
                 decode_seconds = ended.e2e_latency_seconds - ended.ttft_seconds
-                self._tpot.labels(model).observe(decode_seconds / (ended.num_output_tokens - 1))
+                series.tpot.observe(decode_seconds / (ended.num_output_tokens - 1))
         _log_end(ended, outcome, error_type)
 
     def tokens_credited(self, credit: Credit) -> None:
@@ -135,6 +157,20 @@ class RouterMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, ("gen_ai_request_model",), buckets=buckets, registry=self._registry)
+
+    def _series(self, model: str) -> _OfModel:
+        series = self._of_model.get(model)
+        if series is None:
+            label = self._model_label(model)
+            series = self._of_model.get(label)
+            if series is None:
+                series = self._of_model[label] = _OfModel(self, label)
+        return series
+
+    def _outcome(self, ended: RequestEnded) -> tuple[Counter, str, str]:
+        outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
+        error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
+        return self._requests.labels(self._model_label(ended.model), outcome, error_type), outcome, error_type
 
     def _model_label(self, model: str) -> str:
         """Clients may ask for any model: only the fleet's own become labels."""
