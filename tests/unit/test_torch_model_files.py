@@ -43,6 +43,8 @@ def test_a_good_directory_loads(tmp_path: Path):
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"partial_rotary_factor": 0.5}, "part of the head"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a positive integer"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2, "sliding_window": 8}, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["x"]}, "layer_types"),
     ],
 )
 def test_an_unusable_config_is_refused(tmp_path: Path, changes: dict[str, Any], message: str):
@@ -118,12 +120,12 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path):
             load(tmp_path)
 
 
-def test_a_window_beyond_the_sliding_one_is_refused_and_the_default_stays_within(tmp_path: Path):
-    """Longer sequences would need attention that forgets; computing them as if it did not is another model."""
+def test_a_sliding_window_does_not_bound_the_length_of_sequences(tmp_path: Path):
+    """It bounds what a token sees, not what is served."""
     model_dir = write_tiny_llama(tmp_path, model_type="mistral", sliding_window=64)
-    assert load(model_dir).max_model_len == 64
-    with pytest.raises(EngineError, match="sliding window of 64 tokens"):
-        load(model_dir, max_model_len=65)
+    assert load(model_dir).max_model_len == 2048
+    with pytest.raises(EngineError, match="more than the 2048"):
+        load(model_dir, max_model_len=2049)
 
 
 def test_too_little_memory_is_told_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

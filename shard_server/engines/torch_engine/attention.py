@@ -5,6 +5,9 @@ depends neither on how far the keys are padded (with masked ones, see `_KEY_ALIG
 rows there are, as long as the rows are not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves prefill,
 chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
 
+Layers with a window leave out leading keys that no row of theirs sees, in steps of the kernel's own 512: a row's keys
+come in the same blocks whoever is computed with it, and a block that it does not see leaves no trace in its sums.
+
 Gathering blocks into contiguous memory is cheap if what was gathered is still in the CPU's cache when it is read:
 decoding sequences are sorted by length and gathered in groups that fit there.
 """
@@ -34,6 +37,8 @@ _GROUP_TOKENS = 3072
 """Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
 _GROUP_WASTE_TOKENS = 384
 """Padding in a group beyond which another group is cheaper."""
+_KERNEL_KEYS = 512
+"""The kernel takes so many keys at a time."""
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -66,8 +71,16 @@ class _DecodeGroup:
 class _Prefill:
     block_rows: torch.Tensor
     """int64 [layers, blocks]"""
-    pieces: list[tuple[int, int, torch.Tensor]]
-    """(first row, rows, mask float32 [1, 1, padded rows, keys])"""
+    pieces: list[tuple[int, int, int, torch.Tensor]]
+    """(first row, rows, first of the gathered keys, mask float32 [1, 1, padded rows, keys])"""
+
+
+@dataclasses.dataclass(slots=True)
+class _WindowPlan:
+    """What the layers of one window do."""
+
+    decode_groups: list[_DecodeGroup]
+    prefills: list[_Prefill]
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,12 +91,13 @@ class AttentionPlan:
     """int64 [layers, tokens]: where the KV of each token goes."""
     num_rows: int
     """Rows that the batch must have, some padding included."""
-    decode_groups: list[_DecodeGroup]
-    prefills: list[_Prefill]
+    windows: dict[int | None, _WindowPlan]
+    """By the layers' window."""
 
     @property
     def max_gathered_blocks(self) -> int:
-        return max(part.block_rows.shape[1] for part in (*self.decode_groups, *self.prefills))
+        plans = self.windows.values()
+        return max(part.block_rows.shape[1] for plan in plans for part in (*plan.decode_groups, *plan.prefills))
 
 
 class PagedAttention:
@@ -96,6 +110,8 @@ class PagedAttention:
         self._head_dim = config.head_dim
         self._padded_decode_rows = max(0, _MIN_DECODE_ROWS[cache.dtype] - self._group_size)
         self._key_alignment = math.lcm(_KEY_ALIGNMENT[cache.dtype], cache.block_size)
+        self._first_key_alignment = math.lcm(_KERNEL_KEYS, cache.block_size)
+        self._layer_windows = config.layer_windows
         self._buffer = cache.new_gather_buffer(_GROUP_TOKENS // cache.block_size)
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> AttentionPlan:
@@ -104,13 +120,16 @@ class PagedAttention:
         slots = [self._slot(extent, extent.num_past) for extent in decodes]
         for extent in prefills:
             slots += [self._slot(extent, position) for position in range(extent.num_past, extent.num_tokens)]
-        planned_prefills = [self._plan_prefill(extent) for extent in prefills]
-        piece_ends = [first + mask.shape[2] for part in planned_prefills for first, _, mask in part.pieces]
+        windows = {
+            window: _WindowPlan(
+                self._plan_decodes(decodes, window), [self._plan_prefill(extent, window) for extent in prefills]
+            )
+            for window in set(self._layer_windows)
+        }
+        any_window = next(iter(windows.values()))
+        piece_ends = [first + mask.shape[2] for part in any_window.prefills for first, _, _, mask in part.pieces]
         plan = AttentionPlan(
-            token_rows=self._cache.token_rows(slots),
-            num_rows=max([len(slots), *piece_ends]),
-            decode_groups=self._plan_decodes(decodes),
-            prefills=planned_prefills,
+            token_rows=self._cache.token_rows(slots), num_rows=max([len(slots), *piece_ends]), windows=windows
         )
         if plan.max_gathered_blocks > self._buffer.shape[0]:
             self._buffer = self._cache.new_gather_buffer(plan.max_gathered_blocks)
@@ -120,7 +139,8 @@ class PagedAttention:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
         heads = queries.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
         out = torch.zeros_like(heads, memory_format=torch.contiguous_format)
-        for group in plan.decode_groups:
+        parts = plan.windows[self._layer_windows[layer]]
+        for group in parts.decode_groups:
             rows = slice(group.first_row, group.first_row + group.num_sequences)
             keys, values = self._gather(group.block_rows[layer], group.num_sequences)
             query = heads[rows]
@@ -128,15 +148,15 @@ class PagedAttention:
                 query = F.pad(query, (0, 0, 0, self._padded_decode_rows))
             attended = _flash_attention(query, keys, values, attn_mask=group.mask)[0]
             out[rows] = attended[:, :, : self._group_size]
-        for part in plan.prefills:
+        for part in parts.prefills:
             keys, values = self._gather(part.block_rows[layer], 1)
-            for first_row, num_rows, mask in part.pieces:
-                num_padded, num_keys = mask.shape[2], mask.shape[3]
+            for first_row, num_rows, first_key, mask in part.pieces:
+                num_padded, seen = mask.shape[2], slice(first_key, first_key + mask.shape[3])
                 # The heads that share keys are the kernel's batch: they see the same keys through a stride of 0.
                 query = heads[first_row : first_row + num_padded].permute(2, 1, 0, 3)
                 shared = (self._group_size, -1, -1, -1)
                 attended = _flash_attention(
-                    query, keys[:, :, :num_keys].expand(shared), values[:, :, :num_keys].expand(shared), attn_mask=mask
+                    query, keys[:, :, seen].expand(shared), values[:, :, seen].expand(shared), attn_mask=mask
                 )[0]
                 out[first_row : first_row + num_rows] = attended[:, :, :num_rows].permute(2, 1, 0, 3)
         return out.view(queries.shape[0], -1)
@@ -153,40 +173,66 @@ class PagedAttention:
     def _num_keys(self, num_tokens: int) -> int:
         return -(-num_tokens // self._key_alignment) * self._key_alignment
 
-    def _blocks(self, extent: Extent, num_keys: int) -> list[int]:
-        """The sequence's blocks, padded with block 0, whose content is masked."""
-        used = list(extent.block_table[: -(-extent.num_tokens // self._cache.block_size)])
-        return used + [0] * (num_keys // self._cache.block_size - len(used))
+    def _first_key(self, position: int, window: int | None) -> int:
+        """Of what is gathered for a row at `position` and those behind it."""
+        if window is None:
+            return 0
+        return max(0, position + 1 - window) // self._first_key_alignment * self._first_key_alignment
 
-    def _plan_decodes(self, decodes: Sequence[Extent]) -> list[_DecodeGroup]:
+    def _blocks(self, extent: Extent, first_key: int, num_keys: int) -> list[int]:
+        """The sequence's blocks from `first_key` on, padded with block 0, whose content is masked."""
+        block_size = self._cache.block_size
+        used = list(extent.block_table[first_key // block_size : -(-extent.num_tokens // block_size)])
+        return used + [0] * (num_keys // block_size - len(used))
+
+    def _plan_decodes(self, decodes: Sequence[Extent], window: int | None) -> list[_DecodeGroup]:
+        first_keys = [self._first_key(extent.num_past, window) for extent in decodes]
+        lengths = [extent.num_tokens - first for extent, first in zip(decodes, first_keys, strict=True)]
         groups: list[_DecodeGroup] = []
         first = 0
         while first < len(decodes):
-            num_keys = self._num_keys(decodes[first].num_tokens)
+            num_keys = self._num_keys(lengths[first])
             end, waste = first + 1, 0
-            while end < len(decodes) and (end + 1 - first) * num_keys <= _GROUP_TOKENS:
-                waste += num_keys - decodes[end].num_tokens
+            # With a window a sequence behind the longest may need more keys: then the next group begins with it.
+            while end < len(decodes) and (end + 1 - first) * num_keys <= _GROUP_TOKENS and lengths[end] <= num_keys:
+                waste += num_keys - lengths[end]
                 if waste > _GROUP_WASTE_TOKENS:
                     break
                 end += 1
-            members = decodes[first:end]
-            lengths = torch.tensor([extent.num_tokens for extent in members])
-            blocks = [block for extent in members for block in self._blocks(extent, num_keys)]
-            absent = torch.arange(num_keys) >= lengths[:, None]
-            mask = torch.zeros(absent.shape).masked_fill_(absent, -math.inf)[:, None, None]
-            groups.append(_DecodeGroup(members[0].first_row, len(members), self._cache.block_rows(blocks), mask))
+            blocks: list[int] = []
+            for extent, first_key in zip(decodes[first:end], first_keys[first:end], strict=True):
+                blocks += self._blocks(extent, first_key, num_keys)
+            mask = _decode_mask(lengths[first:end], num_keys, window)
+            block_rows = self._cache.block_rows(blocks)
+            groups.append(_DecodeGroup(decodes[first].first_row, end - first, block_rows, mask))
             first = end
         return groups
 
-    def _plan_prefill(self, extent: Extent) -> _Prefill:
-        block_rows = self._cache.block_rows(self._blocks(extent, self._num_keys(extent.num_tokens)))
-        pieces: list[tuple[int, int, torch.Tensor]] = []
+    def _plan_prefill(self, extent: Extent, window: int | None) -> _Prefill:
+        first_gathered = self._first_key(extent.num_past, window)
+        num_gathered = self._num_keys(extent.num_tokens) - first_gathered
+        block_rows = self._cache.block_rows(self._blocks(extent, first_gathered, num_gathered))
+        pieces: list[tuple[int, int, int, torch.Tensor]] = []
         for start in range(0, extent.num_new, _PIECE_TOKENS):
             num_rows = min(_PIECE_TOKENS, extent.num_new - start)
             num_padded = -(-num_rows // _ROWS_PER_TILE) * _ROWS_PER_TILE
             first_position = extent.num_past + start
-            num_keys = self._num_keys(first_position + num_rows)
-            future = torch.arange(num_keys) > torch.arange(first_position, first_position + num_padded)[:, None]
-            mask = torch.zeros(future.shape).masked_fill_(future, -math.inf)[None, None]
-            pieces.append((extent.first_row + start, num_rows, mask))
+            first_key = self._first_key(first_position, window)
+            keys = torch.arange(first_key, self._num_keys(first_position + num_rows))
+            positions = torch.arange(first_position, first_position + num_padded)[:, None]
+            hidden = keys > positions
+            if window is not None:
+                hidden |= keys <= positions - window
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[None, None]
+            pieces.append((extent.first_row + start, num_rows, first_key - first_gathered, mask))
         return _Prefill(block_rows, pieces)
+
+
+def _decode_mask(lengths: Sequence[int], num_keys: int, window: int | None) -> torch.Tensor:
+    """float32 [sequences, 1, 1, num_keys]; `lengths`: keys up to each sequence's last, from the first gathered one."""
+    ends = torch.tensor(lengths)[:, None]
+    keys = torch.arange(num_keys)
+    hidden = keys >= ends
+    if window is not None:
+        hidden |= keys < ends - window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None]

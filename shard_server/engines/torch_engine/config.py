@@ -14,6 +14,9 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _QWEN = ("qwen2", "qwen3")
 _DEFAULT_SLIDING_WINDOW = 4096
 """Where a file leaves it out; one without says null."""
+_DEFAULT_MAX_WINDOW_LAYERS = 28
+"""Qwen's: so many layers at the front have no window, where a file does not say."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,19 +38,13 @@ class LlamaConfig:
     tie_word_embeddings: bool
     qk_norm: bool
     """Queries and keys are normalised head by head before they are rotated."""
-    sliding_window: int | None
-    """Every token sees so many tokens at most, itself included. Up to this length attention is the ordinary one;
-    longer sequences are not supported."""
+    layer_windows: tuple[int | None, ...]
+    """By layer: how many tokens each token sees at most, itself included (sliding-window attention). None: all."""
     qkv_bias: bool
     output_bias: bool
     """Of the attention's output projection."""
     mlp_bias: bool
     eos_token_ids: frozenset[int]
-
-    @property
-    def max_window(self) -> int:
-        """The longest sequence that is computed right."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @property
     def num_heads_per_kv_head(self) -> int:
@@ -126,7 +123,7 @@ def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
         rope_scaling=_parse_rope_scaling(content.get("rope_scaling") or rope),
         tie_word_embeddings=bool(content.get("tie_word_embeddings", False)),
         qk_norm=model_type == "qwen3",
-        sliding_window=_sliding_window(content),
+        layer_windows=_layer_windows(content),
         qkv_bias=model_type == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=model_type == "llama" and bool(content.get("mlp_bias", False)),
@@ -139,8 +136,27 @@ def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
     return config
 
 
+def _layer_windows(content: dict[str, Any]) -> tuple[int | None, ...]:
+    num_layers = _positive(content, "num_hidden_layers")
+    window = _sliding_window(content)
+    # One that no sequence outgrows is none.
+    if window is None or window >= _positive(content, "max_position_embeddings"):
+        return (None,) * num_layers
+    kinds = content.get("layer_types")
+    if content["model_type"] == "mistral":
+        if kinds is not None and set(kinds) != {_SLIDING}:
+            raise ValueError("layer_types is not supported for this family: all layers have the window")
+        return (window,) * num_layers
+    if kinds is None:
+        num_full = content.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        kinds = [_FULL if layer < num_full else _SLIDING for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {_FULL, _SLIDING}.issuperset(kinds):
+        raise ValueError(f"layer_types must say {_FULL!r} or {_SLIDING!r} for each of {num_layers} layers")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
 def _sliding_window(content: dict[str, Any]) -> int | None:
-    """None when every layer attends to everything. Llama has none; Qwen has one only when it is switched on."""
+    """None without one. Llama has none; Qwen has one only when it is switched on."""
     model_type = content["model_type"]
     if model_type == "llama" or (model_type in _QWEN and not content.get("use_sliding_window", False)):
         return None

@@ -14,6 +14,7 @@ from shard_server.engines.torch_engine.memory import available_memory_bytes, kv_
 
 _DEFAULT_WINDOWS = 8
 """Full-length sequences that the default number of blocks has room for."""
+_CPU = torch.device("cpu")
 _MEMORY_SHARE = 0.5
 """Of the memory that is free at the start, for the default number of blocks at most."""
 
@@ -26,8 +27,17 @@ class KvCache:
     gathers a block with one.
     """
 
-    def __init__(self, config: LlamaConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Raises EngineError when there is too little memory."""
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> None:
+        """Raises EngineError when there is too little memory (on another device than the CPU:
+        torch.OutOfMemoryError)."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -36,26 +46,25 @@ class KvCache:
         self._head_dim = config.head_dim
         token_size = 2 * config.kv_size
         shape = (num_blocks, config.num_layers, block_size * token_size)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes > available_memory_bytes():
-            raise EngineError(f"{num_blocks} KV blocks need {num_bytes / 2**30:.1f} GiB of memory, more than is free")
-        # numpy's zeros are pages that the kernel provides when they are first written (torch's are written at once).
         # Zeros, because attention multiplies what lies behind a sequence's end by 0, which must not be a NaN.
-        storage = np.zeros(shape, dtype=np.uint16 if dtype.itemsize == 2 else np.uint32)
-        self._blocks = torch.from_numpy(storage).view(dtype)
-        self._block_rows = self._blocks.view(-1, block_size * token_size)
-        self._token_rows = self._blocks.view(-1, token_size)
+        self.pool = (
+            _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
+        """[num_blocks, num_layers, block_size * 2 * kv_size]"""
+        self._block_rows = self.pool.view(-1, block_size * token_size)
+        self._token_rows = self.pool.view(-1, token_size)
+        self._layers = torch.arange(config.num_layers, device=device)[:, None]
 
     def block_rows(self, blocks: Sequence[int]) -> torch.Tensor:
         """int64 [num_layers, len(blocks)]: what `gather` takes for each layer."""
-        return torch.tensor(blocks) * self._num_layers + torch.arange(self._num_layers)[:, None]
+        return torch.tensor(blocks, device=self.pool.device) * self._num_layers + self._layers
 
-    def token_rows(self, slots: Sequence[int]) -> torch.Tensor:
+    def token_rows(self, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """int64 [num_layers, len(slots)]: what `write` takes for each layer. A slot is block * block_size + offset."""
-        slot = torch.tensor(slots)
+        slot = torch.as_tensor(slots, device=self.pool.device)
         offset = slot % self.block_size
         first_layer = (slot - offset) * self._num_layers + offset
-        return first_layer + torch.arange(self._num_layers)[:, None] * self.block_size
+        return first_layer + self._layers * self.block_size
 
     def write(self, token_rows: torch.Tensor, keys_and_values: torch.Tensor) -> None:
         """Store `keys_and_values` [tokens, 2 * kv_size]: the keys of all heads, then the values."""
@@ -67,12 +76,22 @@ class KvCache:
 
     def new_gather_buffer(self, num_blocks: int) -> torch.Tensor:
         """Room for `num_blocks` in `gather`."""
-        return self._blocks.new_zeros(num_blocks, self._blocks.shape[-1])
+        return self.pool.new_zeros(num_blocks, self.pool.shape[-1])
 
     def keys_and_values(self, gathered: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [num_sequences, num_kv_heads, tokens, head_dim] of what `gather` gave."""
         tokens = gathered.view(num_sequences, -1, 2, self._num_kv_heads, self._head_dim)
         return tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pages that the kernel provides when they are first written: numpy's zeros are such, torch's are written at once.
+    Raises EngineError when there is too little memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > available_memory_bytes():
+        raise EngineError(f"{shape[0]} KV blocks need {num_bytes / 2**30:.1f} GiB of memory, more than is free")
+    storage = np.zeros(shape, dtype=np.uint16 if dtype.itemsize == 2 else np.uint32)
+    return torch.from_numpy(storage).view(dtype)
 
 
 def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:

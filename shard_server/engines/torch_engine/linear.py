@@ -100,7 +100,8 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> Linear:
     """The faster of the two that can compute with `weight`; `max_rows`: of one product (None: any number)."""
-    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    is_on_cpu = weight.device.type == "cpu"
+    if is_on_cpu and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias, max_rows)
     return PlainLinear(weight, bias, max_rows)
 

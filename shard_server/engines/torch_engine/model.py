@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shard_server.engines.torch_engine.attention import AttentionPlan, PagedAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.int8_linear import Int8Linear
 from shard_server.engines.torch_engine.kv_cache import KvCache
@@ -16,6 +16,10 @@ from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 from shard_server.engines.torch_engine.weights import OnProgress
 
 _LAYERS_PER_REPORT = 16
+_CPU = torch.device("cpu")
+
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, queries [rows, num_heads * head_dim]) → the same shape, over KV that is written already."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +47,7 @@ class LlamaModel:
         max_rows: int | None,
         int8_weights: bool = False,
         on_progress: OnProgress = lambda _message: None,
+        device: torch.device = _CPU,
     ) -> None:
         """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
 
@@ -50,21 +55,22 @@ class LlamaModel:
         """
         self._config = config
         # A copy, so that nothing refers to the mapped file any more.
-        self._embedding = weights.pop("model.embed_tokens.weight").to(dtype, copy=True)
-        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(dtype)
+        self._embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
+        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype)
         # Logits are float32 in the end, so the head has no reason to round them before.
         self._head = Int8Linear(head, None, torch.float32) if int8_weights else make_linear(head, None, max_rows)
-        self._norm = weights.pop("model.norm.weight").to(dtype, copy=True)
+        self._norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
         self._layers: list[_Layer] = []
 
         def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
             return Int8Linear(weight, bias, dtype) if int8_weights else make_linear(weight, bias, max_rows)
 
         for index in range(config.num_layers):
-            self._layers.append(_take_layer(weights, index, dtype, make))
+            self._layers.append(_take_layer(weights, index, dtype, device, make))
             if (index + 1) % _LAYERS_PER_REPORT == 0 or index + 1 == config.num_layers:
                 on_progress(f"weights: layer {index + 1} of {config.num_layers}")
-        self._cos, self._sin = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
+        table = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
+        self._cos, self._sin = (part.to(device) for part in table)
 
     @property
     def distinct_linears(self) -> list[Linear]:
@@ -77,17 +83,18 @@ class LlamaModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
-        plan: AttentionPlan,
-        attention: PagedAttention,
+        token_rows: torch.Tensor,
+        attend: Attend,
         cache: KvCache,
     ) -> torch.Tensor:
-        """`token_ids` and `positions`: int64 [plan.num_rows], padding included. Writes the tokens' KV.
+        """`token_ids` and `positions`: int64 [rows], padding included. Writes the KV of the first rows, as many as
+        `token_rows` (int64 [layers, tokens]) has places for.
 
         Returns float32 logits [len(logit_rows), vocab_size].
         """
         config = self._config
         cos, sin = self._cos[positions, None], self._sin[positions, None]
-        num_tokens = plan.token_rows.shape[1]
+        num_tokens = token_rows.shape[1]
         rotated_size = config.query_size + config.kv_size
         x = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
@@ -95,8 +102,8 @@ class LlamaModel:
             if layer.query_key_norms is not None:
                 self._normalise_heads_(qkv, *layer.query_key_norms)
             rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
-            cache.write(plan.token_rows[index], qkv[:num_tokens, config.query_size :])
-            attended = attention.attend(plan, index, qkv[:, : config.query_size])
+            cache.write(token_rows[index], qkv[:num_tokens, config.query_size :])
+            attended = attend(index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
             x = layer.down.add(gated(layer.gate, layer.up, self._normalise(x, layer.mlp_norm)), x)
         return self._head(self._normalise(x[logit_rows], self._norm)).float()
@@ -112,21 +119,22 @@ class LlamaModel:
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
-def _take_layer(weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, make: MakeLinear) -> _Layer:
+def _take_layer(
+    weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, device: torch.device, make: MakeLinear
+) -> _Layer:
     prefix = f"model.layers.{index}"
 
     def norm(name: str) -> torch.Tensor:
-        return weights.pop(f"{prefix}.{name}.weight").to(dtype, copy=True)
+        return weights.pop(f"{prefix}.{name}.weight").to(device, dtype, copy=True)
 
     query_key_norms = None
     if f"{prefix}.self_attn.q_norm.weight" in weights:
         query_key_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
 
     def linear(*names: str) -> Linear:
-        parts = [weights.pop(f"{prefix}.{name}.weight").to(dtype) for name in names]
-        biases = [
-            weights.pop(f"{prefix}.{name}.bias").to(dtype) for name in names if f"{prefix}.{name}.bias" in weights
-        ]
+        parts = [weights.pop(f"{prefix}.{name}.weight").to(device, dtype) for name in names]
+        bias_names = [f"{prefix}.{name}.bias" for name in names]
+        biases = [weights.pop(name).to(device, dtype) for name in bias_names if name in weights]
         # Always a copy: `cat` of one tensor, too, leaves the mapped file.
         return make(torch.cat(parts), torch.cat(biases) if biases else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from shard_server.engines.torch_engine.weights import OnProgress, load_weights
 
 _MAX_GATHERED_TOKENS = 4096
 """For one sequence with drafts: beyond that, one product of all its rows over the context is cheaper."""
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,13 +64,13 @@ class ModelRunner:
         Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
-        torch_dtype = _DTYPES[dtype]
+        torch_dtype = DTYPES[dtype]
         if int8_weights:
             check_int8_products()
         config = load_config(model_dir)
         _check_window(model_dir, config, max_model_len)
         self.vocab_size = config.vocab_size
-        self.max_model_len = max_model_len or config.max_window
+        self.max_model_len = max_model_len or config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         check_memory(
             config,
@@ -157,8 +158,8 @@ class ModelRunner:
             torch.tensor(token_ids + padding),
             torch.tensor(positions + padding),
             torch.tensor(logit_rows, dtype=torch.int64),
-            plan,
-            self._attention,
+            plan.token_rows,
+            functools.partial(self._attention.attend, plan),
             self._cache,
         )
         return logits[:num_logits]
@@ -178,9 +179,4 @@ def _check_window(model_dir: Path, config: LlamaConfig, max_model_len: int) -> N
     if max_model_len > config.max_position_embeddings:
         raise EngineError(
             f"max_model_len is {max_model_len}, more than the {config.max_position_embeddings} of {model_dir}"
-        )
-    if max_model_len > config.max_window:
-        raise EngineError(
-            f"max_model_len is {max_model_len}, but {model_dir} attends through a sliding window of "
-            f"{config.sliding_window} tokens: longer sequences are not supported"
         )

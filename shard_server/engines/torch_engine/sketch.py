@@ -28,8 +28,8 @@ class Sketch:
     def __init__(self, model_dir: Path, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._config = load_config(model_dir)
-        if self._config.qkv_bias or self._config.qk_norm:
-            raise EngineError("the sketch computes models without biases and without norms of queries and keys only")
+        if self._config.qkv_bias or self._config.qk_norm or any(self._config.layer_windows):
+            raise EngineError("the sketch computes models without biases, windows and norms of queries and keys only")
         self._weights = {name: w.to(torch.bfloat16) for name, w in load_weights(model_dir, self._config).items()}
         for layer in range(self._config.num_layers):
             self._fuse(layer, "qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
