@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -72,10 +73,11 @@ def excused(
     manner: Manner = Manner.PLAIN,
     began_at: float = 101.0,
     door: Door = Door.CHAT,
+    fleet: Fleet = FLEET,
 ) -> bool:
     verdict = {End.BROKEN: Verdict.BROKEN, End.REFUSED: Verdict.REFUSED}.get(end, Verdict.FAILED)
     disturbances = [Disturbance(kind, f"{kind}-{i}", began_at, began_at + 1) for i, kind in enumerate(kinds)]
-    return is_excused(Errand(QUESTION, door, manner), ended(end, code), Finding(verdict), disturbances, FLEET)
+    return is_excused(Errand(QUESTION, door, manner), ended(end, code), Finding(verdict), disturbances, fleet)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,20 @@ def test_a_restart_excuses_the_loss_of_the_last_shard_only_with_a_fault():
     must lose nothing."""
     assert excused(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESTART_SHARD)
     assert not excused(End.ERROR, "shard_lost", FaultKind.RESTART_SHARD, FaultKind.RESTART_SHARD)
+
+
+def test_one_router_of_two_excuses_nothing():
+    """Answers go on at the other one, over HTTP and with the SDK. Of all routers, it does."""
+    fleet = dataclasses.replace(FLEET, num_routers=2)
+    for end, code, door in (
+        (End.ERROR, "router_unavailable", Door.CHAT),
+        (End.ERROR, "router_unavailable", Door.SDK_TEXT),
+        (End.BROKEN, "", Door.SDK_TOKENS),
+    ):
+        assert not excused(end, code, FaultKind.KILL_ROUTER, door=door, fleet=fleet)
+        assert excused(end, code, FaultKind.KILL_ROUTER, FaultKind.HANG_ROUTER, door=door, fleet=fleet)
+        assert excused(end, code, FaultKind.KILL_ROUTER, FaultKind.RESTART_ROUTER, door=door, fleet=fleet)
+        assert not excused(end, code, FaultKind.RESTART_ROUTER, FaultKind.RESTART_ROUTER, door=door, fleet=fleet)
 
 
 @pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED, Verdict.MISCOUNTED])

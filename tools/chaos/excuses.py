@@ -8,7 +8,7 @@ from typing import Final
 
 from tools.chaos.checker import NEVER_ALLOWED, Finding, Verdict
 from tools.chaos.faults import FaultKind
-from tools.chaos.questions import Errand, Manner
+from tools.chaos.questions import Door, Errand, Manner
 from tools.chaos.transcript import End, Transcript
 
 
@@ -56,50 +56,51 @@ def is_excused(
         return False
     if finding.verdict in (Verdict.OK, Verdict.LEFT):
         return True
-    felt = [one for one in disturbances if one.kind.verb != "restart" and one.is_felt(seen.sent_at, seen.ended_at)]
     by_part: dict[str, list[Disturbance]] = {}
-    for one in felt:
-        by_part.setdefault(one.kind.part, []).append(one)
+    restarted: dict[str, set[str]] = {}
+    for one in disturbances:
+        if not one.is_felt(seen.sent_at, seen.ended_at):
+            continue
+        if one.kind.verb == "restart":
+            restarted.setdefault(one.kind.part, set()).add(one.target)
+        else:
+            by_part.setdefault(one.kind.part, []).append(one)
+    no_router = _is_none_left(by_part.get("router", []), restarted.get("router", set()), fleet.num_routers)
     if seen.end is End.BROKEN:
-        return _breaks_connections(errand, by_part)
+        # The SDK goes on at another router.
+        return no_router if _is_sdk(errand) else _breaks_connections(by_part)
     if seen.end is End.UNREACHABLE:
         return "edge" in by_part or "clients" in by_part
     code = seen.code
     if code in _OWN_FAULT:
         return errand.manner is Manner.SLOW or "clients" in by_part
-    if code in _LOST_ROUTER and "router" in by_part:
+    if code in _LOST_ROUTER and no_router:
         return True
     if code == "no_shard_ready" and "redis" in by_part and len(by_part) > 1:
         return True  # a part that comes back while Redis is away cannot find the others
     if code == "safety_unavailable":
         return "safety" in by_part or "router" in by_part
-    if code in _LOST_EDGE and _breaks_connections(errand, by_part):
+    if code in _LOST_EDGE and _breaks_connections(by_part):
         return True
     if code == "internal_error":
         # Nobody can look up where a response is.
         return "redis" in by_part and "edge" in by_part and errand.manner in (Manner.RESUMABLE, Manner.FLAKY)
     if code not in _ALL_SHARDS:
         return False
-    restarted = {
-        one.target
-        for one in disturbances
-        if one.kind.verb == "restart" and one.kind.part == "shard" and one.is_felt(seen.sent_at, seen.ended_at)
-    }
-    return _no_shard_left(by_part, restarted, fleet)
-
-
-def _breaks_connections(errand: Errand, by_part: dict[str, list[Disturbance]]) -> bool:
-    causes = by_part.get("edge", []) + by_part.get("clients", [])
-    if errand.door.value.startswith("sdk"):
-        causes = by_part.get("router", [])
-    return any(one.kind.verb in _EDGE_VERBS for one in causes)
-
-
-def _no_shard_left(by_part: dict[str, list[Disturbance]], restarted: set[str], fleet: Fleet) -> bool:
-    """All shards were struck, or all others while one was being restarted, or one request was struck by so many faults
-    that its attempts were used up."""
     struck = by_part.get("shard", []) + by_part.get("link", [])
+    attempts_used_up = len(struck) >= fleet.max_attempts
+    return attempts_used_up or _is_none_left(struck, restarted.get("shard", set()), fleet.num_shards)
+
+
+def _is_sdk(errand: Errand) -> bool:
+    return errand.door in (Door.SDK_TEXT, Door.SDK_TOKENS)
+
+
+def _breaks_connections(by_part: dict[str, list[Disturbance]]) -> bool:
+    return any(one.kind.verb in _EDGE_VERBS for one in by_part.get("edge", []) + by_part.get("clients", []))
+
+
+def _is_none_left(struck: Sequence[Disturbance], restarted: set[str], count: int) -> bool:
+    """All were struck, or all others while one was being restarted."""
     targets = {one.target for one in struck}
-    if len(targets) >= fleet.num_shards or len(struck) >= fleet.max_attempts:
-        return True
-    return bool(targets) and len(targets | restarted) >= fleet.num_shards
+    return bool(targets) and len(targets | restarted) >= count
