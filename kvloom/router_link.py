@@ -37,6 +37,8 @@ CHANNEL_OPTIONS: Final = [
     # Find out that the other machine is gone without a word, or that its process hangs.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # What a ping really waits for; without it, a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 RECONNECT_SECONDS: Final = 0.2

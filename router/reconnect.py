@@ -18,6 +18,7 @@ LINK_OPTIONS: Final = [
     # A peer whose machine is gone or whose process hangs answers no ping.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # without it, a minute
     ("grpc.http2.max_pings_without_data", 0),
 ]
 

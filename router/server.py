@@ -47,6 +47,7 @@ SERVER_OPTIONS: Final = [
     # A client whose machine is gone must not hold its requests: it answers no ping.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # without it, a minute
 ]
 MAX_CONCURRENT_RPCS: Final = 16_384
 CLOSE_GRACE_SECONDS: Final = 1.0

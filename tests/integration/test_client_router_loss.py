@@ -16,6 +16,7 @@ from kvloom import resumed_call, router_channels
 from kvloom.client import Client
 from kvloom.errors import KvloomError
 from kvloom.generation import Delta
+from kvloom.router_link import CHANNEL_OPTIONS
 from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
 from kvloom.v1.router_service_pb2 import BegunChoice, GenerateRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
@@ -196,7 +197,7 @@ async def test_bills_add_up_when_routers_that_live_are_left(
     """One whose connections break and are refused, one that hangs, one that stops: what they have metered beyond what
     the loop got is credited, so that all bills together are the tokens that the loop got."""
     monkeypatch.setattr(resumed_call, "OPEN_TIMEOUT_SECONDS", 0.5)
-    quick = {"grpc.keepalive_time_ms": 600, "grpc.keepalive_timeout_ms": 400}
+    quick = {"grpc.keepalive_time_ms": 600, "grpc.http2.ping_timeout_ms": 400}
     options = [(name, quick.get(name, value)) for name, value in router_channels.CHANNEL_OPTIONS]
     monkeypatch.setattr(router_channels, "CHANNEL_OPTIONS", options)
     world.config.router.drain_timeout_seconds = 0.2
@@ -236,6 +237,12 @@ async def test_bills_add_up_when_routers_that_live_are_left(
     for name, got in delivered.items():
         assert bills[name] == got.num_tokens, name
     assert num_credited, "nothing was lost on its way: the test shows nothing"
+
+
+def test_a_hung_process_is_found_out_about_in_seconds() -> None:
+    """gRPC waits a minute for the answer to a ping, whatever keepalive_timeout_ms says, unless it is told otherwise;
+    the test above shows that this option does it."""
+    assert dict(CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 5_000
 
 
 async def test_a_client_of_any_language_goes_on(world: RouterProcesses) -> None:
