@@ -15,7 +15,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.shard_state import ShardState
 from router.decision_fleet import fleet_line, is_alike
-from router.decision_records import FleetLine, OutcomeRecord, RequestLine, pack_hashes
+from router.decision_records import AttemptRecord, FleetLine, OutcomeRecord, RequestLine, pack_hashes
 
 FLEET_LOOK_SECONDS: Final = 10.0
 """How often the shards' speeds are compared with what the file was last told."""
@@ -84,11 +84,10 @@ class DecisionJournal:
             session=self._hashed(request.session_key),
         )
 
-    def end_line(self, line: RequestLine, ended: RequestEnded, raw_attempts: Sequence[bytes]) -> None:
+    def end_line(self, line: RequestLine, ended: RequestEnded, attempts: list[AttemptRecord]) -> None:
         line.arrived_at -= ended.queue_time_seconds
         line.outcome = _outcome(ended)
-        # They are JSON already.
-        line.attempts = [msgspec.Raw(raw) for raw in raw_attempts]  # pyright: ignore[reportAttributeAccessIssue]
+        line.attempts = attempts
         fleet = self._news_of_fleet()
         header = b"" if fleet is None else _encode(fleet) + b"\n"
         if self._sink.put(header, _encode(line) + b"\n") and fleet is not None:

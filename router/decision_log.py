@@ -1,8 +1,4 @@
-"""Remembers why requests went where they went: the latest for `Explain`, all of them for the file, if there is one.
-
-An attempt is kept as the JSON that the file gets: some hundred bytes a shard, and nothing for the garbage collector to
-walk through.
-"""
+"""Remembers why requests went where they went: the latest for `Explain`, all of them for the file, if there is one."""
 
 from __future__ import annotations
 
@@ -12,18 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
-
 from router.core.actions import PlacementDecided, RequestEnded
-from router.core.placement.plan import ShardPlan
 from router.decision_journal import DecisionJournal
-from router.decision_records import AttemptRecord, RequestLine, ScoreRecord
+from router.decision_pack import pack_attempt, unpack_attempt
+from router.decision_records import AttemptRecord, RequestLine
 
 MAX_REMEMBERED_BYTES: Final = 64 * 2**20
 """Of all that is remembered. Only with hundreds of shards is it reached before `max_remembered`."""
-
-_encode: Final = msgspec.json.Encoder().encode
-_ATTEMPT_DECODER: Final = msgspec.json.Decoder(AttemptRecord)
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,7 +23,7 @@ class Remembered:
 
     request_id: str
     num_prompt_tokens: int
-    raw_attempts: list[bytes] = dataclasses.field(default_factory=list)
+    packed_attempts: list[bytes] = dataclasses.field(default_factory=list)
     ended: RequestEnded | None = None
     """None: it still runs."""
     line: RequestLine | None = None
@@ -40,11 +31,11 @@ class Remembered:
 
     @property
     def attempts(self) -> list[AttemptRecord]:
-        return [_ATTEMPT_DECODER.decode(raw) for raw in self.raw_attempts]
+        return [unpack_attempt(packed) for packed in self.packed_attempts]
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self.raw_attempts)) + (len(self.line.block_hashes) if self.line is not None else 0)
+        return sum(map(len, self.packed_attempts)) + (len(self.line.block_hashes) if self.line is not None else 0)
 
 
 class DecisionLog:
@@ -79,20 +70,13 @@ class DecisionLog:
         remembered = self._remembered.get(request_id)
         if remembered is None or decision.attempt_id == 1:
             self._forget(request_id)  # an earlier request of the same name
-            remembered = self._remembered[request_id] = Remembered(request_id, decision.plan.num_prompt_tokens)
+            remembered = self._remembered[request_id] = Remembered(request_id, decision.pick.num_prompt_tokens)
             if self._journal is not None and decision.attempt_id == 1:
                 remembered.line = self._journal.begin_line(decision, now)
                 self._num_bytes += len(remembered.line.block_hashes)
-        raw = _encode(
-            AttemptRecord(
-                attempt_id=decision.attempt_id,
-                decided_at=now,
-                picked_shard_id=decision.plan.picked_shard_id,
-                shards=[_score(shard) for shard in decision.plan.shards],
-            )
-        )
-        remembered.raw_attempts.append(raw)
-        self._num_bytes += len(raw)
+        packed = pack_attempt(decision, now)
+        remembered.packed_attempts.append(packed)
+        self._num_bytes += len(packed)
         while len(self._remembered) > self._max_remembered or (
             self._num_bytes > self._max_remembered_bytes and len(self._remembered) > 1
         ):
@@ -107,7 +91,7 @@ class DecisionLog:
         line, remembered.line = remembered.line, None
         if line is not None and self._journal is not None:
             self._num_bytes -= len(line.block_hashes)
-            self._journal.end_line(line, ended, remembered.raw_attempts)
+            self._journal.end_line(line, ended, remembered.attempts)
 
     def fleet_changed(self) -> None:
         """Shards came, went or drain."""
@@ -121,17 +105,3 @@ class DecisionLog:
         self._num_bytes -= forgotten.num_bytes
         if forgotten.line is not None and self._journal is not None:
             self._journal.give_up_line()
-
-
-def _score(shard: ShardPlan) -> ScoreRecord:
-    return ScoreRecord(
-        shard_id=shard.shard_id,
-        num_overlap_tokens=shard.num_overlap_tokens,
-        num_running=shard.num_running,
-        num_waiting=shard.num_waiting,
-        num_queued_prefill_tokens=shard.num_queued_prefill_tokens,
-        predicted_ttft_seconds=shard.predicted_ttft_seconds,
-        cost_seconds=shard.cost_seconds,
-        cost_terms=shard.cost_terms,  # pyright: ignore[reportArgumentType]  (any mapping can be written)
-        filtered_reason=shard.filtered_reason,
-    )

@@ -9,6 +9,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
 from router.core.frames import Step
 from router.core.health import HealthState
+from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan
 
 
@@ -34,13 +35,18 @@ class PlacementDecided:
 
     request: Request
     attempt_id: int
-    plan: Plan
-    """As of the decision: `plan.picked_shard_id` is where it went."""
+    pick: Pick
+    """As of the decision."""
     block_size: int
     """Of the picked shard."""
     block_hashes: Sequence[int]
     """Of the prompt's full blocks of that size."""
     decided_at: float
+
+    @property
+    def plan(self) -> Plan:
+        """Its explanation: `plan.picked_shard_id` is where it went. Worked out anew whenever it is asked for."""
+        return self.pick.plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -175,10 +175,10 @@ class Dispatcher:
             return
         if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
             return
-        plan = self._placer.explain_pick(live, shard.shard_id, now)
+        pick = self._placer.explain_pick(live, shard.shard_id, now)
         block_size = shard.description.block_size
         hashes = self._placer.hashes(live, block_size)
-        self._outbox.add(PlacementDecided(request, attempt_id, plan, block_size, hashes, now))
+        self._outbox.add(PlacementDecided(request, attempt_id, pick, block_size, hashes, now))
 
     def _reserve(self, live: LiveRequest, shard: Shard, candidate: Candidate, attempt: Attempt, now: float) -> None:
         block_size = candidate.block_size

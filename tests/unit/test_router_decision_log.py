@@ -12,7 +12,9 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.health import HealthState
+from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.policy import Candidate
 from router.core.shard_state import ShardState
 from router.decision_journal import FLEET_LOOK_SECONDS, DecisionJournal
 from router.decision_log import DecisionLog
@@ -27,10 +29,47 @@ SHARDS = (
 )
 
 
+def candidate(plan: ShardPlan) -> Candidate:
+    """A shard that looks as this plan says."""
+    return Candidate(
+        shard_id=plan.shard_id,
+        turn=0,
+        block_size=16,
+        num_blocks=100,
+        num_overlap_tokens=plan.num_overlap_tokens,
+        num_prefill_tokens=50 - plan.num_overlap_tokens,
+        num_queued_prefill_tokens=plan.num_queued_prefill_tokens,
+        num_running=plan.num_running,
+        num_waiting=plan.num_waiting,
+        num_context_tokens=0,
+        num_used_blocks=0.0,
+        num_evicted_blocks=0,
+        reuse_probability=0.0,
+        queue_seconds=plan.predicted_ttft_seconds,
+        memory_wait_seconds=0.0,
+        own_seconds=0.0,
+        seconds_per_token=0.0,
+        bound_arrival_rate=0.0,
+        utilisation=0.0,
+    )
+
+
+# The shards as the core knows them, not in the order of an explanation.
+PICK = Pick(
+    50,
+    picked_shard_id="s1",
+    best_shard_id="s0",
+    term_names=("queue", "own"),
+    candidates=[candidate(SHARDS[1]), candidate(SHARDS[0])],
+    terms=[tuple(SHARDS[1].cost_terms.values()), tuple(SHARDS[0].cost_terms.values())],
+    filtered=[SHARDS[2]],
+)
+
+
 def decided(request_id: str, attempt_id: int = 1, **fields) -> PlacementDecided:
     defaults = {"model": "m", "prompt_token_ids": range(50), "prompt_text": "secret prompt"}
     request = Request(request_id, "client", choices=[ChoiceSpec(1, 0)], **{**defaults, **fields})
-    return PlacementDecided(request, attempt_id, Plan(50, SHARDS, "s1"), 16, HASHES, decided_at=1.0)
+    return PlacementDecided(request, attempt_id, PICK, 16, HASHES, decided_at=1.0)
 
 
 def ended(request_id: str, **fields) -> RequestEnded:
@@ -217,12 +256,21 @@ def test_a_fleet_that_was_dropped_is_told_again() -> None:
 
 def test_costs_that_are_not_finite_survive() -> None:
     """A policy may rule a shard out by an infinite cost; JSON has no word for it."""
-    plan = Plan(50, (SHARDS[0], ShardPlan("s9", 0, 0, 0, 0, float("inf"), float("inf"), {"x": float("inf")})), "s1")
+    infinite = float("inf")
+    ruled_out = ShardPlan("s9", 0, 0, 0, 0, infinite, infinite, {"queue": infinite, "own": 0.0})
+    pick = dataclasses.replace(
+        PICK,
+        best_shard_id="s1",
+        candidates=[candidate(ruled_out), candidate(SHARDS[0])],
+        terms=[(infinite, 0.0), (1.0, 0.5)],
+        filtered=(),
+    )
+    assert pick.plan == Plan(50, [SHARDS[0], ruled_out], "s1")
     log = DecisionLog(10)
-    log.placement_decided(dataclasses.replace(decided("r1"), plan=plan))
+    log.placement_decided(dataclasses.replace(decided("r1"), pick=pick))
     found = log.find("r1")
     assert found is not None
-    assert tuple(score.to_plan() for score in found.attempts[0].shards) == plan.shards
+    assert [score.to_plan() for score in found.attempts[0].shards] == pick.plan.shards
     assert explanation_to_proto(found).decisions[0].plan.regret.cost_seconds == 0
 
 

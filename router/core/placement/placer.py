@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -14,6 +14,7 @@ from router.core.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load_ledger import LoadLedger
 from router.core.placement import POLICIES
+from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Hold
 from router.core.prefix_index import PrefixIndex
@@ -24,8 +25,17 @@ COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
 
 
-Scores = tuple[LiveRequest | None, float, list[Candidate], list[tuple[float, ...]]]
-"""For whom, when, and parallel to one another: the shards that could take it, and the terms of their costs."""
+class _Scores(NamedTuple):
+    """What the shards that could take a request looked like."""
+
+    picked_for: LiveRequest
+    at: float
+    candidates: list[Candidate]
+    terms: list[tuple[float, ...]]
+    """Of each candidate's cost."""
+    best: Candidate
+    is_whole: bool
+    """These were all shards that could take it."""
 
 
 class Placer:
@@ -41,7 +51,7 @@ class Placer:
         self._reuse = ReuseCurve()
         self._seed = seed
         self._num_placed = 0
-        self._last_scores: Scores = (None, 0.0, [], [])
+        self._last_scores: _Scores | None = None
         """Of the last pick."""
 
     @property
@@ -70,15 +80,15 @@ class Placer:
 
     def pick(self, live: LiveRequest, now: float) -> tuple[Shard, Candidate] | None:
         """The cheapest shard with room, as the request saw it. None when no shard has room."""
-        shards = [shard for shard in self.eligible(live) if shard.has_room]
-        return self.pick_among(shards, live, now) if shards else None
+        shards = self._open_shards(live)
+        if not shards:
+            return None
+        self._last_scores = scores = self._score(shards, live, now, is_whole=True)
+        return self._fleet.shards[scores.best.shard_id], scores.best
 
     def pick_among(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
         """The cheapest of `shards`."""
-        candidates = self._candidates(shards, live, now)
-        terms = self._policy.costs(self._arrival(live, shards), candidates)
-        best = candidates[self._cheapest([sum(values) for values in terms], candidates, live)]
-        self._last_scores = (live, now, candidates, terms)
+        best = self._score(shards, live, now).best
         return self._fleet.shards[best.shard_id], best
 
     def candidate(self, live: LiveRequest, shard: Shard, now: float) -> Candidate:
@@ -93,38 +103,30 @@ class Placer:
         self._reuse.note_prompt(arrival.block_hashes, now)
         self._policy.placed(arrival, shard.shard_id)
 
-    def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Plan:
-        """The plan as it was when that shard was just picked; to be called before anything is reserved for it."""
-        plan = self.plan(live, now)
-        first = [shard for shard in plan.shards if shard.shard_id == picked_shard_id]
-        rest = [shard for shard in plan.shards if shard.shard_id != picked_shard_id]
-        return Plan(plan.num_prompt_tokens, [*first, *rest], picked_shard_id=picked_shard_id)
+    def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
+        """The placement as it was when that shard was just picked; to be called before anything is reserved for it."""
+        scores = self._last_scores
+        if scores is None or scores.picked_for is not live or scores.at != now or not scores.is_whole:
+            open_shards = self._open_shards(live)
+            if not open_shards:
+                filtered = self._filtered(live, ())
+                num_prompt_tokens = len(live.request.prompt_token_ids)
+                return Pick(num_prompt_tokens, picked_shard_id, "", self._policy.terms, (), (), filtered)
+            scores = self._score(open_shards, live, now)
+        return self._pick_of(scores, live, picked_shard_id)
 
     def plan(self, live: LiveRequest, now: float) -> Plan:
         """How every shard looks to the request. Changes nothing."""
-        open_shards = [shard for shard in self.eligible(live) if shard.has_room]
-        open_ids = {shard.shard_id for shard in open_shards}
-        filtered = [
-            ShardPlan(shard.shard_id, filtered_reason=self._filtered_reason(shard, live))
-            for shard in self._fleet.shards.values()
-            if shard.shard_id not in open_ids
-        ]
-        num_prompt_tokens = len(live.request.prompt_token_ids)
+        open_shards = self._open_shards(live)
         if not open_shards:
             error = KvloomError(
                 ErrorReason.ERROR_REASON_QUEUE_FULL,
                 "Every shard that could take this request is full; it would wait in the router.",
                 retry_after_seconds=1.0,
             )
-            return Plan(num_prompt_tokens, filtered, error=error)
-        candidates, terms = self._scores(live, open_shards, now)
-        plans = [
-            _shard_plan(candidate, dict(zip(self._policy.terms, values, strict=True)))
-            for candidate, values in zip(candidates, terms, strict=True)
-        ]
-        best = plans[self._cheapest([plan.cost_seconds for plan in plans], candidates, live)]
-        rest = sorted((plan for plan in plans if plan is not best), key=lambda p: (p.cost_seconds, p.shard_id))
-        return Plan(num_prompt_tokens, [best, *rest, *filtered], picked_shard_id=best.shard_id)
+            return Plan(len(live.request.prompt_token_ids), self._filtered(live, ()), error=error)
+        scores = self._score(open_shards, live, now)
+        return self._pick_of(scores, live, scores.best.shard_id).plan
 
     def hashes(self, live: LiveRequest, block_size: int) -> Sequence[int]:
         """Hashes of the prompt's full blocks."""
@@ -137,15 +139,37 @@ class Placer:
             live.hashes[block_size] = hashes
         return hashes
 
-    def _scores(
-        self, live: LiveRequest, shards: list[Shard], now: float
-    ) -> tuple[list[Candidate], list[tuple[float, ...]]]:
-        """Candidates and the terms of their costs; not computed again when they were just computed for a pick."""
-        picked_for, at, candidates, terms = self._last_scores
-        if picked_for is live and at == now and len(candidates) == len(shards):
-            return candidates, terms
+    def _open_shards(self, live: LiveRequest) -> list[Shard]:
+        return [shard for shard in self.eligible(live) if shard.has_room]
+
+    def _score(self, shards: list[Shard], live: LiveRequest, now: float, *, is_whole: bool = False) -> _Scores:
+        """What it would cost to place it on each of them."""
         candidates = self._candidates(shards, live, now)
-        return candidates, self._policy.costs(self._arrival(live, shards), candidates)
+        terms = self._policy.costs(self._arrival(live, shards), candidates)
+        best = candidates[self._cheapest([sum(values) for values in terms], candidates, live)]
+        return _Scores(live, now, candidates, terms, best, is_whole)
+
+    def _pick_of(self, scores: _Scores, live: LiveRequest, picked_shard_id: str) -> Pick:
+        candidates = scores.candidates
+        num_filtered = len(self._fleet.shards) - len(candidates)
+        return Pick(
+            len(live.request.prompt_token_ids),
+            picked_shard_id,
+            scores.best.shard_id,
+            self._policy.terms,
+            candidates,
+            scores.terms,
+            self._filtered(live, candidates) if num_filtered else (),
+        )
+
+    def _filtered(self, live: LiveRequest, candidates: Sequence[Candidate]) -> list[ShardPlan]:
+        """Why all others could not take it."""
+        open_ids = {candidate.shard_id for candidate in candidates}
+        return [
+            ShardPlan(shard.shard_id, filtered_reason=self._filtered_reason(shard, live))
+            for shard in self._fleet.shards.values()
+            if shard.shard_id not in open_ids
+        ]
 
     def _arrival(self, live: LiveRequest, shards: Sequence[Shard]) -> Arrival:
         request = live.request
@@ -222,16 +246,3 @@ class Placer:
         if not shard.has_room:
             return "full"
         return "failed this request before"
-
-
-def _shard_plan(candidate: Candidate, terms: dict[str, float]) -> ShardPlan:
-    return ShardPlan(
-        shard_id=candidate.shard_id,
-        num_overlap_tokens=candidate.num_overlap_tokens,
-        num_running=candidate.num_running,
-        num_waiting=candidate.num_waiting,
-        num_queued_prefill_tokens=candidate.num_queued_prefill_tokens,
-        predicted_ttft_seconds=candidate.predicted_ttft_seconds,
-        cost_seconds=sum(terms.values()),
-        cost_terms=terms,
-    )

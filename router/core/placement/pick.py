@@ -1,0 +1,55 @@
+"""A placement as it was made: what its explanation is told from, if anybody asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.policy import Candidate
+
+
+@dataclasses.dataclass(slots=True)
+class Pick:
+    """Refers to what the placement worked with; nothing of it changes later."""
+
+    num_prompt_tokens: int
+    picked_shard_id: str
+    best_shard_id: str
+    """The cheapest: nearly always the one that was picked."""
+    term_names: Sequence[str]
+    candidates: Sequence[Candidate]
+    terms: Sequence[tuple[float, ...]]
+    """Of each candidate's cost."""
+    filtered: Sequence[ShardPlan] = ()
+    """The shards that could not take it."""
+
+    @property
+    def plan(self) -> Plan:
+        plans = [
+            ShardPlan(
+                shard_id=candidate.shard_id,
+                num_overlap_tokens=candidate.num_overlap_tokens,
+                num_running=candidate.num_running,
+                num_waiting=candidate.num_waiting,
+                num_queued_prefill_tokens=candidate.num_queued_prefill_tokens,
+                predicted_ttft_seconds=candidate.predicted_ttft_seconds,
+                cost_seconds=sum(values),
+                cost_terms=dict(zip(self.term_names, values, strict=True)),
+            )
+            for candidate, values in zip(self.candidates, self.terms, strict=True)
+        ]
+        shards = in_order([*plans, *self.filtered], self.picked_shard_id, self.best_shard_id)
+        return Plan(self.num_prompt_tokens, shards, picked_shard_id=self.picked_shard_id)
+
+
+def in_order(shards: Iterable[ShardPlan], picked_shard_id: str, best_shard_id: str) -> list[ShardPlan]:
+    """The picked one first, then the best, then by cost; filtered ones last, as they come."""
+
+    def rank(shard: ShardPlan) -> tuple[bool, bool, bool, float, str]:
+        is_filtered = bool(shard.filtered_reason)
+        tie_break = "" if is_filtered else shard.shard_id
+        is_other = shard.shard_id != picked_shard_id
+        return is_other, is_filtered, shard.shard_id != best_shard_id, shard.cost_seconds, tie_break
+
+    return sorted(shards, key=rank)
