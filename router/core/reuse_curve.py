@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 from typing import Final
 
 MAX_REMEMBERED_PROMPTS: Final = 65_536
@@ -28,6 +30,7 @@ PRIOR_REUSES: Final = 5.0
 PRIOR_ENDS: Final = 5.0
 """Before anything is known, half of all prompts are gone on from."""
 _SQRT_HALF: Final = 0.5**0.5
+_PRIOR_LONGER: Final = [PRIOR_REUSES / NUM_BINS * (NUM_BINS - index) for index in range(NUM_BINS)]
 
 
 class ReuseCurve:
@@ -36,7 +39,7 @@ class ReuseCurve:
         """Hash of a prompt's last full block → when the prompt came."""
         self._gaps = [0.0] * NUM_BINS
         self._num_prompts = 0.0
-        self._longer = [PRIOR_REUSES] * (NUM_BINS + 1)
+        self._longer = [PRIOR_REUSES] * NUM_BINS
         """Reuses with a gap in a bin or in a later one, with the prior."""
         self._ends = PRIOR_ENDS
         self._is_stale = False
@@ -76,15 +79,11 @@ class ReuseCurve:
         self._num_prompts *= DECAY
 
     def _sum_up(self) -> None:
-        total = 0.0
-        for index in range(NUM_BINS - 1, -1, -1):
-            total += self._gaps[index]
-            self._longer[index] = total
-        num_reuses = total
+        longer = list(accumulate(reversed(self._gaps)))
+        num_reuses = longer[-1]
         self._ends = PRIOR_ENDS + max(0.0, self._num_prompts - num_reuses)
-        share = PRIOR_REUSES / NUM_BINS
-        for index in range(NUM_BINS):
-            self._longer[index] += share * (NUM_BINS - index)
+        longer.reverse()
+        self._longer = list(map(add, longer, _PRIOR_LONGER))
         self._is_stale = False
 
 
