@@ -211,6 +211,8 @@ class Lifecycle:
         if not live.num_open_choices:
             del self.requests[live.request.request_id]
             self._outbox.add(request_ended(live, now))
+            # Request and choices point at each other: without this they would stay until the garbage collector comes.
+            live.choices = []
 
 
 def request_ended(live: LiveRequest, now: float) -> RequestEnded:
