@@ -10,6 +10,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-ver
 ARGS ?=
 # Processes that run tests.
 TEST_WORKERS ?= 2
+# Threads of several engines that share the cores must not wait for one another by spinning.
+test unit: export OMP_WAIT_POLICY = passive
 
 .PHONY: help run test setup setup-dev proto check lint types imports protos-check unit clean
 

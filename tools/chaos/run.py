@@ -71,6 +71,7 @@ class Plan:
         config.edge.num_edges = self.num_edges
         config.router.num_routers = self.num_routers
         config.router.decision_log.max_remembered = 256
+        config.shard.num_blocks = 1024  # soon full, as those of a shard that has been up for long
         config.log.format = "json"  # bills are read from it
         for section in (config.edge, config.router, config.shard):
             section.drain_timeout_seconds = 15.0
