@@ -69,21 +69,26 @@ async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: Bo
         raise _too_large(config.max_body_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    chunks: list[bytes] = []
-    size_bytes = 0
     try:
+        if request.content.is_eof():  # it came with its head, as most do: no timer for it
+            return _taken(request.content.read_nowait(), config, lease)
+        chunks: list[bytes] = []
         async with asyncio.timeout(config.body_timeout_seconds):
             while chunk := await request.content.readany():
-                size_bytes += len(chunk)
-                if size_bytes > config.max_body_bytes:
-                    raise _too_large(config.max_body_bytes)
-                lease.take(len(chunk))
-                chunks.append(chunk)
+                chunks.append(_taken(chunk, config, lease))
     except TimeoutError as error:
         raise request_timeout(f"The body did not arrive within {config.body_timeout_seconds:g} s.") from error
     except web.RequestPayloadError as error:
         raise invalid_argument("The body is not framed as its headers say.") from error
     return b"".join(chunks)
+
+
+def _taken(chunk: bytes, config: EdgeConfig, lease: BodyLease) -> bytes:
+    """Counted."""
+    if lease.num_bytes + len(chunk) > config.max_body_bytes:
+        raise _too_large(config.max_body_bytes)
+    lease.take(len(chunk))
+    return chunk
 
 
 def digest_of(raw: bytes) -> str:

@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import LineTooLong
 from edge_http.edge import Edge
 from edge_http.json_response import error_response
 from edge_http.shapes import encode_json
+from edge_http.sse import WrittenResponse
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -115,6 +116,8 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Whoever asks for a long answer and does not read it must not keep it in memory for ever."""
+        if isinstance(resp, WrittenResponse):
+            return await super().finish_response(request, resp, start_time)  # there is nothing to wait for
         try:
             async with asyncio.timeout(RESPONSE_SECONDS):
                 return await super().finish_response(request, resp, start_time)

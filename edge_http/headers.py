@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Final
 from urllib.parse import quote
 
 from aiohttp import web
 
 from kvloom.errors import invalid_argument
+from kvloom.random_bytes import random_hex
 from kvloom.v1.generation_pb2 import SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
@@ -37,7 +37,7 @@ def request_id(request: web.BaseRequest) -> str:
     if known is not None:
         return known
     given = request.headers.get(REQUEST_ID) or request.headers.get("x-correlation-id") or ""
-    chosen = given if _SAFE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+    chosen = given if _SAFE_ID.fullmatch(given) else f"req-{random_hex(12)}"
     request[_REQUEST_ID_KEY] = chosen
     return chosen
 

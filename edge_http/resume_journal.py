@@ -16,6 +16,8 @@ import redis.asyncio
 import redis.asyncio.retry
 import redis.backoff
 
+from kvloom.random_bytes import random_hex
+
 TAG_CHARS: Final = 8
 TIMEOUT_SECONDS: Final = 2.0
 NEWCOMER_SECONDS: Final = 3.0
@@ -52,7 +54,7 @@ def new_tag() -> str:
 
 def new_response_id(prefix: str, tag: str) -> str:
     """`prefix`: "chatcmpl-" or "cmpl-". Cannot be guessed."""
-    return f"{prefix}{tag}{secrets.token_hex(8)}"
+    return f"{prefix}{tag}{random_hex(8)}"
 
 
 def tag_of(response_id: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import functools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
@@ -70,6 +72,11 @@ def split_framed(framed: bytes) -> list[bytes]:
     return events
 
 
+@functools.lru_cache(maxsize=1)
+def _date_line(unix_seconds: int) -> bytes:
+    return f"Date: {email.utils.formatdate(unix_seconds, usegmt=True)}\r\n".encode()
+
+
 def _unframed(framed: bytes) -> bytes:
     return framed[framed.index(b"\r\n") + 2 : -2]
 
@@ -108,7 +115,7 @@ class EventStream:
     def begin(self, headers: Mapping[str, str]) -> None:
         """Send status 200 and the headers. Values must be free of line breaks."""
         self.begun = True
-        lines = [_HEAD, f"Date: {email.utils.formatdate(usegmt=True)}\r\n".encode()]
+        lines = [_HEAD, _date_line(int(time.time()))]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         lines.append(b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
         lines.append(b"" if self._keep_alive else b"Connection: close\r\n")
@@ -178,7 +185,7 @@ class EventStream:
     def response(self) -> web.StreamResponse:
         """What the handler returns once the stream has ended."""
         self._uncork()  # whoever has the connection next must not be first
-        return _WrittenResponse(keep_alive=self._keep_alive)
+        return WrittenResponse(keep_alive=self._keep_alive)
 
     def _write(self, data: bytes) -> None:
         if self._corked is not None:
@@ -187,7 +194,7 @@ class EventStream:
             self._transport.write(data)
 
 
-class _WrittenResponse(web.StreamResponse):
+class WrittenResponse(web.StreamResponse):
     """Tells aiohttp that the response is complete: its bytes are already with the transport."""
 
     def __init__(self, *, keep_alive: bool) -> None:

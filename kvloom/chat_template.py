@@ -58,6 +58,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            # Jinja's is a chain of maps, which each rendering would walk through to copy it.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._named_tokens = dict(named_tokens)

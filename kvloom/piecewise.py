@@ -173,8 +173,9 @@ class PieceCache:
                 ):
                     end += 1
                 piece = " ".join(words[begin:end])
-                found.append(piece if begin == 0 else " " + piece)
-                plan.miss(found[-1])
+                piece = piece if begin == 0 else " " + piece
+                found.append(piece)
+                plan.miss(piece)
             begin = end
         return found
 

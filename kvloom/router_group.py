@@ -12,12 +12,12 @@ import heapq
 import itertools
 import logging
 import random
-import secrets
 from array import array
 from collections.abc import Iterable
 from typing import Final
 
 from kvloom.errors import KvloomError
+from kvloom.random_bytes import random_uint64
 from kvloom.router_link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_members import NewLink, RouterMember, RouterMembers
 from kvloom.tracked_request import LOSSES, TrackedRequest
@@ -36,7 +36,6 @@ BATCH_SECONDS: Final = 0.03
 thousands goes on serving its own."""
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 1.0
-SEED_BITS: Final = 64
 AFFINITY_TOKENS: Final = 16
 """Requests that begin with the same block of tokens are alike."""
 
@@ -262,7 +261,7 @@ def _with_seed(sampling: SamplingParams) -> SamplingParams:
         return sampling
     fixed = SamplingParams()
     fixed.CopyFrom(sampling)
-    fixed.seed = secrets.randbits(SEED_BITS)
+    fixed.seed = random_uint64()
     return fixed
 
 
