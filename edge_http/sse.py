@@ -25,6 +25,13 @@ _HEAD: Final = (
     b"X-Accel-Buffering: no\r\n"  # nginx would collect the events otherwise
 )
 _EVENT_BYTES: Final = len(b"id: \ndata: \n\n")
+_DATA: Final = b"\ndata: "
+_CHUNK_END: Final = b"\n\n\r\n"
+# Formatting them costs more than all else that is done for a token here.
+_MAX_NUMBERS: Final = 4096
+_MAX_SIZES: Final = 1024
+_NUMBERS: Final = [b"%d" % number for number in range(_MAX_NUMBERS)]
+_CHUNK_HEADS: Final = [b"%x\r\nid: " % size for size in range(_MAX_SIZES)]
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -141,9 +148,10 @@ class EventStream:
             return False
         self._num_events = number = self._num_events + 1
         if self._chunked:
-            event_id = b"%d" % number
+            event_id = _NUMBERS[number] if number < _MAX_NUMBERS else b"%d" % number
             size = _EVENT_BYTES + len(event_id) + len(prefix) + len(payload) + len(suffix)
-            event = b"%x\r\nid: %b\ndata: %b%b%b\n\n\r\n" % (size, event_id, prefix, payload, suffix)
+            head = _CHUNK_HEADS[size] if size < _MAX_SIZES else b"%x\r\nid: " % size
+            event = b"".join((head, event_id, _DATA, prefix, payload, suffix, _CHUNK_END))
         else:
             event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
         if self._corked is None:

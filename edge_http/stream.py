@@ -54,10 +54,11 @@ class StreamedAnswer(Answer):
         self._with_details = with_details
         self._with_explanation = with_explanation
         self._opened = [False] * self.num_choices
+        """Which choices have begun; none once the answer has failed."""
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """The hot path: plain text of a choice that has begun."""
-        if logprobs or not self._opened[index] or self.ended.done():
+        if logprobs or not self._opened[index]:
             super().on_tokens(index, delta, token_ids, logprobs)
             return
         self.num_output_tokens += len(token_ids)
@@ -83,6 +84,7 @@ class StreamedAnswer(Answer):
             else:
                 self._events.send(b"", payload, b"")
                 self._events.end()
+        self._opened = [False] * self.num_choices
         super().fail(error)
 
     def _take_start(self, index: int) -> None:

@@ -70,8 +70,11 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._num_waiting_bytes = 0
         self._is_paused = False
         self._reader: asyncio.Future[None] | None = None
+        self._on_message: Callable[[In], None] | None = None
+        """Who takes messages the moment they are here."""
         self._writer: asyncio.Future[None] | None = None
-        self._is_choked = False
+        self.is_choked = False
+        """The peer does not read: what is written now is kept here."""
         self._status: status_pb2.Status | None = None
         """How the stream ended; None while it has not."""
         self._heard_at = self._loop.time()
@@ -105,14 +108,34 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             self._break("a frame is no message")
             raise self._error() from error
 
+    async def deliver(self, on_message: Callable[[In], None]) -> None:
+        """Instead of `read`, without a task to be woken: each message goes to `on_message` the moment it is here, until
+        the peer has ended the stream in good order. Raises AioRpcError, and what `on_message` raises; nothing is
+        delivered behind that."""
+        over = self._reader = self._loop.create_future()
+        self._on_message = on_message
+        try:
+            waiting, self._frames = self._frames, deque()
+            self._num_waiting_bytes = 0
+            for frame in waiting:
+                self._hand_over(frame, on_message)
+            if self._is_paused and self._transport is not None:
+                self._is_paused = False
+                self._transport.resume_reading()
+            if self._status is None:
+                await over
+            elif over.done():
+                over.result()
+        finally:
+            self._on_message = self._reader = None
+        if self._status is not None and self._status.code and self._on_open is None:
+            raise self._error()
+
     async def write(self, message: Out) -> None:
         """Returns once the message is on its way, or in a bounded buffer. Raises AioRpcError."""
-        transport = self._transport
-        if self._status is not None or transport is None:
+        if not self.write_now(message):
             raise self._error()
-        payload = message.SerializeToString()
-        transport.write(_HEAD.pack(len(payload), _MESSAGE) + payload)
-        if self._is_choked:
+        if self.is_choked:
             self._writer = self._loop.create_future()
             try:
                 await self._writer
@@ -120,6 +143,15 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
                 self._writer = None
             if self._status is not None:
                 raise self._error()
+
+    def write_now(self, message: Out) -> bool:
+        """Whether the stream takes messages. The caller looks at `is_choked` and waits."""
+        transport = self._transport
+        if self._status is not None or transport is None:
+            return False
+        payload = message.SerializeToString()
+        transport.write(_HEAD.pack(len(payload), _MESSAGE) + payload)
+        return True
 
     def cancel(self) -> bool:
         """Break it off. Repeatable."""
@@ -169,10 +201,10 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             self.closed.set_result(None)
 
     def pause_writing(self) -> None:
-        self._is_choked = True
+        self.is_choked = True
 
     def resume_writing(self) -> None:
-        self._is_choked = False
+        self.is_choked = False
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
@@ -194,14 +226,34 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             end = position + _HEAD.size + length
             if end > size:
                 break
-            self._take(kind, data[position + _HEAD.size : end])
+            payload = data[position + _HEAD.size : end]
             position = end
+            if kind == _MESSAGE and self._on_message is not None:
+                self._hand_over(payload, self._on_message)
+            else:
+                self._take(kind, payload)
         if position < size:
             unparsed += data[position:]
         if self._frames and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, payload: bytes, on_message: Callable[[In], None]) -> None:
+        """A message to whoever `deliver`s. Once that is over, or cancelled, messages are dropped."""
+        over = self._reader
+        if over is None or over.done():
+            return
+        try:
+            message = self._parse(payload)
+        except DecodeError:
+            self._break("a frame is no message")
+            return
+        try:
+            on_message(message)
+        except Exception as error:  # the deliverer's, not the event loop's
+            if not over.done():
+                over.set_exception(error)
 
     def _take(self, kind: int, payload: bytes) -> None:
         if kind == _MESSAGE:
@@ -278,6 +330,15 @@ async def connect_local(address: str, in_type: type[In]) -> LocalStream[In, Any]
         connection.close()
         return None
     return None if stream.closed.done() else stream
+
+
+async def deliver(stream: Any, kind: type[In], on_message: Callable[[In], None]) -> None:
+    """`LocalStream.deliver` for gRPC's streams as well."""
+    if isinstance(stream, LocalStream):
+        await cast(LocalStream[In, Any], stream).deliver(on_message)
+        return
+    while isinstance(message := await stream.read(), kind):
+        on_message(message)
 
 
 def _is_trusted(connection: Any) -> bool:

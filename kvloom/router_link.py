@@ -12,13 +12,14 @@ import dataclasses
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 
 from kvloom.errors import KvloomError
+from kvloom.frame_writer import FrameWriter
 from kvloom.link_identity import LinkIdentity
-from kvloom.local_stream import LocalStream, connect_local
+from kvloom.local_stream import LocalStream, connect_local, deliver
 from kvloom.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -157,7 +158,7 @@ class GrpcRouterLink:
         self._next_handle = 0
         self._submits: list[router_service_pb2.Submit] = []
         self._cancels: list[int] = []
-        self._wake = asyncio.Event()
+        self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
         self._task: asyncio.Task[None] | None = None
         self._fleet_changed = asyncio.Event()
 
@@ -204,7 +205,7 @@ class GrpcRouterLink:
                 **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
             )
         )
-        self._wake.set()
+        self._wake_writer()
         return handle
 
     def cancel(self, handle: int) -> None:
@@ -212,7 +213,7 @@ class GrpcRouterLink:
             choice = self._by_slot[slot]
             choice.sink = None
             self._cancels.append(slot)
-        self._wake.set()
+        self._wake_writer()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -267,14 +268,12 @@ class GrpcRouterLink:
     async def _serve_one_connection(self, channel: grpc.aio.Channel) -> None:
         call = await self._open(channel)
         await call.write(router_service_pb2.RouterServiceConnectRequest(hello=self._hello()))
-        writer = asyncio.create_task(self._write_frames(call), name="router-link writer")
+        self._writer = FrameWriter(call, self._take_frame)
+        writer = asyncio.create_task(self._write_frames(self._writer, call), name="router-link writer")
         try:
-            while True:
-                frame = await call.read()
-                if not isinstance(frame, router_service_pb2.RouterServiceConnectResponse):  # the end of the stream
-                    return
-                self._on_frame(frame)
+            await deliver(call, router_service_pb2.RouterServiceConnectResponse, self._on_frame)
         finally:
+            self._writer = None
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             call.cancel()
@@ -286,18 +285,22 @@ class GrpcRouterLink:
         ]
         return router_service_pb2.ClientHello(client_id=self._client_id, link_id=self.identity.link_id, lost=lost)
 
-    async def _write_frames(self, call: ConnectCall) -> None:
-        """Everything that piled up since the last write goes out as one frame."""
+    async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                submits, self._submits = self._submits, []
-                cancels, self._cancels = self._cancels, []
-                await call.write(router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels))
+            await writer.run()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The reader sees the same break and ends the connection.
-            call.cancel()
+            call.cancel()  # the reader sees the same break and ends the connection
+
+    def _wake_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wake()
+
+    def _take_frame(self) -> router_service_pb2.RouterServiceConnectRequest | None:
+        submits, self._submits = self._submits, []
+        cancels, self._cancels = self._cancels, []
+        if not (submits or cancels):
+            return None
+        return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels)
 
     def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
         if frame.HasField("fleet"):
@@ -321,11 +324,11 @@ class GrpcRouterLink:
         if step.num_tokens or step.logprobs:
             self._on_ragged_tokens(step)
         else:
-            for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
+            for slot, token_id, delta in zip(step.slots[:], step.token_ids[:], step.deltas[:], strict=True):
                 choice = by_slot.get(slot)
-                if choice is not None and choice.sink is not None:
+                if choice is not None and (sink := choice.sink) is not None:
                     try:
-                        choice.sink.on_tokens(choice.index, delta, (token_id,), ())
+                        sink.on_tokens(choice.index, delta, (token_id,), ())
                     except Exception:
                         self._give_up_sink(choice)
         for finish in step.finishes:

@@ -15,7 +15,9 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError, protocol_violation
+from kvloom.frame_writer import FrameWriter
 from kvloom.grpc_errors import abort
+from kvloom.local_stream import deliver
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse, Submit
@@ -64,7 +66,7 @@ class ClientLink:
         self._outbox = StepOutbox(max_waiting_entries)
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
-        self._wake = asyncio.Event()
+        self._writer = FrameWriter(context, self._take_response)
         self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
         self._half_closed = False
         self._has_left = False
@@ -78,7 +80,7 @@ class ClientLink:
         self._dispatcher.add_client(self._client_id, self)
         self.send_fleet(self._dispatcher.core.fleet)
         reader = asyncio.create_task(self._read_frames(), name=f"{self._client_id} reader")
-        writer = asyncio.create_task(self._write_frames(), name=f"{self._client_id} writer")
+        writer = asyncio.create_task(self._writer.run(), name=f"{self._client_id} writer")
         try:
             await asyncio.wait([reader, writer, self._ended], return_when=asyncio.FIRST_COMPLETED)
             self.leave()
@@ -101,6 +103,8 @@ class ClientLink:
     def send_step(self, step: Step) -> None:
         for finish in step.finishes:
             self._open_slots.discard(finish.slot)
+        if self._half_closed and not self._open_slots:
+            self._writer.finish()
         if not self._outbox.add(step):
             self._end_with(
                 KvloomError(
@@ -108,11 +112,11 @@ class ClientLink:
                     "This stream was not read fast enough: too much output was waiting for it.",
                 )
             )
-        self._wake.set()
+        self._writer.wake()
 
     def send_fleet(self, fleet: FleetChanged) -> None:
         self._fleet = fleet
-        self._wake.set()
+        self._writer.wake()
 
     # -- the stream ---------------------------------------------------------------------------------------------------
 
@@ -142,19 +146,21 @@ class ClientLink:
         log.info("client connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
-        while True:
-            frame = await self._context.read()
-            if not isinstance(frame, RouterServiceConnectRequest):  # the client sends no more
-                break
-            if frame.HasField("hello"):
-                raise protocol_violation("Only the first frame carries a hello.")
-            for submit in frame.submits:
-                self._on_submit(submit)
-            if frame.cancel_slots:
-                self._dispatcher.dispatch(SlotsCancelled(self._client_id, frame.cancel_slots[:]))
+        await deliver(self._context, RouterServiceConnectRequest, self._on_frame)  # until the client sends no more
         self._half_closed = True
-        self._wake.set()
+        if not self._open_slots:
+            self._writer.finish()
         await self._ended  # what it has asked for is still answered: the writer ends the stream
+
+    def _on_frame(self, frame: RouterServiceConnectRequest) -> None:
+        if self._has_left:
+            return
+        if frame.HasField("hello"):
+            raise protocol_violation("Only the first frame carries a hello.")
+        for submit in frame.submits:
+            self._on_submit(submit)
+        if frame.cancel_slots:
+            self._dispatcher.dispatch(SlotsCancelled(self._client_id, frame.cancel_slots[:]))
 
     def _on_submit(self, submit: Submit) -> None:
         slots = [choice.slot for choice in submit.choices]
@@ -177,18 +183,6 @@ class ClientLink:
         self._dispatcher.refused(error)
         self.send_step(Step(finishes=[Finish(slot, FINISH_REASON_ERROR, error=error) for slot in slots]))
 
-    async def _write_frames(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            response = self._take_response()
-            if response is not None:
-                await self._context.write(response)
-            if self._outbox:
-                self._wake.set()
-            elif self._ended.done() or (self._half_closed and not self._open_slots):
-                return
-
     def _take_response(self) -> RouterServiceConnectResponse | None:
         """Everything that waits, as one frame."""
         step = self._outbox.take()
@@ -207,6 +201,7 @@ class ClientLink:
     def _end_with(self, error: KvloomError | None) -> None:
         if not self._ended.done():
             self._ended.set_result(error)
+        self._writer.finish()
 
     def leave(self) -> None:
         """Cancel what its client has open. Repeatable. What is in the outbox can still be written, nothing is added."""
@@ -219,7 +214,6 @@ class ClientLink:
         self._dispatcher.dispatch(ClientGone(self._client_id))
         self._bills.close(self._client_id)
         self._end_with(None)
-        self._wake.set()
         log.info("client gone", client_id=self._client_id)
 
     async def _finish_stream(self, results: Sequence[BaseException | None]) -> None:

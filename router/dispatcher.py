@@ -119,6 +119,7 @@ class Dispatcher:
         self._pending: deque[Event] = deque()
         self._dispatching = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._num_live_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -251,10 +252,12 @@ class Dispatcher:
         if deadline is None:
             return
         if self._timer is not None:
-            if self._timer.when() <= deadline:
+            if self._timer_at <= deadline:
                 return
             self._timer.cancel()
-        self._timer = self._loop.call_at(max(deadline, self._loop.time() + MIN_TICK_SECONDS), self._tick)
+        # uvloop's handle does not say when, if it is at once.
+        self._timer_at = max(deadline, self._loop.time() + MIN_TICK_SECONDS)
+        self._timer = self._loop.call_at(self._timer_at, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.local_stream import LocalStream, connect_local
+from kvloom.frame_writer import FrameWriter
+from kvloom.local_stream import LocalStream, connect_local, deliver
 from kvloom.registry import ShardRecord
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert
 from router.core.actions import CancelOnShard, SubmitAttempt
-from router.core.events import KvSnapshotArrived, LoadReported, ShardDown, ShardUp, StepArrived
+from router.core.events import (
+    FrameArrived,
+    KvEventsArrived,
+    KvSnapshotArrived,
+    LoadReported,
+    ShardDown,
+    ShardUp,
+    StepArrived,
+)
 from router.dispatcher import Dispatcher
 from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of, raise_if_cancelled
 
@@ -53,8 +62,8 @@ class ShardLink:
         self._cancels: dict[int, int | None] = {}
         """Slot → how many of its tokens had arrived; None: it goes on elsewhere."""
         self._want_kv_snapshot = False
-        self._overflown = False
-        self._wake = asyncio.Event()
+        self._writer: FrameWriter[shard_service_pb2.ShardServiceConnectRequest] | None = None
+        """Of the connection that stands."""
 
     @property
     def connected(self) -> bool:
@@ -84,16 +93,18 @@ class ShardLink:
             for choice in attempt.choices:
                 self._cancels.pop(choice.slot, None)
         self._submits.append(attempt)
-        self._overflown = self._overflown or len(self._submits) > MAX_WAITING_SUBMITS
-        self._wake.set()
+        if len(self._submits) == MAX_WAITING_SUBMITS and self._writer is not None:
+            log.error("shard takes no work", shard_id=self.record.shard_id)
+            self._writer.give_up()  # the reader ends the connection
+        self._wake_writer()
 
     def cancel(self, cancel: CancelOnShard) -> None:
         self._cancels.update(zip_longest(cancel.slots, cancel.num_output_tokens))
-        self._wake.set()
+        self._wake_writer()
 
     def want_kv_snapshot(self) -> None:
         self._want_kv_snapshot = True
-        self._wake.set()
+        self._wake_writer()
 
     # -- one connection -----------------------------------------------------------------------------------------------
 
@@ -126,62 +137,57 @@ class ShardLink:
         self._dispatcher.add_shard(shard_id, self)
         self._connected = True
         self._packs_token_ids = first.hello.reads_packed_token_ids
-        writer = asyncio.create_task(self._write_frames(call), name=f"{shard_id} writer")
+        self._writer = FrameWriter(call, self._take_frame)
+        writer = asyncio.create_task(self._write_frames(self._writer, call), name=f"{shard_id} writer")
         try:
             self._dispatcher.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
             log.info("shard up", shard_id=shard_id, address=self.record.address)
             self._on_frame(first)
-            await self._read_frames(call)
+            await deliver(call, shard_service_pb2.ShardServiceConnectResponse, self._on_frame)
         finally:
             self._connected = False
+            self._writer = None
             self._dispatcher.remove_shard(shard_id)
             writer.cancel()
             self._dispatcher.dispatch(ShardDown(shard_id))
             log.info("shard down", shard_id=shard_id)
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _read_frames(self, call: ConnectCall) -> None:
-        while True:
-            frame = await call.read()
-            if not isinstance(frame, shard_service_pb2.ShardServiceConnectResponse):  # the shard ended the stream
-                return
-            self._on_frame(frame)
-
     def _on_frame(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> None:
         """The cache and the load are those of the frame's step: known before the step's ends let the core place what
         was waiting."""
         shard_id = self.record.shard_id
-        dispatch = self._dispatcher.dispatch
+        parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived] = []
         if frame.HasField("kv_snapshot"):
             snapshot = frame.kv_snapshot
-            dispatch(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
+            parts.append(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
         if frame.HasField("kv_events"):
-            dispatch(convert.kv_events_from_proto(shard_id, frame.kv_events))
-        for batch in frame.more_kv_events:
-            dispatch(convert.kv_events_from_proto(shard_id, batch))
+            parts.append(convert.kv_events_from_proto(shard_id, frame.kv_events))
+        parts += [convert.kv_events_from_proto(shard_id, batch) for batch in frame.more_kv_events]
         if frame.HasField("load"):
-            dispatch(LoadReported(shard_id, convert.load_from_proto(frame.load)))
+            parts.append(LoadReported(shard_id, convert.load_from_proto(frame.load)))
         if frame.HasField("step"):
-            dispatch(StepArrived(shard_id, convert.step_from_frame(frame.step)))
+            parts.append(StepArrived(shard_id, convert.step_from_frame(frame.step)))
+        if parts:
+            self._dispatcher.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
 
-    async def _write_frames(self, call: ConnectCall) -> None:
+    async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if self._overflown:
-                    log.error("shard takes no work", shard_id=self.record.shard_id)
-                    break
-                while self._submits or self._cancels or self._want_kv_snapshot:
-                    await call.write(self._take_frame())
+            await writer.run()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same break
         except Exception:
             log.exception("writing to a shard failed", shard_id=self.record.shard_id)
         call.cancel()  # whatever it was: the reader ends the connection
 
-    def _take_frame(self) -> shard_service_pb2.ShardServiceConnectRequest:
+    def _wake_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wake()
+
+    def _take_frame(self) -> shard_service_pb2.ShardServiceConnectRequest | None:
         """What waits, as one frame; the rest of the submits once a frame has enough tokens."""
+        if not (self._submits or self._cancels or self._want_kv_snapshot):
+            return None
         num_submits = num_tokens = 0
         for attempt in self._submits:
             num_tokens += len(attempt.request.prompt_token_ids)
@@ -191,7 +197,9 @@ class ShardLink:
         taken, self._submits = self._submits[:num_submits], self._submits[num_submits:]
         # A cancel must not overtake the submit it is for.
         cancels: dict[int, int | None] = {}
-        if not self._submits:
+        if self._submits:
+            self._wake_writer()
+        else:
             cancels, self._cancels = self._cancels, {}
         want_kv_snapshot, self._want_kv_snapshot = self._want_kv_snapshot, False
         return shard_service_pb2.ShardServiceConnectRequest(
@@ -210,5 +218,3 @@ class ShardLink:
         self._submits.clear()
         self._cancels.clear()
         self._want_kv_snapshot = False
-        self._overflown = False
-        self._wake.clear()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.errors import KvloomError
+from kvloom.frame_writer import FrameWriter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.kv_event_pb2 import KvEventBatch
@@ -66,7 +66,7 @@ class RouterConnection:
         """Set when this side ends the stream: None in good order, once all frames are written."""
         self._max_pending_frames = max_pending_frames
         self._pending: deque[ShardServiceConnectResponse] = deque()
-        self._wake = asyncio.Event()
+        self._writer: FrameWriter[ShardServiceConnectResponse] | None = None
 
     def send_step(self, kv_events: KvEventBatch | None = None, load: LoadReport | None = None) -> None:
         """Everything new as one frame; nothing new, no frame."""
@@ -90,7 +90,8 @@ class RouterConnection:
             )
             return
         self._pending.append(frame)
-        self._wake.set()
+        if self._writer is not None:
+            self._writer.wake()
 
     def end(self, error: KvloomError | None = None) -> None:
         """End the stream: at once with an error, else when all frames are written."""
@@ -98,14 +99,21 @@ class RouterConnection:
             self.ended.set_result(error)
         if error is not None:
             self._pending.clear()
-        self._wake.set()
+        if self._writer is not None:
+            self._writer.finish()
 
-    async def write_frames(self, write: Callable[[ShardServiceConnectResponse], Awaitable[None]]) -> None:
-        """Until the end of the stream."""
-        while True:
-            while self._pending:
-                await write(take_merged(self._pending))
-            if self.ended.done():
-                return
-            self._wake.clear()
-            await self._wake.wait()
+    async def write_frames(self, stream: Any) -> None:
+        """To a stream of gRPC's or a LocalStream, until its end. Raises AioRpcError."""
+        self._writer = FrameWriter(stream, self._take)
+        self._writer.wake()
+        if self.ended.done():
+            self._writer.finish()
+        await self._writer.run()
+
+    def _take(self) -> ShardServiceConnectResponse | None:
+        if not self._pending:
+            return None
+        frame = take_merged(self._pending)
+        if self._pending and self._writer is not None:
+            self._writer.wake()
+        return frame

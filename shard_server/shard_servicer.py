@@ -11,6 +11,7 @@ import structlog
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.grpc_errors import abort
+from kvloom.local_stream import deliver
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import (
@@ -50,7 +51,7 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             await abort(context, error)
         log.info("router connected", router_id=connection.router_id)
         reader = asyncio.create_task(self._read_frames(connection, context), name=f"{connection.router_id} reader")
-        writer = asyncio.create_task(connection.write_frames(context.write), name=f"{connection.router_id} writer")
+        writer = asyncio.create_task(connection.write_frames(context), name=f"{connection.router_id} writer")
         try:
             await asyncio.wait([reader, writer, connection.ended], return_when=asyncio.FIRST_COMPLETED)
             if connection.ended.done() and connection.ended.result() is None:
@@ -86,11 +87,8 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         return DrainResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
 
     async def _read_frames(self, connection: RouterConnection, context: Context) -> None:
-        while True:
-            frame = await context.read()
-            if not isinstance(frame, ShardServiceConnectRequest):  # the router has closed its side: it is gone
-                return
-            self._front.receive(connection, frame)
+        """Until the router has closed its side: it is gone."""
+        await deliver(context, ShardServiceConnectRequest, lambda frame: self._front.receive(connection, frame))
 
 
 def _violation(reader: asyncio.Task[None]) -> KvloomError | None:

@@ -65,7 +65,7 @@ class WantKvSnapshot:
     shard_id: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class SendStep:
     """News for a client; slots are the client stream's. At most one per client and handled event."""
 

@@ -17,7 +17,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core import integrity
-from router.core.actions import Action, FleetChanged, WantKvSnapshot
+from router.core.actions import Action, FleetChanged
 from router.core.admission import check_names, check_servable, check_shard, draining, queue_timeout, safety_unavailable
 from router.core.core_config import CoreConfig
 from router.core.deadlines import Deadlines
@@ -39,6 +39,7 @@ from router.core.placement.placer import Placer
 from router.core.prefix_index import PrefixIndex
 from router.core.relay import Relay
 from router.core.screening import Screening
+from router.core.shard_news import ShardNews
 from router.core.shard_state import ShardState
 from router.core.verdicts import Verdicts
 
@@ -74,7 +75,7 @@ class RouterCore:
         patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(self._dispatcher.queue, self._lifecycle, self._deadlines, patience_seconds)
         self._verdicts = Verdicts(self._lifecycle, self._screening, config)
-        self._relay = Relay(
+        relay = Relay(
             self._lifecycle,
             self._dispatcher,
             self._ledger,
@@ -84,6 +85,17 @@ class RouterCore:
         )
         mover = Mover(self._placer, self._dispatcher, self._lifecycle, self._outbox)
         self._health = HealthWatch(config.health, self._fleet, self._ledger, self._dispatcher, mover, self._outbox)
+        news = ShardNews(
+            self._fleet,
+            self._index,
+            self._ledger,
+            self._dispatcher,
+            relay,
+            self._health,
+            self._outbox,
+            serve_queue=self._serve_queue,
+            note_fleet_change=self._note_fleet_change,
+        )
         self._told_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
@@ -93,10 +105,7 @@ class RouterCore:
             ev.ClientGone: self._on_client_gone,
             ev.ShardUp: self._on_shard_up,
             ev.ShardDown: self._on_shard_down,
-            ev.StepArrived: self._on_step_arrived,
-            ev.KvEventsArrived: self._on_kv_events,
-            ev.KvSnapshotArrived: lambda event, _now: self._on_kv_snapshot(event),
-            ev.LoadReported: self._on_load_reported,
+            **news.handlers,
             ev.SafetyUp: self._on_safety_up,
             ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
             ev.PromptVerdict: self._verdicts.on_prompt,
@@ -118,11 +127,9 @@ class RouterCore:
         self._handlers[type(event)](event, now)
         if self._fleet_may_differ:
             self._tell_fleet()
-        if len(self._dispatcher.queue):
-            if self._dispatcher.queue.check_hopeless:
-                self._outage.look(now)
-            self._dispatcher.queue.serve(now)
-        self._lifecycle.drop_idle_clients(self._outbox.clients)
+        self._serve_queue(now)
+        if self._outbox.clients:
+            self._lifecycle.drop_idle_clients(self._outbox.clients)
         actions = self._outbox.take()
         self._overload.note_event(actions, now)
         return actions
@@ -140,13 +147,14 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When a Tick is needed at the latest; None: not before another event."""
-        deadlines = (
-            self._deadlines.next(),
+        earliest, verdict = self._deadlines.next(), self._verdicts.next_deadline()
+        at = min(
+            math.inf if earliest is None else earliest,
+            math.inf if verdict is None else verdict,
             self._dispatcher.queue.next_deadline(),
             self._health.next_deadline(),
-            self._verdicts.next_deadline(),
         )
-        return min((at for at in deadlines if at is not None and at < math.inf), default=None)
+        return None if at == math.inf else at
 
     @property
     def fleet(self) -> FleetChanged:
@@ -318,40 +326,6 @@ class RouterCore:
             self._lifecycle.retry(choice, error, event.shard_id, now)
         self._note_fleet_change()
 
-    def _on_step_arrived(self, event: ev.StepArrived, now: float) -> None:
-        shard = self._fleet.shards.get(event.shard_id)
-        if shard is not None:
-            self._relay.on_step(shard, event.step, now)
-            if event.step.finishes:
-                self._health.on_ends(shard, now)
-
-    def _on_kv_events(self, event: ev.KvEventsArrived, now: float) -> None:
-        if event.shard_id in self._fleet.shards and self._index.apply_events(
-            event.shard_id, event.number, event.changes, now
-        ):
-            self._outbox.add(WantKvSnapshot(event.shard_id))
-
-    def _on_kv_snapshot(self, event: ev.KvSnapshotArrived) -> None:
-        if event.shard_id in self._fleet.shards and self._index.apply_snapshot(
-            event.shard_id, event.number, event.block_hashes
-        ):
-            self._outbox.add(WantKvSnapshot(event.shard_id))
-
-    def _on_load_reported(self, event: ev.LoadReported, now: float) -> None:
-        shard = self._fleet.shards.get(event.shard_id)
-        if shard is None:
-            return
-        self._ledger.report(event.shard_id, event.load)
-        self._dispatcher.queue.stir(event.shard_id)
-        if shard.is_draining != event.load.draining:
-            shard.is_draining = event.load.draining
-            if shard.is_draining:
-                self._dispatcher.queue.dissolve_line(shard)
-            self._note_fleet_change()
-        if shard.health is not None:
-            shard.health.note_load(event.load)
-        self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)
-
     # -- safety, time ---------------------------------------------------------------------------------------------
 
     def _on_safety_up(self, event: ev.SafetyUp, now: float) -> None:
@@ -388,6 +362,14 @@ class RouterCore:
     def _on_drain_ended(self, now: float) -> None:
         for request_id, live in list(self._lifecycle.requests.items()):
             self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(request_id), now)
+
+    def _serve_queue(self, now: float) -> None:
+        """Whoever waits may have a shard now, or none ever."""
+        queue = self._dispatcher.queue
+        if queue.lines:
+            if queue.check_hopeless:
+                self._outage.look(now)
+            queue.serve(now)
 
     def _note_fleet_change(self) -> None:
         self._fleet_may_differ = True

@@ -70,7 +70,7 @@ class ShardDescription:
     capabilities: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class ShardLoad:
     """See LoadReport in shard_service.proto."""
 
@@ -138,13 +138,13 @@ class ShardDown:
     shard_id: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class StepArrived:
     shard_id: str
     step: Step
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class KvChange:
     """One KV event: blocks stored, blocks removed, or (`cleared`) all of them gone."""
 
@@ -153,7 +153,7 @@ class KvChange:
     cleared: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class KvEventsArrived:
     shard_id: str
     number: int
@@ -167,10 +167,18 @@ class KvSnapshotArrived:
     block_hashes: Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class LoadReported:
     shard_id: str
     load: ShardLoad
+
+
+@dataclasses.dataclass(slots=True)
+class FrameArrived:
+    """What a shard has sent at once: the parts take effect in order, at one time."""
+
+    shard_id: str
+    parts: Sequence[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived]
 
 
 # -- safety -----------------------------------------------------------------------------------------------------------
@@ -254,6 +262,7 @@ Event = (
     | KvEventsArrived
     | KvSnapshotArrived
     | LoadReported
+    | FrameArrived
     | SafetyUp
     | SafetyDown
     | PromptVerdict

@@ -12,7 +12,8 @@ from router.core.live import Choice, Client
 class Outbox:
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._clients: list[Client] = []
+        self.clients: list[Client] = []
+        """Those that this event sends something to."""
         self._cancels: dict[str, tuple[list[int], list[int]]] = {}
         self.screen_slots: list[int] = []
         self.screen_deltas: list[str] = []
@@ -33,14 +34,14 @@ class Outbox:
         step = client.step
         if step is None:
             step = client.step = Step()
-            self._clients.append(client)
+            self.clients.append(client)
         return step
 
     def drop_client(self, client: Client) -> None:
         """The client is gone: nothing is sent to it."""
         if client.step is not None:
             client.step = None
-            self._clients.remove(client)
+            self.clients.remove(client)
 
     def add_tokens(self, choice: Choice, token_ids: Sequence[int], delta: str, logprobs: Sequence[object]) -> None:
         """One entry. `num_tokens` stays behind `slots` where entries have one token; `take` fills it up."""
@@ -55,19 +56,14 @@ class Outbox:
         for entry in logprobs:
             step.logprobs.append((choice.client_slot, entry))
 
-    @property
-    def clients(self) -> Sequence[Client]:
-        """Those that this event sends something to."""
-        return self._clients
-
     def take(self) -> list[Action]:
         """All actions since the last call."""
         actions = self._actions
         if self._cancels:
             actions.extend(CancelOnShard(shard_id, *cancels) for shard_id, cancels in self._cancels.items())
             self._cancels = {}
-        if self._clients:
-            for client in self._clients:
+        if self.clients:
+            for client in self.clients:
                 step = client.step
                 assert step is not None
                 client.step = None
@@ -75,7 +71,7 @@ class Outbox:
                     step.num_tokens.extend([1] * (len(step.slots) - len(step.num_tokens)))
                 if step:
                     actions.append(SendStep(client.client_id, step))
-            self._clients = []
+            self.clients = []
         if self.screen_slots or self.close_slots:
             actions.append(ScreenAnswers(self.screen_slots, self.screen_deltas, self.close_slots, self.screen_skips))
             self.screen_slots, self.screen_deltas, self.close_slots, self.screen_skips = [], [], [], []

@@ -18,7 +18,7 @@ import xxhash
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
-from router.core.actions import Action, RequestEnded, SubmitAttempt
+from router.core.actions import Action, RequestEnded, SendStep, SubmitAttempt
 from router.core.dispatch_queue import DispatchQueue
 from router.core.events import Request, Tier
 
@@ -159,6 +159,8 @@ class OverloadGuard:
         self._lines = queue.lines
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
+        self._somebody_waited = False
+        """Since the last note, in some model's lines."""
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
@@ -168,13 +170,22 @@ class OverloadGuard:
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """An event was handled; that is what came of it."""
+        is_quiet = not self._somebody_waited and not self._lines
         for action in actions:
+            if isinstance(action, SendStep):
+                continue
             if isinstance(action, SubmitAttempt):
+                is_quiet = False
                 self._model(action.request.model).num_dispatched += action.attempt_id == 1
             elif isinstance(action, RequestEnded) and action.num_attempts == 1 and action.reason in _WELL:
                 self._model(action.model).learn(action)
+        if is_quiet:  # there is nothing to measure: as with nearly all steps
+            return
+        self._somebody_waited = False
         for name, model in self._models.items():
-            model.drain.note(now, model.num_dispatched, has_waiting=self._lines.num_waiting(name) > 0)
+            has_waiting = self._lines.num_waiting(name) > 0
+            self._somebody_waited = self._somebody_waited or has_waiting
+            model.drain.note(now, model.num_dispatched, has_waiting=has_waiting)
             model.num_dispatched = 0
 
     # -- judging --------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Relay:
         choices = shard.choices
         screening, outbox = self._screening, self._outbox
         overfull: list[Choice] = []
-        is_plain = screening.are_plain(step.deltas)
+        cleared_by = screening.clears_all(step.deltas)
         client = None
         add_slot = add_token = add_delta = None
         for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
@@ -89,12 +89,27 @@ class Relay:
             if choice is None:
                 continue
             choice.output_token_ids.append(token_id)
-            choice.num_chars += len(delta)
+            num_chars = choice.num_chars
+            choice.num_chars = end = num_chars + len(delta)
             hold = choice.hold
             if hold is None:
                 if choice.is_screened and delta:
                     screening.send(choice, delta)
-            elif not self._passes(choice, hold, delta, is_plain=is_plain):
+            elif (
+                cleared_by is not None
+                and delta
+                and hold.num_clear_chars == num_chars
+                and not hold.entries
+                and hold.start is None
+                and choice.is_screened
+                and (choice.screening_slot is None or choice.prefilter is cleared_by)
+                and not choice.request.prompt_verdict_open
+            ):
+                # What nearly all tokens are, and what `_passes` would do: all of it clear, by this filter.
+                hold.num_clear_chars = end
+                hold.last_shown_char = choice.last_skipped_char = delta[-1]
+                choice.num_skipped_chars += end - num_chars
+            elif not self._passes(choice, hold, delta, is_plain=cleared_by is not None):
                 hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
                 hold.num_tokens += 1
                 if hold.num_tokens > choice.request.max_held_tokens:
@@ -130,7 +145,7 @@ class Relay:
         for slot, entry in step.logprobs:
             logprobs.setdefault(slot, []).append(entry)
         overfull: list[Choice] = []
-        is_plain = self._screening.are_plain(step.deltas)
+        is_plain = self._screening.clears_all(step.deltas) is not None
         position = 0
         for slot, count, delta in zip(step.slots, counts, step.deltas, strict=True):
             token_ids = step.token_ids[position : position + count]

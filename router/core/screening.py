@@ -80,10 +80,12 @@ class Screening:
             self._check_ids.free(check_id)
         return live
 
-    def are_plain(self, deltas: Sequence[str]) -> bool:
-        """The prefilter finds nothing in any of them, looking once."""
+    def clears_all(self, deltas: Sequence[str]) -> TextFilter | None:
+        """The prefilter, if it finds nothing in any of them, looking once."""
         prefilter = self._prefilter
-        return prefilter is not None and self.screens_answers and not prefilter.is_suspicious(_SEPARATOR.join(deltas))
+        if prefilter is None or not self.screens_answers or prefilter.is_suspicious(_SEPARATOR.join(deltas)):
+            return None
+        return prefilter
 
     def clear(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
         """Clear a gated answer's newest text (`choice.num_chars` counts it) without asking, if all before it is clear

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from router.core.core import RouterCore
 from router.core.deadlines import Deadlines
 from router.core.dispatch_queue import DispatchQueue
 from router.core.fleet import Shard
@@ -14,6 +13,7 @@ from router.core.frames import Step
 from router.core.lifecycle import Lifecycle
 from router.core.live import LiveRequest
 from router.core.prefix_index import PrefixIndex
+from router.core.shard_news import ShardNews
 from router.core.verdicts import Verdicts
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
@@ -120,13 +120,13 @@ def has_no_patience_with_safety(patch: Patch) -> None:
 @caught_by(FleetTold)
 def does_not_tell_of_draining(patch: Patch) -> None:
     """Clients are not told that a shard drains."""
-    original = RouterCore._on_load_reported
+    original = ShardNews._on_load
 
-    def on_load_reported(self: RouterCore, *args: Any) -> None:
+    def on_load(self: ShardNews, *args: Any) -> None:
+        self._note_fleet_change = lambda: None
         original(self, *args)
-        self._fleet_may_differ = False
 
-    patch.setattr(RouterCore, "_on_load_reported", on_load_reported)
+    patch.setattr(ShardNews, "_on_load", on_load)
 
 
 @caught_by(IndexExact)

@@ -1,0 +1,94 @@
+"""What shards say: what their caches hold, how much they have to do, their steps' tokens, starts and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from router.core import events as ev
+from router.core.actions import WantKvSnapshot
+from router.core.dispatch import Dispatcher
+from router.core.fleet import Fleet
+from router.core.health_watch import HealthWatch
+from router.core.load_ledger import LoadLedger
+from router.core.outbox import Outbox
+from router.core.prefix_index import PrefixIndex
+from router.core.relay import Relay
+
+
+class ShardNews:
+    """Handles the events of shards that are up; those of others are dropped."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: LoadLedger,
+        dispatcher: Dispatcher,
+        relay: Relay,
+        health: HealthWatch,
+        outbox: Outbox,
+        *,
+        serve_queue: Callable[[float], None],
+        note_fleet_change: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._ledger = ledger
+        self._queue = dispatcher.queue
+        self._relay = relay
+        self._health = health
+        self._outbox = outbox
+        self._serve_queue = serve_queue
+        self._note_fleet_change = note_fleet_change
+        parts: dict[type, Callable[[Any, float], None]] = {
+            ev.StepArrived: self._on_step,
+            ev.KvEventsArrived: self._on_kv_events,
+            ev.KvSnapshotArrived: self._on_kv_snapshot,
+            ev.LoadReported: self._on_load,
+        }
+        self._parts = parts
+        self.handlers = {**parts, ev.FrameArrived: self._on_frame}
+
+    def _on_frame(self, event: ev.FrameArrived, now: float) -> None:
+        """As if its parts came one after another, at one time; what has to be done behind any event is done once."""
+        is_first = True
+        for part in event.parts:
+            if not is_first:
+                self._serve_queue(now)
+            is_first = False
+            self._parts[type(part)](part, now)
+
+    def _on_step(self, event: ev.StepArrived, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is not None:
+            self._relay.on_step(shard, event.step, now)
+            if event.step.finishes:
+                self._health.on_ends(shard, now)
+
+    def _on_kv_events(self, event: ev.KvEventsArrived, now: float) -> None:
+        if event.shard_id in self._fleet.shards and self._index.apply_events(
+            event.shard_id, event.number, event.changes, now
+        ):
+            self._outbox.add(WantKvSnapshot(event.shard_id))
+
+    def _on_kv_snapshot(self, event: ev.KvSnapshotArrived, _now: float) -> None:
+        if event.shard_id in self._fleet.shards and self._index.apply_snapshot(
+            event.shard_id, event.number, event.block_hashes
+        ):
+            self._outbox.add(WantKvSnapshot(event.shard_id))
+
+    def _on_load(self, event: ev.LoadReported, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is None:
+            return
+        self._ledger.report(event.shard_id, event.load)
+        self._queue.stir(event.shard_id)
+        if shard.is_draining != event.load.draining:
+            shard.is_draining = event.load.draining
+            if shard.is_draining:
+                self._queue.dissolve_line(shard)
+            self._note_fleet_change()
+        if shard.health is not None:
+            shard.health.note_load(event.load)
+        self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)
