@@ -8,13 +8,16 @@ that it lost, and whatever was metered beyond that is credited.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from router.core.actions import RequestEnded
 
 MAX_BILLS: Final = 65_536
 """Of all clients together; the oldest are forgotten."""
+KEEP_SECONDS: Final = 300.0
+"""So long at least a bill is remembered, and at most twice as long while there are new ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,11 +41,16 @@ class _Bill:
 class RecentBills:
     """By link and request; only of clients that name their links."""
 
-    def __init__(self, max_bills: int = MAX_BILLS) -> None:
+    def __init__(self, max_bills: int = MAX_BILLS, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bills = max_bills
+        self._clock = clock
         self._link_ids: dict[str, str] = {}
         """By client stream."""
         self._bills: dict[tuple[str, str], _Bill] = {}
+        """Since `_began_at`."""
+        self._began_at = clock()
+        self._earlier: dict[tuple[str, str], _Bill] = {}
+        """Of the time before."""
 
     def open(self, client_id: str, link_id: str) -> None:
         """A stream began."""
@@ -56,19 +64,29 @@ class RecentBills:
         link_id = self._link_ids.get(ended.client_id)
         if link_id is None:
             return
+        self._forget_old()
         key = (link_id, ended.request_id)
-        self._bills.pop(key, None)  # an earlier bearer of the name, which the client has heard the end of
+        for bills in (self._bills, self._earlier):
+            bills.pop(key, None)  # an earlier bearer of the name, which the client has heard the end of
         self._bills[key] = _Bill(ended.tenant, ended.model, ended.num_output_tokens)
-        if len(self._bills) > self._max_bills:
-            del self._bills[next(iter(self._bills))]
+        if len(self._bills) + len(self._earlier) > self._max_bills:
+            oldest = self._earlier or self._bills
+            del oldest[next(iter(oldest))]
 
     def settle(self, link_id: str, num_received_tokens: Mapping[str, int]) -> list[Credit]:
         """What is to be credited, given what had come of the requests that the link lost. Said twice it changes
         nothing; requests that are not remembered here are passed over."""
         found: list[Credit] = []
         for request_id, num_received in num_received_tokens.items():
-            bill = self._bills.get((link_id, request_id))
+            bill = self._bills.get((link_id, request_id)) or self._earlier.get((link_id, request_id))
             if bill is not None and bill.num_tokens > num_received:
                 found.append(Credit(request_id, bill.tenant, bill.model, bill.num_tokens - num_received))
                 bill.num_tokens = num_received
         return found
+
+    def _forget_old(self) -> None:
+        """However long the router itself stood still, what it billed before that outlasts it: of two turns that are due
+        only one is taken."""
+        now = self._clock()
+        if now - self._began_at >= KEEP_SECONDS:
+            self._earlier, self._bills, self._began_at = self._bills, {}, now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED
 from router.core.actions import RequestEnded
-from router.recent_bills import Credit, RecentBills
+from router.recent_bills import KEEP_SECONDS, Credit, RecentBills
 
 
 def ended(name: str, num_tokens: int, client_id: str = "edge#1") -> RequestEnded:
@@ -73,4 +73,19 @@ def test_memory_is_bounded() -> None:
     bills.open("edge#1", "link")
     for name in "abc":
         bills.note(ended(name, 5))
+    assert [credit.request_id for credit in bills.settle("link", {"a": 0, "b": 0, "c": 0})] == ["b", "c"]
+
+
+def test_bills_are_forgotten_with_time_but_not_by_a_router_that_stood_still() -> None:
+    """A busy router must not fill up to the last bill that there is room for; one that hung for an hour must still know
+    what it billed before, for its clients have gone on elsewhere meanwhile."""
+    now = 0.0
+    bills = RecentBills(clock=lambda: now)
+    bills.open("edge#1", "link")
+    bills.note(ended("a", 5))
+    now += 3600.0
+    bills.note(ended("b", 5))
+    assert [credit.request_id for credit in bills.settle("link", {"a": 4, "b": 4})] == ["a", "b"]
+    now += KEEP_SECONDS
+    bills.note(ended("c", 5))
     assert [credit.request_id for credit in bills.settle("link", {"a": 0, "b": 0, "c": 0})] == ["b", "c"]
