@@ -22,6 +22,9 @@ from tools.simulate.study_page import check_page, write_table
 
 _QUIET_SECONDS: Final = 10.0
 """Between lines of progress where nobody watches a terminal."""
+_NUM_USERS: Final = 12
+_NUM_SOAK_USERS: Final = 4
+"""A steady load that leaves most of a small machine free: what grows does so with the requests and with time."""
 _NAMES: Final = ", ".join(FaultKind)
 
 
@@ -55,9 +58,7 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
     "num_users",
     type=click.IntRange(1, 1000),
     scope="chaos",
-    default=12,
-    show_default=True,
-    help="At a time.",
+    help=f"At a time.  [default: {_NUM_USERS}, of a soak {_NUM_SOAK_USERS}]",
 )
 @option(
     "--faults",
@@ -89,6 +90,7 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def chaos(
     kinds: list[FaultKind],
+    num_users: int | None,
     soak: bool,
     page: Path | None,
     model: str,
@@ -98,7 +100,8 @@ def chaos(
 ) -> None:
     """Kill, hang and cut off the parts of a live fabric of real processes while users check every word and every bill.
 
-    Exit status 1 when an answer was wrong, lost or doubled, billed twice, or failed without a fault that explains it.
+    Exit status 1 when an answer was wrong, lost or doubled, billed twice, or failed without a fault that explains it; of
+    a soak also when a process grew or was replaced.
     """
     table = "soak" if soak else "chaos"
     if page is not None:
@@ -106,7 +109,12 @@ def chaos(
     show = _ProgressLine()
     cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
     found = resolve_model(model, cache_dir, show.say)
-    plan = Plan(model=ModelConfig(name=found.name, path=str(found.path)), kinds=[] if soak else kinds, **sizes)
+    plan = Plan(
+        model=ModelConfig(name=found.name, path=str(found.path)),
+        kinds=[] if soak else kinds,
+        num_users=num_users or (_NUM_SOAK_USERS if soak else _NUM_USERS),
+        **sizes,
+    )
     show.say(f"starting {plan.num_edges} edges, {plan.num_routers} routers and {plan.num_shards} {plan.engine} shards")
     try:
         report = asyncio.run(run_chaos(plan, show.update))
