@@ -100,8 +100,8 @@ def chaos(
 ) -> None:
     """Kill, hang and cut off the parts of a live fabric of real processes while users check every word and every bill.
 
-    Exit status 1 when an answer was wrong, lost or doubled, billed twice, or failed without a fault that explains it; of
-    a soak also when a process grew or was replaced.
+    Exit status 1 when an answer was wrong, lost or doubled, billed twice, or failed without a fault that explains it;
+    of a soak also when a process grew or was replaced.
     """
     table = "soak" if soak else "chaos"
     if page is not None:
