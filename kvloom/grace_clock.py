@@ -29,6 +29,12 @@ class GraceClock:
             self._timer.cancel()
             self._timer = None
 
+    def close(self) -> None:
+        """For good. Lets go of whom it would call, who most likely holds it: else both would stay until the garbage
+        collector comes."""
+        self.stop()
+        self._on_expired = _nobody
+
     def _run(self, seconds: float) -> None:
         self.stop()
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
@@ -36,3 +42,7 @@ class GraceClock:
     def _expire(self) -> None:
         self._timer = None
         self._on_expired()
+
+
+def _nobody() -> None:
+    """Whoever closed the clock is not to be called."""

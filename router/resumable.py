@@ -223,7 +223,7 @@ class ResumableAnswer:
 
     def close(self) -> None:
         """Forget everything."""
-        self._clock.stop()
+        self._clock.close()
         self.log.close()
         reader, self._reader = self._reader, None
         if reader is not None and reader.position < self.log.num_events:
