@@ -12,6 +12,7 @@ import click
 from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from tools.bench_data_plane_run import OURS, Layout, Plan, run_bench
+from tools.bench_data_plane_turns import COMPARISONS, run_by_turns
 from tools.bench_data_plane_workloads import WORKLOADS
 from tools.bench_peers import PEERS, run_with_peers
 from tools.bench_peers_table import peers_table, write_into_page
@@ -42,6 +43,13 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     help="Share of a workload's streams and requests.",
 )
 @click.option("--no-warm-up", is_flag=True, help="Measure from the first request on.")
+@click.option(
+    "--compare",
+    "comparison",
+    type=click.Choice(COMPARISONS),
+    default=None,
+    help="Each workload in two ways, by turns: answers gated or not screened; alone or beside long prompts.",
+)
 @click.option("--peers", is_flag=True, help="Other gateways beside ours, in turns; they are installed from PyPI.")
 @click.option("--peer", "peer_names", multiple=True, type=click.Choice(list(PEERS)), help="Only this one. Repeatable.")
 @click.option(
@@ -63,6 +71,7 @@ def bench_data_plane(
     no_safety: bool,
     scale: float,
     no_warm_up: bool,
+    comparison: str | None,
     peers: bool,
     peer_names: tuple[str, ...],
     page: Path | None,
@@ -89,6 +98,12 @@ def bench_data_plane(
         with_safety=not no_safety,
         is_warmed_up=not no_warm_up,
     )
+    if comparison is not None:
+        if peers or peer_names:
+            raise click.UsageError("--compare and --peers exclude one another.")
+        found_by_turns = run_by_turns(comparison, plan, report_progress)
+        click.echo(json.dumps(found_by_turns)) if as_json else _print_turns(found_by_turns)
+        return
     if peers or peer_names:
         wanted = [PEERS[name] for name in peer_names or PEERS]
         reports, missing = run_with_peers(plan, wanted, home / "peers", report_progress)
@@ -126,6 +141,21 @@ def _print(reports: Sequence[dict[str, Any]]) -> None:
         for run in report["runs"]:
             for error, count in run["errors"].items():
                 print(f"    {count} x {error}")
+
+
+def _print_turns(comparisons: Sequence[dict[str, Any]]) -> None:
+    for compared in comparisons:
+        print(f"{compared['workload']}, {compared['comparison']}:")
+        rows = [(name, report["cpu_us_per_token"]["sum"], report) for name, report in compared["ways"].items()]
+        rows.append(("difference", compared["difference"]["cpu_us_per_token"], compared["difference"]))
+        for name, cpu_us, figures in rows:
+            ttft, transit = (
+                " / ".join("-" if figures[field][p] is None else f"{figures[field][p]:.2f}" for p in ("p50", "p99"))
+                for field in ("added_ttft_ms", "transit_ms")
+            )
+            print(
+                f"  {name:<22}{cpu_us:8.2f} CPU-us a token   added TTFT ms {ttft}   transit ms {transit}  (p50 / p99)"
+            )
 
 
 def _layout(report: dict[str, Any]) -> str:

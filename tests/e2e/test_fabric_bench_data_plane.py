@@ -33,6 +33,36 @@ def test_the_data_plane_bench_counts_every_process_and_loses_no_token(model_dir:
     assert paced["events_per_read"] >= 1
 
 
+@pytest.mark.timeout(300)
+def test_two_ways_are_measured_by_turns(model_dir: Path, tmp_path: Path):
+    """What others' long prompts do to a stream is only to be seen while they are really asked for."""
+    done = run_kvloom(
+        *(
+            "bench",
+            "data-plane",
+            "--compare",
+            "long-prompts",
+            "--runs",
+            "1",
+            "--scale",
+            "0.02",
+            "--no-warm-up",
+            "--json",
+        ),
+        *("--model", str(model_dir)),
+        env=kvloom_environment(tmp_path),
+        timeout_seconds=240.0,
+    )
+    assert done.returncode == 0, done.stderr
+    [compared] = json.loads(done.stdout)
+    alone, beside = compared["ways"].values()
+    assert list(compared["ways"]) == ["alone", "beside long prompts"]
+    assert (alone["requests"], beside["requests"]) == (3, 3)
+    assert alone["num_errors"] == beside["num_errors"] == 0
+    assert beside["cpu_us_per_token"]["edge"] > alone["cpu_us_per_token"]["edge"]
+    assert compared["difference"]["transit_ms"]["p99"] is not None
+
+
 def test_an_unknown_workload_is_named(tmp_path: Path):
     """The message must say what there is."""
     done = run_kvloom("bench", "data-plane", "--workload", "W9", env=kvloom_environment(tmp_path), timeout_seconds=60.0)

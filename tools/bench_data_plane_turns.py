@@ -1,0 +1,136 @@
+"""One workload in two ways, by turns: what the answers' gate costs, and what others' long prompts do to a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvloom.config import KvloomConfig
+from tools.bench_data_plane_run import WARM_UP, Plan, drive, fabric_config, fabric_pids, figures_of, report_of
+from tools.bench_data_plane_workloads import WORKLOADS, Workload
+from tools.child_fabric import child_fabric
+from tools.failures import CommandError
+from tools.process_counters import cpu_microseconds
+
+GATE: Final = "gate"
+LONG_PROMPTS: Final = "long-prompts"
+COMPARISONS: Final = (GATE, LONG_PROMPTS)
+NUM_LONG_PROMPTS: Final = 1500
+"""More than are asked for beside any workload."""
+_SETTLE_SECONDS: Final = 1.0
+_BUSY_MICROSECONDS: Final = 200_000.0
+"""Of the edge: then the long prompts have begun."""
+_BUSY_TIMEOUT_SECONDS: Final = 120.0
+
+Measure = Callable[[Workload, int], Any]
+"""Of a workload and a seed; awaits what the client says."""
+
+
+def run_by_turns(comparison: str, plan: Plan, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One comparison a workload: a report of each way, and the `difference` of the second from the first, the median
+    over the pairs of runs. Raises CommandError."""
+    return [asyncio.run(_compare(comparison, plan, workload, on_progress)) for workload in plan.workloads]
+
+
+async def _compare(
+    comparison: str, plan: Plan, workload: Workload, on_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    ways = _gate_ways if comparison == GATE else _long_prompt_ways
+    with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
+        async with ways(plan, workload, Path(home)) as measures:
+            for run in range(plan.num_runs):
+                for name, measure in measures.items():
+                    on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {name}")
+                    raw = await measure(workload, 1 + run)
+                    runs.setdefault(name, []).append(figures_of(workload, raw))
+                    await asyncio.sleep(_SETTLE_SECONDS)
+    without, with_it = runs
+    return {
+        "comparison": comparison,
+        "workload": workload.name,
+        "ways": {name: report_of(workload, own, plan) for name, own in runs.items()},
+        "difference": _differences(runs[without], runs[with_it]),
+    }
+
+
+@contextlib.asynccontextmanager
+async def _gate_ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+    """Two fabrics that are up at the same time."""
+    async with contextlib.AsyncExitStack() as stack:
+        measures: dict[str, Measure] = {}
+        for name, is_gated in (("answers not screened", False), ("answers gated", True)):
+            config = fabric_config(plan, workload, home)
+            config.safety.answer_mode = "gate" if is_gated else "off"
+            data_dir = home / config.safety.answer_mode
+            measures[name] = await stack.enter_async_context(_fabric(plan, workload, config, data_dir))
+        yield measures
+
+
+@contextlib.asynccontextmanager
+async def _long_prompt_ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+    beside = msgspec.structs.replace(
+        WORKLOADS["W4"],
+        name="long prompts",
+        num_requests=NUM_LONG_PROMPTS,
+        step_ms=workload.step_ms,
+        decode_every=workload.decode_every,
+        timeout_seconds=10 * workload.timeout_seconds,
+    )
+    data_dir = home / "fabric"
+    async with _fabric(plan, workload, fabric_config(plan, workload, home), data_dir) as measure:
+
+        async def measure_beside(workload: Workload, seed: int) -> dict[str, Any]:
+            edges = fabric_pids(data_dir)["edge"]
+            before = cpu_microseconds(edges)
+            others = asyncio.create_task(measure(beside, 1000 + seed), name="long prompts")
+            try:
+                async with asyncio.timeout(_BUSY_TIMEOUT_SECONDS):
+                    while cpu_microseconds(edges) - before < _BUSY_MICROSECONDS:
+                        if others.done():
+                            others.result()
+                        await asyncio.sleep(0.05)
+                raw = await measure(workload, seed)
+                if others.done():
+                    raise CommandError("the long prompts were over before the streams were")
+                return raw
+            finally:
+                others.cancel()
+                await asyncio.gather(others, return_exceptions=True)
+
+        yield {"alone": measure, "beside long prompts": measure_beside}
+
+
+@contextlib.asynccontextmanager
+async def _fabric(plan: Plan, workload: Workload, config: KvloomConfig, data_dir: Path) -> AsyncIterator[Measure]:
+    """A fabric that has been warmed up."""
+    data_dir.mkdir()  # noqa: ASYNC240  (nothing else runs here)
+    async with child_fabric(config, data_dir) as url:
+
+        async def measure(workload: Workload, seed: int) -> dict[str, Any]:
+            return await drive(plan, workload, url, fabric_pids(data_dir), seed)
+
+        if plan.is_warmed_up:
+            for warm_up in WARM_UP if workload.decode_every == 1 else WARM_UP[:1]:
+                await measure(warm_up, 0)
+        yield measure
+
+
+def _differences(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def median_of(read: Callable[[dict[str, Any]], float | None]) -> float | None:
+        pairs = [(read(one), read(other)) for one, other in zip(before, after, strict=True)]
+        known = [other - one for one, other in pairs if one is not None and other is not None]
+        return round(statistics.median(known), 3) if known else None
+
+    return {
+        "cpu_us_per_token": median_of(lambda run: run["cpu_us_per_token"]["sum"]),
+        "added_ttft_ms": {p: median_of(lambda run, p=p: run["added_ttft_ms"][p]) for p in ("p50", "p99")},
+        "transit_ms": {p: median_of(lambda run, p=p: run["transit_ms"][p]) for p in ("p50", "p99")},
+    }
