@@ -20,6 +20,7 @@ from shard_server.engines.base import EngineError, EngineRequest, Sampling, Step
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sketch import Sketch
+from tools.bench_engine_device import SHAPES, device_table, run_device_bench
 from tools.bench_engine_vs import CHOICES, compare, comparison_table, plan_entrants
 from tools.bench_int8_quality import measure_int8_quality
 from tools.bench_techniques import measure_guided, run_speculation
@@ -46,6 +47,7 @@ def run_bench(
     weights: Literal["dtype", "int8"] = "dtype",
     with_sketch: bool = False,
     temperature: float = 0.0,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
 
@@ -53,6 +55,7 @@ def run_bench(
     """
     num_threads = num_threads or os.cpu_count() or 1
     torch_config = TorchConfig(
+        device=device,
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         num_threads=num_threads,
         deterministic=deterministic,
@@ -162,6 +165,8 @@ def _prompt_lengths(batch: int) -> list[int]:
 @click.command("engine")
 @option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
 @option("--threads", "num_threads", type=click.IntRange(0), default=0, help="0: one per core.")
+@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="What computes.")
+@option("--shape", type=click.Choice(list(SHAPES)), default=None, help="Random weights, beside the device's limits.")
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @option("--weights", type=click.Choice(["dtype", "int8"]), default="dtype", show_default=True, help="Of linear layers.")
 @option("--no-deterministic", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
@@ -171,12 +176,15 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--quantisation", "with_int8_quality", is_flag=True, help="Also what int8 weights change in the answers.")
 @option("--vs", default="", help="Compare with others in turn and do nothing else: int8, vllm, llamacpp, by commas.")
 @click.option("--rounds", "num_rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Of --vs.")
+@option("--minutes", type=click.FloatRange(1), default=9.0, show_default=True, help="Of --vs: no round begins later.")
 @option("--guided", "with_guided", is_flag=True, help="Also what a JSON schema costs per token.")
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_engine(
     model: str,
     num_threads: int,
+    device: Literal["cpu", "cuda"],
+    shape: str | None,
     dtype: str,
     weights: Literal["dtype", "int8"],
     no_deterministic: bool,
@@ -186,11 +194,19 @@ def bench_engine(
     with_int8_quality: bool,
     vs: str,
     num_rounds: int,
+    minutes: float,
     with_guided: bool,
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
     """Measure the embedded engine: prefill, decoding at batch 1, 8 and 32, memory, load time."""
+    if shape is not None:
+        try:
+            measured = run_device_bench(shape, device, lambda message: click.echo(message, err=True))
+        except EngineError as error:
+            raise CommandError(str(error)) from error
+        click.echo(json.dumps(measured) if as_json else device_table(measured))
+        return
     folder = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
     registry = ModelRegistry(folder / "models.json")
     model_dir = resolve_model(model, folder / "models", lambda message: click.echo(message, err=True), registry).path
@@ -199,7 +215,9 @@ def bench_engine(
         if unknown := set(names) - set(CHOICES):
             raise CommandError(f"--vs knows {', '.join(CHOICES)}, not {', '.join(sorted(unknown))}")
         entrants = plan_entrants(names, model, model_dir, num_threads or os.cpu_count() or 1, folder / "engines")
-        comparison = compare(entrants, num_rounds, lambda message: click.echo(message, err=True))
+        comparison = compare(
+            entrants, num_rounds, lambda message: click.echo(message, err=True), max_seconds=60 * minutes
+        )
         click.echo(json.dumps(comparison) if as_json else comparison_table(comparison))
         return
     try:
@@ -211,6 +229,7 @@ def bench_engine(
             weights=weights,
             with_sketch=with_sketch,
             temperature=temperature,
+            device=device,
         )
         if with_speculation:
             report["speculation"] = run_speculation(model_dir, (1, 8), report["num_threads"], dtype)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -96,10 +98,12 @@ def compare(
     num_rounds: int,
     on_progress: Callable[[str], None],
     start: Callable[[Sequence[str], float], Contender] = ContenderProcess,
+    max_seconds: float = math.inf,
 ) -> dict[str, Any]:
     """{"engines": [...], "missing": {name: why}}. All are up at once, and each measures before anyone measures the next
     thing; medians over the rounds. One that fails is reported and left out from then on. Ctrl-C ends it early, with the
-    figures that there are."""
+    figures that there are; so does a round that would not end within `max_seconds` of the start."""
+    begin = time.monotonic()
     missing: dict[str, str] = {}
     running: dict[str, Contender] = {}
     results: dict[str, dict[str, list[float]]] = {}
@@ -111,23 +115,31 @@ def compare(
             except ContenderError as error:
                 missing[entrant.name] = str(error)
         with contextlib.suppress(KeyboardInterrupt):  # the figures so far are worth having
-            _measure(num_rounds, running, results, missing, on_progress)
+            _measure(num_rounds, begin + max_seconds, running, results, missing, on_progress)
         engines = [_report(name, contender, results.get(name, {})) for name, contender in running.items()]
     finally:
         for contender in running.values():
             contender.close()
-    return {"num_rounds": num_rounds, "engines": engines, "missing": missing}
+    num_measured = max((len(values) for own in results.values() for values in own.values()), default=0)
+    return {"num_rounds": num_measured, "engines": engines, "missing": missing}
 
 
 def _measure(
     num_rounds: int,
+    deadline: float,
     running: dict[str, Contender],
     results: dict[str, dict[str, list[float]]],
     missing: dict[str, str],
     on_progress: Callable[[str], None],
 ) -> None:
     # Round 0 warms up: kernels, caches, pages.
+    longest_turn_seconds = 0.0
     for turn in range(num_rounds + 1):
+        begin = time.monotonic()
+        # The first figures are worth waiting for.
+        if turn > 1 and begin + longest_turn_seconds > deadline:
+            on_progress(f"no time for round {turn} of {num_rounds}")
+            break
         for what, prompts, max_tokens in _orders(turn):
             for name, contender in list(running.items()):
                 on_progress(f"round {turn} of {num_rounds}: {what}, {name}")
@@ -139,6 +151,7 @@ def _measure(
                     continue
                 if turn and figure is not None:
                     results.setdefault(name, {}).setdefault(what, []).append(figure)
+        longest_turn_seconds = max(longest_turn_seconds, time.monotonic() - begin)
 
 
 def decode_rate(times: Sequence[Sequence[float]]) -> float | None:

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from shard_server.engines.base import EngineError
 from tests.fakes.tiny_llama import write_tiny_llama
 from tools.bench_engine import bench_engine, run_bench
+from tools.bench_engine_device import device_table
 
 
 def test_the_report_counts_what_the_engine_did(tmp_path: Path):
@@ -46,3 +48,25 @@ def test_a_broken_model_is_an_engine_error(tmp_path: Path):
     """The command turns it into one line."""
     with pytest.raises(EngineError):
         run_bench(tmp_path, num_threads=1)
+
+
+def test_a_shape_is_measured_against_the_device_and_transformers():
+    """The one command that a GPU box needs, on the CPU: every figure is there, and the model is the right one."""
+    result = CliRunner().invoke(bench_engine, ["--shape", "tiny", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["parity"]["largest_logit_difference"] < 1e-4
+    assert report["limits"]["measured_bandwidth"] > 0
+    for mode in ("fast", "deterministic"):
+        assert [row["batch"] for row in report[mode]["decode"]] == [1, 3]
+        assert report[mode]["prefill"]["of_measured_matrix_rate"] > 0
+    assert not report["fast"]["batch_invariant"]
+    assert "| decode, batch 3 |" in device_table(report)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so():
+    """One line that says what is missing."""
+    result = CliRunner().invoke(bench_engine, ["--device", "cuda", "--shape", "llama-3-8b"])
+    assert result.exit_code == 1
+    assert "device = 'cuda', but" in result.output

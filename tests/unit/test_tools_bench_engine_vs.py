@@ -71,6 +71,13 @@ def test_all_take_turns_with_the_same_prompts() -> None:
     assert not any(contender.is_open for contender in started)
 
 
+def test_no_round_begins_that_would_end_too_late() -> None:
+    """Unattended it must be done when it said it would be; one round is measured in any case."""
+    report = compare(entrants("ours"), 5, lambda _: None, lambda argv, _: FakeContender(argv, []), max_seconds=0)
+    assert report["num_rounds"] == 1
+    assert report["engines"][0]["tokens_per_second"]["prefill"]["median"] == 1024.0
+
+
 def test_who_cannot_start_or_breaks_down_is_in_the_table() -> None:
     """A peer that is missing without a word would look like one that nobody thought of."""
     orders: list[tuple[str, int]] = []

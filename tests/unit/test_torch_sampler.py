@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
-from shard_server.engines.torch_engine.sampler import Draws, SampleRow, uniform
+from shard_server.engines.torch_engine.numbers import uniform
+from shard_server.engines.torch_engine.sampler import Draws, SampleRow
 
 VOCAB = 2000
 

@@ -14,13 +14,20 @@ from shard_server.engines.base import EngineRequest, Sampling, StepOutput
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tools.engine_peers.worker import serve
 
+_WINDOW = 2048
+"""As the others have it."""
+_NUM_BLOCKS = 768
+"""12,288 tokens: half as many again as the largest batch needs. What is cached for later prompts counts as memory, and
+no prompt comes twice."""
+
 
 class KvloomDriver:
     """`weights`: as in the setting."""
 
     def __init__(self, model_dir: str, num_threads: int, max_batch: int, weights: str) -> None:
         torch = TorchConfig(num_threads=num_threads, weights="int8" if weights == "int8" else "dtype")
-        self._engine = TorchEngine(Path(model_dir), "model", ShardConfig(torch=torch, max_batch=max_batch))
+        config = ShardConfig(torch=torch, max_batch=max_batch, max_model_len=_WINDOW, num_blocks=_NUM_BLOCKS)
+        self._engine = TorchEngine(Path(model_dir), "model", config)
         self._runner = asyncio.Runner()
         self._runner.run(self._engine.start())
         self._steps: AsyncIterator[StepOutput] = self._engine.steps()

@@ -35,7 +35,7 @@ _MIN_DECODE_ROWS = {torch.bfloat16: 2, torch.float32: 8}
 """The kernel multiplies few query rows with other code. A decoding sequence has as many as heads share a KV head."""
 _GROUP_TOKENS = 3072
 """Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
-_GROUP_WASTE_TOKENS = 384
+_GROUP_WASTE_TOKENS = 192
 """Padding in a group beyond which another group is cheaper."""
 _KERNEL_KEYS = 512
 """The kernel takes so many keys at a time."""

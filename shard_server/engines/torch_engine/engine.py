@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -20,9 +21,11 @@ from shard_server.engines.base import Capability, EngineError, EngineInfo, Engin
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.scheduler import Scheduler
+from shard_server.engines.torch_engine.speculation import MAX_STEP_ROWS
 from shard_server.engines.torch_engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.device.runner import DeviceRunner
     from shard_server.engines.torch_engine.guides import GuideState
     from shard_server.engines.torch_engine.llguidance_guides import GuideCompiler
 
@@ -61,14 +64,15 @@ class TorchEngine:
         model_name: str,
         config: ShardConfig,
         *,
-        load_runner: Callable[..., ModelRunner] = ModelRunner,
+        load_runner: Callable[..., ModelRunner | DeviceRunner] | None = None,
         on_load_progress: Callable[[str], None] = lambda _message: None,
     ) -> None:
-        """`on_load_progress` hears a sentence at every stage of loading, in the compute thread."""
+        """`load_runner`: None is the one for the configured device. `on_load_progress` hears a sentence at every stage
+        of loading, in the compute thread."""
         self._model_dir = model_dir
         self._model_name = model_name
         self._config = config
-        self._load_runner = load_runner
+        self._load_runner = load_runner or _loader(config)
         self._on_load_progress = on_load_progress
         self._info: EngineInfo | None = None
         self._live: set[str] = set()
@@ -284,7 +288,18 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(callback, *args)
 
 
-def _load_guides(model_dir: Path, runner: ModelRunner, on_progress: Callable[[str], None]) -> GuideCompiler | None:
+def _loader(config: ShardConfig) -> Callable[..., ModelRunner | DeviceRunner]:
+    device = config.torch.device
+    if device == "cpu":
+        return ModelRunner
+    from shard_server.engines.torch_engine.device.runner import load_device_runner
+
+    return functools.partial(load_device_runner, device=device, max_rows=max(config.max_batch, MAX_STEP_ROWS))
+
+
+def _load_guides(
+    model_dir: Path, runner: ModelRunner | DeviceRunner, on_progress: Callable[[str], None]
+) -> GuideCompiler | None:
     """Loading an engine must not fail for a vocabulary that only guided requests need."""
     path = model_dir / "tokenizer.json"
     if not path.exists():
@@ -300,7 +315,7 @@ def _load_guides(model_dir: Path, runner: ModelRunner, on_progress: Callable[[st
         return None
 
 
-def _capabilities(runner: ModelRunner, guides: GuideCompiler | None) -> frozenset[Capability]:
+def _capabilities(runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None) -> frozenset[Capability]:
     capabilities = _CAPABILITIES
     if runner.batch_invariant:
         capabilities |= _IF_INVARIANT

@@ -9,15 +9,14 @@ resumed elsewhere draws the same tokens, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
-
-_MASK = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
+from shard_server.engines.torch_engine.device.batched_draws import PlainRow, draw_plain_rows
+from shard_server.engines.torch_engine.numbers import MIN_TEMPERATURE, uniform
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,21 +32,27 @@ class SampleRow:
     """uint8 [at least vocab / 8], a bit per token, lowest first: only tokens whose bit is 1 are drawn. None: all."""
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits (splitmix64, Steele et al. 2014, with the seed mixed once beforehand so
-    that neighbouring seeds do not yield shifted copies of one stream)."""
-    mixed = _splitmix64(_splitmix64(seed & _MASK) ^ (position * _GAMMA & _MASK))
-    return (mixed >> 11) * 2.0**-53
-
-
 class Draws:
     """Tokens drawn from the rows of `logits` (float32, [rows, vocab]), row by row: a mask, then penalties, temperature,
     top_k, top_p. Log-probabilities are those of the raw logits."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
+        self._drawn: dict[int, int] = {}
+        """By row, what was drawn beforehand."""
         # Ties go to the lowest id: torch's max returns the first.
-        self._best, self._best_ids = (values.tolist() for values in logits.max(dim=-1))
+        best, best_ids = logits.max(dim=-1)
+        self._best: list[float] = best.tolist()
+        self._best_ids: list[int] = best_ids.tolist()
+
+    @property
+    def wants_rows_together(self) -> bool:
+        """Whether a wait for every single row would be dear: not where they lie in the CPU's own memory."""
+        return self._logits.device.type != "cpu"
+
+    def draw_together(self, rows: Sequence[PlainRow]) -> None:
+        """Draw these beforehand, all at once; `draw` then knows their tokens."""
+        self._drawn = draw_plain_rows(self._logits, rows)
 
     @torch.inference_mode()
     def draw(self, index: int, row: SampleRow) -> tuple[int | None, TokenLogprobs | None]:
@@ -57,13 +62,13 @@ class Draws:
         if not -_LARGEST <= self._best[index] <= _LARGEST:
             return None, None
         logits = self._logits[index]
-        token_id = self._best_ids[index]
+        token_id = self._drawn.get(index, self._best_ids[index])
         if row.mask is not None:
             chosen = _draw_masked(_penalised(logits, row), row, row.mask)
             if chosen is None:
                 return None, None
             token_id = chosen
-        elif sampling.temperature > 0 or row.output_counts:
+        elif index not in self._drawn and (sampling.temperature > 0 or row.output_counts):
             token_id = _draw(_penalised(logits, row), sampling, row.position)
         if sampling.num_logprobs is None:
             return token_id, None
@@ -71,7 +76,6 @@ class Draws:
 
 
 _LARGEST = torch.finfo(torch.float32).max
-_MIN_TEMPERATURE = 1e-4  # below, quotients might overflow; this is greedy already but among exact ties
 _USUAL_FLOOR = 1e-3
 
 
@@ -109,7 +113,7 @@ def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
         values, candidates = _largest(logits, sampling.top_k)
     else:
         values = logits
-    probs = (values / max(sampling.temperature, _MIN_TEMPERATURE)).softmax(dim=-1)
+    probs = (values / max(sampling.temperature, MIN_TEMPERATURE)).softmax(dim=-1)
     if sampling.top_p < 1:
         probs, ids = _nucleus(probs, sampling.top_p)
         candidates = ids if candidates is None else candidates[ids]
@@ -161,10 +165,3 @@ def _logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob
         values, ids = _largest(logprobs, min(num_top, len(logprobs)))
         top = list(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(float(logprobs[token_id]), top)
-
-
-def _splitmix64(state: int) -> int:
-    state = (state + _GAMMA) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)

@@ -19,6 +19,7 @@ from shard_server.engines.base import (
     StepOutput,
     TokenLogprobs,
 )
+from shard_server.engines.torch_engine.device.batched_draws import PlainRow
 from shard_server.engines.torch_engine.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
@@ -141,13 +142,16 @@ class StepLoop:
                 sequence.num_reused_tokens = sequence.num_computed_tokens
             scheduled.append(_scheduled(sequence, num_tokens, drafts.get(sequence, ())))
         try:
-            return Draws(self._runner.run(scheduled))
+            draws = Draws(self._runner.run(scheduled))
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             # Nothing counts as computed yet, so without the newest sequence the step can simply be tried again.
             self._end(batch[-1][0], FinishReason.ERROR, f"out of memory: {error}")
             return None
+        if draws.wants_rows_together:
+            draws.draw_together(_plain_rows(batch, drafts))
+        return draws
 
     def _postprocess(self, batch: list[Chunk], drafts: Drafts, draws: Draws) -> None:
         row = 0
@@ -234,6 +238,22 @@ def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) 
         wants_logits=complete,
         num_drafts=len(draft),
     )
+
+
+def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
+    """Of the logits of a step: those whose tokens depend on nothing that is drawn in it."""
+    rows: list[PlainRow] = []
+    first_row = 0
+    for sequence, num_tokens in batch:
+        if sequence.num_uncomputed_tokens > num_tokens:  # a part of a prompt
+            continue
+        num_rows = 1 + len(drafts.get(sequence, ()))
+        sampling = sequence.request.sampling
+        if sampling.temperature > 0 and sequence.guide is None and sequence.output_counts is None:
+            num_output_tokens = sequence.num_output_tokens
+            rows += [PlainRow(first_row + i, sampling, num_output_tokens + i) for i in range(num_rows)]
+        first_row += num_rows
+    return rows
 
 
 def _draw_token(

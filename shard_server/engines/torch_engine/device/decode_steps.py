@@ -1,0 +1,132 @@
+"""Decode steps of a few fixed sizes over static buffers: on a GPU each is recorded once and then replayed, which costs
+one launch instead of a thousand (CUDA graphs). Elsewhere the same steps run as they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+_TOKEN, _POSITION, _SLOT, _NUM_HEADER_COLUMNS = 0, 1, 2, 3
+_WARM_UPS: Final = 2
+"""Before a step is recorded: libraries allocate and choose their code in the first runs."""
+
+
+@dataclasses.dataclass(slots=True)
+class DecodeRow:
+    """A token to compute, and where its sequence's KV lies."""
+
+    token_id: int
+    position: int
+    block_table: Sequence[int]
+
+
+@dataclasses.dataclass(slots=True)
+class DecodeInputs:
+    """Of one step, in the static buffer; padding rows included."""
+
+    token_ids: torch.Tensor
+    """int64 [rows]"""
+    positions: torch.Tensor
+    """int64 [rows]"""
+    slots: torch.Tensor
+    """int64 [rows]: block * block_size + offset"""
+    tables: torch.Tensor
+    """int32 [rows, blocks]"""
+    lengths: torch.Tensor
+    """int32 [rows]"""
+
+
+class DecodeSteps:
+    """Runs batches of rows in the smallest step that has room for them."""
+
+    def __init__(
+        self,
+        compute: Callable[[DecodeInputs], torch.Tensor],
+        *,
+        sizes: Sequence[int],
+        table_width: int,
+        block_size: int,
+        spare_block: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """`compute`: to float32 logits [rows, vocab_size]; reads nothing but its inputs and the KV cache. `sizes`:
+        ascending. `spare_block`: holds nobody's KV; padding rows write into it."""
+        self.sizes = list(sizes)
+        self._compute = compute
+        self._block_size = block_size
+        self._spare_block = spare_block
+        columns = _NUM_HEADER_COLUMNS + table_width
+        is_cuda = device.type == "cuda"
+        # Everything that changes from step to step lies in one buffer, which is one copy.
+        self._staged = torch.zeros(self.sizes[-1], columns, dtype=torch.int32, pin_memory=is_cuda)
+        self._staged_rows = self._staged.numpy()
+        self._inputs = self._staged.to(device, copy=True)
+        # One for all sizes: a recorded step keeps its own results alive, one in `_logits` it need not.
+        self._logits = torch.zeros(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def run(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """float32 logits [len(rows), vocab_size], valid until the next step. At most sizes[-1] rows."""
+        size = next(size for size in self.sizes if size >= len(rows))
+        self._stage(rows, size)
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._step(size)
+        return self._logits[: len(rows)]
+
+    def record(self, on_progress: Callable[[str], None]) -> None:
+        """Record all sizes, the largest first, whose memory the others then share. CUDA only."""
+        pool = torch.cuda.graph_pool_handle()
+        self._stage([], self.sizes[-1])
+        for size in reversed(self.sizes):
+            on_progress(f"CUDA graphs: decode steps of {size} rows")
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    self._step(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._step(size)
+            self._graphs[size] = graph
+
+    def _stage(self, rows: Sequence[DecodeRow], size: int) -> None:
+        staged = self._staged_rows
+        for index, row in enumerate(rows):
+            block, offset = divmod(row.position, self._block_size)
+            own = staged[index]
+            own[_TOKEN] = row.token_id
+            own[_POSITION] = row.position
+            own[_SLOT] = row.block_table[block] * self._block_size + offset
+            # What lies behind the row's own blocks is left as it is: nobody looks there.
+            own[_NUM_HEADER_COLUMNS : _NUM_HEADER_COLUMNS + block + 1] = row.block_table[: block + 1]
+        padding = staged[len(rows) : size]
+        padding[:, : _NUM_HEADER_COLUMNS + 1] = (0, 0, self._spare_block * self._block_size, self._spare_block)
+        # Blocking: the staged rows are overwritten by the next step.
+        self._inputs[:size].copy_(self._staged[:size])
+
+    def _step(self, size: int) -> None:
+        header = self._inputs[:size, :_NUM_HEADER_COLUMNS].long()
+        inputs = DecodeInputs(
+            token_ids=header[:, _TOKEN],
+            positions=header[:, _POSITION],
+            slots=header[:, _SLOT],
+            tables=self._inputs[:size, _NUM_HEADER_COLUMNS:],
+            lengths=self._inputs[:size, _POSITION] + 1,
+        )
+        self._logits[:size].copy_(self._compute(inputs))
+
+
+def step_sizes(max_rows: int, multiple: int = 1) -> list[int]:
+    """Sizes up to `max_rows`: powers of two and the middles between them, so that little is padding, each a multiple of
+    `multiple`."""
+    sizes = {multiple * size for power in range(12) for size in (1 << power, 3 << power >> 1)}
+    needed = sorted(size for size in sizes if size < max_rows)
+    return [*needed, -(-max_rows // multiple) * multiple]

@@ -1,0 +1,291 @@
+"""Runs the model on an accelerator: what ModelRunner is for the CPU, with the same model code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.attention import Extent
+from shard_server.engines.torch_engine.config import LlamaConfig, load_config
+from shard_server.engines.torch_engine.device.attention import (
+    DeviceAttention,
+    DevicePlan,
+    gathering_rows,
+    triton_rows,
+)
+from shard_server.engines.torch_engine.device.decode_steps import DecodeInputs, DecodeRow, DecodeSteps, step_sizes
+from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.memory import kv_block_bytes
+from shard_server.engines.torch_engine.model import LlamaModel
+from shard_server.engines.torch_engine.model_runner import DTYPES, ScheduledSequence
+from shard_server.engines.torch_engine.weights import OnProgress, load_weights
+
+_INVARIANT_ROWS: Final = 128
+"""Rows of every matrix product where results must not depend on the batch: a library chooses its code by their number.
+So many that a prompt is not computed at the speed of memory alone, so few that decoding hardly notices."""
+_KV_SHARE: Final = 0.85
+"""Of the memory that is free once the weights are there; the rest is for activations, libraries and recorded steps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How a DeviceRunner is to be made; 0 means the default."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    num_blocks: int = 0
+    max_model_len: int = 0
+    max_rows: int = 256
+    """Of a decode step: sequences and their drafts."""
+    wants_batch_invariance: bool = False
+
+
+class DeviceRunner:
+    """A model and its KV blocks on one device. Used from one thread at a time; see ModelRunner for `run`."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: dict[str, torch.Tensor],
+        options: DeviceOptions,
+        on_progress: OnProgress = lambda _message: None,
+    ) -> None:
+        """Takes `weights` over. Raises EngineError, torch.OutOfMemoryError."""
+        self._device = device = options.device
+        self.vocab_size = config.vocab_size
+        self.eos_token_ids = config.eos_token_ids
+        self.max_model_len = options.max_model_len or config.max_position_embeddings
+        if self.max_model_len > config.max_position_embeddings:
+            raise EngineError(f"max_model_len is {self.max_model_len}, the model's is {config.max_position_embeddings}")
+        self._block_size = options.block_size
+        self._multiple = _INVARIANT_ROWS if options.wants_batch_invariance else 1
+        self._rows_alone = options.wants_batch_invariance
+        """All rows attend through the kernel of decoding, prompts' too."""
+        with torch.inference_mode():
+            self._model = LlamaModel(
+                config,
+                weights,
+                dtype=options.dtype,
+                max_model_len=self.max_model_len,
+                max_rows=_INVARIANT_ROWS if options.wants_batch_invariance else None,
+                on_progress=on_progress,
+                device=device,
+            )
+            self.num_blocks = options.num_blocks or self._default_num_blocks(config, options)
+            on_progress(f"KV cache: {self.num_blocks} blocks of {self._block_size} tokens")
+            # One more, for what padding rows write.
+            self._cache = KvCache(
+                config,
+                num_blocks=self.num_blocks + 1,
+                block_size=self._block_size,
+                dtype=options.dtype,
+                device=device,
+            )
+            width = -(-self.max_model_len // self._block_size)
+            make_rows = functools.partial(triton_rows, max_keys=width * self._block_size)
+            attend_rows = (make_rows if device.type == "cuda" else gathering_rows)(config, self._cache)
+            self._attention = DeviceAttention(config, self._cache, attend_rows)
+            self._decode_steps = DecodeSteps(
+                self._decode,
+                sizes=step_sizes(options.max_rows, self._multiple),
+                table_width=width,
+                block_size=self._block_size,
+                spare_block=self.num_blocks,
+                vocab_size=config.vocab_size,
+                device=device,
+            )
+            if device.type == "cuda":
+                self._decode_steps.record(on_progress)
+        self.batch_invariant = options.wants_batch_invariance and self._is_invariant()
+        """Whether logits do not depend on the batch, bit for bit: tried at the start."""
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """As ModelRunner.run; the logits lie on the device and are valid until the next step."""
+        decodes: list[DecodeRow] = []
+        prompts: list[ScheduledSequence] = []
+        places: list[tuple[bool, int, int]] = []  # (of a prompt, first row of logits, rows)
+        num_prompt_logits = 0
+        for sequence in batch:
+            num_logits = 1 + sequence.num_drafts
+            if len(sequence.token_ids) == num_logits and sequence.wants_logits:
+                places.append((False, len(decodes), num_logits))
+                first = sequence.num_computed_tokens
+                table = sequence.block_table
+                decodes += [DecodeRow(token, first + i, table) for i, token in enumerate(sequence.token_ids)]
+            else:
+                prompts.append(sequence)
+                if sequence.wants_logits:
+                    places.append((True, num_prompt_logits, num_logits))
+                    num_prompt_logits += num_logits
+        of_decodes = self._run_decodes(decodes)
+        of_prompts = self._run_prompts(prompts) if prompts else of_decodes[:0]
+        if not num_prompt_logits:
+            return of_decodes
+        parts = [(of_prompts if is_prompt else of_decodes)[row : row + num] for is_prompt, row, num in places]
+        return torch.cat(parts)
+
+    def _run_decodes(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        largest = self._decode_steps.sizes[-1]
+        if len(rows) <= largest:
+            return self._decode_steps.run(rows) if rows else self._no_logits()
+        parts = [
+            self._decode_steps.run(rows[start : start + largest]).clone() for start in range(0, len(rows), largest)
+        ]
+        return torch.cat(parts)
+
+    def _no_logits(self) -> torch.Tensor:
+        return torch.empty(0, self.vocab_size, dtype=torch.float32, device=self._device)
+
+    def _decode(self, inputs: DecodeInputs) -> torch.Tensor:
+        plan = DevicePlan(self._cache.token_rows(inputs.slots), inputs.tables, inputs.lengths)
+        all_rows = torch.arange(inputs.token_ids.shape[0], device=self._device)
+        return self._forward(inputs.token_ids, inputs.positions, all_rows, plan)
+
+    def _run_prompts(self, prompts: Sequence[ScheduledSequence]) -> torch.Tensor:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        extents: list[Extent] = []
+        for sequence in prompts:
+            num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
+            extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
+            token_ids += sequence.token_ids
+            if sequence.wants_logits:
+                logit_rows += range(len(token_ids) - 1 - sequence.num_drafts, len(token_ids))
+            for position in range(num_past, num_past + num_new):
+                block, offset = divmod(position, self._block_size)
+                positions.append(position)
+                slots.append(sequence.block_table[block] * self._block_size + offset)
+        num_logits = len(logit_rows)
+        logit_rows += [0] * (self._padded(num_logits) - num_logits)
+        padding = [0] * (self._padded(len(token_ids)) - len(token_ids))
+        slots += [self.num_blocks * self._block_size] * len(padding)
+        token_ids, positions = token_ids + padding, positions + padding
+        lengths = [position + 1 for position in positions] if self._rows_alone else []
+        plan = DevicePlan(
+            token_rows=self._cache.token_rows(slots),
+            tables=self._tables(extents if self._rows_alone else (), len(padding)).to(self._device),
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=self._device),
+            prompts=() if self._rows_alone else [self._attention.prompt(extent) for extent in extents],
+        )
+        logits = self._forward(
+            torch.tensor(token_ids, device=self._device),
+            torch.tensor(positions, device=self._device),
+            torch.tensor(logit_rows, device=self._device, dtype=torch.int64),
+            plan,
+        )
+        return logits[:num_logits]
+
+    def _tables(self, extents: Sequence[Extent], num_padding: int) -> torch.Tensor:
+        """int32 [rows, blocks]: that of each token's sequence."""
+        widths = [len(extent.block_table) for extent in extents]
+        if not widths:
+            return torch.zeros(0, 1, dtype=torch.int32)
+        tables = torch.zeros(len(extents) + 1, max(widths), dtype=torch.int32)
+        for index, extent in enumerate(extents):
+            tables[index, : widths[index]] = torch.tensor(extent.block_table)
+        tables[-1] = self.num_blocks
+        return tables.repeat_interleave(torch.tensor([*(extent.num_new for extent in extents), num_padding]), dim=0)
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, plan: DevicePlan
+    ) -> torch.Tensor:
+        attend = functools.partial(self._attention.attend, plan)
+        return self._model.forward(token_ids, positions, logit_rows, plan.token_rows, attend, self._cache)
+
+    def _padded(self, num_rows: int) -> int:
+        return -(-num_rows // self._multiple) * self._multiple
+
+    def _default_num_blocks(self, config: LlamaConfig, options: DeviceOptions) -> int:
+        if self._device.type != "cuda":
+            raise EngineError("num_blocks must be given")
+        free, _ = torch.cuda.mem_get_info(self._device)
+        block_bytes = kv_block_bytes(config, options.block_size, options.dtype)
+        num_blocks = int(free * _KV_SHARE / block_bytes)
+        if num_blocks * options.block_size < self.max_model_len:
+            raise EngineError(
+                f"too little memory on the device: {free / 2**30:.1f} GiB are left behind the weights, one sequence of "
+                f"{self.max_model_len} tokens needs more than {_KV_SHARE:.0%} of that; lower max_model_len"
+            )
+        return num_blocks
+
+    def _is_invariant(self) -> bool:
+        """Compare a random sequence's logits after a prefill, after prefill in chunks and decoding, and in a batch.
+        Uses the first blocks, which hold nothing yet."""
+        num_tokens = min(self.max_model_len, 200)
+        num_blocks = -(-num_tokens // self._block_size)
+        if 2 * num_blocks > self.num_blocks:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab_size, (num_tokens,), generator=generator).tolist()
+        table, other = range(num_blocks), range(num_blocks, 2 * num_blocks)
+        whole = self.run([ScheduledSequence(ids, 0, table, True)]).clone()
+        cut, last = num_tokens // 3, num_tokens - 1
+        self.run([ScheduledSequence(ids[:cut], 0, other, False)])
+        self.run([ScheduledSequence(ids[cut:last], cut, other, False)])
+        decode = ScheduledSequence(ids[last:], last, other, True)
+        shorter = [ScheduledSequence(ids[end : end + 1], end, other, True) for end in range(cut, cut + 40)]
+        for batch in ([decode], [decode, *shorter], [decode, ScheduledSequence(ids[5:20], 5, table, False)]):
+            if not torch.equal(self.run(batch)[:1], whole):
+                return False
+        return True
+
+
+def find_device(name: str) -> torch.device:
+    """Raises EngineError, saying what is missing, when it cannot be used."""
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if torch.version.cuda is None:
+        raise EngineError(
+            f"device = 'cuda', but torch {torch.__version__} is built without CUDA: install the CUDA build of torch "
+            f"{torch.__version__.partition('+')[0]}"
+        )
+    if not torch.cuda.is_available():
+        raise EngineError("device = 'cuda', but no NVIDIA GPU can be used here (is its driver loaded? nvidia-smi)")
+    return device
+
+
+def load_device_runner(
+    model_dir: Path,
+    *,
+    device: str,
+    max_rows: int,
+    dtype: str,
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    num_threads: int,
+    wants_batch_invariance: bool,
+    int8_weights: bool,
+    on_progress: Callable[[str], None],
+) -> DeviceRunner:
+    """What ModelRunner's constructor is for the CPU. Raises EngineError."""
+    found = find_device(device)
+    if int8_weights:
+        raise EngineError("weights = 'int8' is for the CPU: with device = 'cuda' take weights = 'dtype'")
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    config = load_config(model_dir)
+    options = DeviceOptions(
+        device=found,
+        dtype=DTYPES[dtype],
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+        wants_batch_invariance=wants_batch_invariance,
+    )
+    try:
+        return DeviceRunner(config, load_weights(model_dir, config, on_progress), options, on_progress)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(f"too little memory on the device: {error}") from error

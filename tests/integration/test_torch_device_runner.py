@@ -1,0 +1,123 @@
+"""The accelerator's runner, on the CPU: plans, static buffers and batches are the same code there; only the attention
+kernel of single rows is the plain one, and no step is recorded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.config import load_config
+from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device, load_device_runner
+from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from shard_server.engines.torch_engine.weights import load_weights
+from tests.fakes.tiny_llama import write_tiny_llama
+
+NUM_BLOCKS = 60
+SHAPES: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "qk-norm-windows": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 21,
+        "max_window_layers": 1,
+    },
+    "mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+}
+
+
+def device_runner(model_dir: Path, **options: Any) -> DeviceRunner:
+    config = load_config(model_dir)
+    given = DeviceOptions(
+        torch.device("cpu"), torch.float32, 16, num_blocks=NUM_BLOCKS, max_model_len=256, max_rows=24, **options
+    )
+    return DeviceRunner(config, load_weights(model_dir, config), given)
+
+
+def cpu_runner(model_dir: Path) -> ModelRunner:
+    return ModelRunner(
+        model_dir, dtype="float32", block_size=16, num_blocks=NUM_BLOCKS, max_model_len=256, num_threads=1
+    )
+
+
+def random_steps(seed: int) -> list[list[ScheduledSequence]]:
+    """Six sequences through prompts in portions, decoding, drafts and steps of everything at once."""
+    chooser = random.Random(seed)
+    blocks = chooser.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    tables = [blocks[10 * i : 10 * i + 10] for i in range(6)]
+    ids = [chooser.choices(range(320), k=150) for _ in range(6)]
+    done = [0] * 6
+    steps: list[list[ScheduledSequence]] = []
+    while min(done) < 140:
+        batch: list[ScheduledSequence] = []
+        for i in chooser.sample(range(6), chooser.randint(1, 6)):
+            size = min(chooser.choice([1, 1, 4, 50]), 150 - done[i])
+            if size:
+                drafts = 3 if size == 4 else 0
+                batch.append(ScheduledSequence(ids[i][done[i] : done[i] + size], done[i], tables[i], size < 50, drafts))
+                done[i] += size
+        steps += [batch] if batch else []
+    return steps
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_step_gives_the_logits_of_the_cpu_engine(tmp_path: Path, shape: str, invariant: bool):
+    """Paging, chunks, drafts, windows and padding rows through static buffers of fixed sizes: one wrong slot shows."""
+    model_dir = write_tiny_llama(tmp_path, **SHAPES[shape])
+    runner, reference = device_runner(model_dir, wants_batch_invariance=invariant), cpu_runner(model_dir)
+    for batch in random_steps(1):
+        torch.testing.assert_close(runner.run(batch), reference.run(batch), rtol=1e-4, atol=1e-4)
+
+
+def test_more_rows_than_the_largest_step_are_taken_in_turns(tmp_path: Path):
+    """Sequences and their drafts together may be more than were planned for."""
+    model_dir = write_tiny_llama(tmp_path)
+    runner, reference = device_runner(model_dir), cpu_runner(model_dir)
+    batch = [ScheduledSequence([i + 1], 0, [i], True) for i in range(50)]
+    torch.testing.assert_close(runner.run(batch), reference.run(batch), rtol=1e-4, atol=1e-4)
+    assert runner.run([ScheduledSequence([1, 2, 3], 0, [0], False)]).shape == (0, 320)
+
+
+def test_invariance_is_claimed_only_where_it_was_measured(tmp_path: Path):
+    """Failover rests on the claim."""
+    model_dir = write_tiny_llama(tmp_path)
+    runner = device_runner(model_dir, wants_batch_invariance=True)
+    ids = random.Random(2).choices(range(320), k=90)
+    table = list(range(6))
+    whole = runner.run([ScheduledSequence(ids, 0, table, True)]).clone()
+    runner.run([ScheduledSequence(ids[:40], 0, table, False)])
+    others = [ScheduledSequence([7], 0, [10 + i], True) for i in range(9)]
+    mixed = runner.run([ScheduledSequence(ids[40:], 40, table, True), *others])
+    decoded = runner.run([*others, ScheduledSequence(ids[-1:], 89, table, True)])
+    if runner.batch_invariant:
+        assert torch.equal(mixed[:1], whole)
+        assert torch.equal(decoded[-1:], whole)
+    assert not device_runner(model_dir).batch_invariant
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_cuda_the_error_says_what_to_install(tmp_path: Path):
+    """And not a stack trace out of torch."""
+    assert find_device("cpu").type == "cpu"
+    with pytest.raises(EngineError, match="built without CUDA: install the CUDA build of torch 2"):
+        find_device("cuda")
+    with pytest.raises(EngineError, match="built without CUDA"):
+        load_device_runner(
+            write_tiny_llama(tmp_path),
+            device="cuda",
+            max_rows=8,
+            dtype="bfloat16",
+            block_size=16,
+            num_blocks=0,
+            max_model_len=0,
+            num_threads=0,
+            wants_batch_invariance=True,
+            int8_weights=False,
+            on_progress=lambda _message: None,
+        )
