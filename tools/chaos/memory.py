@@ -14,9 +14,10 @@ from tools.supervised import ProcessStatus
 SAMPLE_SECONDS: Final = 5.0
 MAX_SAMPLES: Final = 20_000
 """Of a process."""
-MAX_WARM_UP_SECONDS: Final = 300.0
+MAX_WARM_UP_SECONDS: Final = 600.0
 WARM_UP_SHARE: Final = 1 / 3
-"""Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS."""
+"""Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS, when all that is kept for a time
+(bills, ended answers) has reached its size."""
 FLAT_MB_PER_HOUR: Final = 1.0
 _NUM_BLOCKS: Final = 20
 """Samples in a row are much alike; the means of so many blocks of them are taken to tell one thing each."""
