@@ -21,7 +21,7 @@ def no_collector() -> Iterator[None]:
 
 
 def count(kind: type) -> int:
-    return sum(isinstance(thing, kind) for thing in gc.get_objects())
+    return sum(type(thing) is kind for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("slots", [(1,), (1, 2)])
