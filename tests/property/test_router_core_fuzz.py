@@ -6,6 +6,7 @@ KVLOOM_FUZZ_EXAMPLES sets how many examples each test runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvloom.v1 import generation_pb2, kv_event_pb2, safety_service_pb2, shard_se
 from kvloom.v1.error_reason_pb2 import Error, ErrorReason
 from router import convert
 from router.core import events as ev
-from router.core.actions import RequestEnded
+from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
 from router.core.overload import OverloadConfig
 
@@ -164,6 +165,13 @@ def shard_up(shard_id: str, info: shard_service_pb2.ShardInfo) -> ev.Event:
     return ev.ShardUp(convert.shard_from_proto(named))
 
 
+FRAME_PARTS: st.SearchStrategy[Any] = st.one_of(
+    of_shard(fitting_steps(), lambda s, f: ev.StepArrived(s, convert.step_from_frame(f))),
+    of_shard(LOADS, lambda s, f: ev.LoadReported(s, convert.load_from_proto(f))),
+    of_shard(BATCHES, convert.kv_events_from_proto),
+    st.builds(ev.KvSnapshotArrived, st.sampled_from(SHARDS), UINT64, HASHES),
+)
+FRAMES = st.builds(ev.FrameArrived, st.sampled_from(SHARDS), st.lists(FRAME_PARTS, max_size=4))
 EVENTS: st.SearchStrategy[ev.Event] = st.one_of(
     REQUESTS.map(ev.RequestArrived),
     REQUESTS.map(ev.RequestArrived),
@@ -175,6 +183,7 @@ EVENTS: st.SearchStrategy[ev.Event] = st.one_of(
     of_shard(LOADS, lambda s, f: ev.LoadReported(s, convert.load_from_proto(f))),
     of_shard(BATCHES, convert.kv_events_from_proto),
     st.builds(ev.KvSnapshotArrived, st.sampled_from(SHARDS), UINT64, HASHES),
+    FRAMES,
     st.builds(ev.SlotsCancelled, st.sampled_from(CLIENTS), lists(SLOT)),
     st.sampled_from("abcd").map(ev.RequestCancelled),
     st.sampled_from(CLIENTS).map(ev.ClientGone),
@@ -234,3 +243,50 @@ def test_any_history_of_frames(config: CoreConfig, history: list[tuple[ev.Event,
     core.handle(ev.SafetyDown(), now)
     core.check_integrity()
     assert core.is_idle
+
+
+def outcome(core: RouterCore, actions: list[Any]) -> tuple[Any, ...]:
+    """What came of events, however many there were: steps for clients joined, other actions in their order."""
+    told: dict[str, list[tuple[Any, ...]]] = {}
+    for action in actions:
+        if isinstance(action, SendStep):
+            step = action.step
+            counts = step.num_tokens or [1] * len(step.slots)
+            entries = [("tokens", *entry) for entry in zip(step.slots, counts, step.deltas, strict=True)]
+            starts = [("start", start) for start in step.starts]
+            told.setdefault(action.client_id, []).extend([*starts, *entries, *(("end", end) for end in step.finishes)])
+    others = [action for action in actions if not isinstance(action, SendStep | FleetChanged)]
+    state = (core.fleet, core.num_queued_requests, core.is_idle, core.next_deadline())
+    return {client: sorted(map(repr, entries)) for client, entries in told.items()}, others, state
+
+
+@FUZZ
+@given(
+    config=CONFIGS,
+    history=st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.001, 0.3])), max_size=20),
+    frame=FRAMES,
+)
+def test_a_frame_in_one_pass_is_its_parts_one_by_one(
+    config: CoreConfig, history: list[tuple[ev.Event, float]], frame: ev.FrameArrived
+) -> None:
+    """The simulation tests hand the core a frame's parts: what they prove must hold for whole frames."""
+    ends: list[tuple[Any, ...]] = []
+    for is_whole in (True, False):
+        core = RouterCore(config, seed=1)
+        now = 1.0
+        core.handle(ev.SafetyUp(screens_prompts=False, screens_answers=False), now)
+        for shard_id in SHARDS[:2]:
+            core.handle(shard_up(shard_id, GOOD_INFO), now)
+        for event, seconds in history:
+            now += seconds
+            with contextlib.suppress(KvloomError):
+                core.handle(event, now)
+        actions: list[Any] = []
+        try:
+            for event in [frame] if is_whole else frame.parts:
+                actions += core.handle(event, now)
+        except KvloomError:
+            return  # the stream that brought it will be broken
+        core.check_integrity()
+        ends.append(outcome(core, actions))
+    assert ends[0] == ends[1]

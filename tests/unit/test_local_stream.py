@@ -14,7 +14,7 @@ import pytest
 from kvloom.errors import KvloomError, protocol_violation
 from kvloom.grpc_errors import abort, from_rpc_error
 from kvloom.local_server import LocalServer
-from kvloom.local_stream import connect_local, local_socket_name
+from kvloom.local_stream import LocalStream, connect_local, local_socket_name
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, RouterServiceConnectResponse
 
@@ -158,6 +158,91 @@ async def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         stream = await connected("127.0.0.1:3000007")
         with pytest.raises(grpc.aio.AioRpcError, match="does not answer"):
             await asyncio.wait_for(stream.read(), 10)
+
+
+async def test_messages_are_delivered_as_they_come() -> None:
+    """Those that came before, those that come together, and one after another, each once and in order."""
+    taken: list[str] = []
+    has_five = asyncio.Event()
+
+    async def take(stream: Any) -> None:
+        await stream.read()
+
+        def on_message(frame: RouterServiceConnectRequest) -> None:
+            taken.append(frame.hello.client_id)
+            if len(taken) == 5:
+                has_five.set()
+
+        await stream.deliver(on_message)
+
+    async with serving(take, 3_000_008) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        for text in ("first", "a", "b"):
+            await stream.write(request_of(text))
+        await asyncio.sleep(0)
+        for text in ("c", "d", "e"):
+            await stream.write(request_of(text))
+        await has_five.wait()
+        assert taken == ["a", "b", "c", "d", "e"]
+        stream.cancel()
+
+
+async def test_delivering_ends_with_the_stream() -> None:
+    """In good order it returns, an error of the server's is raised with its details."""
+
+    async def end(stream: Any) -> None:
+        frame = await stream.read()
+        await stream.write(RouterServiceConnectResponse())
+        if frame.hello.client_id:
+            await abort(stream, protocol_violation("Not like this."))
+
+    async with serving(end, 3_000_009) as address, asyncio.timeout(10):
+        for text in ("", "bad"):
+            stream = await connected(address)
+            await stream.write(request_of(text))
+            taken: list[RouterServiceConnectResponse] = []
+            if text:
+                with pytest.raises(grpc.aio.AioRpcError, match="Not like this"):
+                    await stream.deliver(taken.append)
+            else:
+                await stream.deliver(taken.append)
+            assert len(taken) == 1
+
+
+async def test_whoever_fails_on_a_message_gets_no_more() -> None:
+    """The error is the deliverer's, not the event loop's; what else has come with the message is not taken."""
+
+    async def speak(stream: Any) -> None:
+        for _ in range(3):
+            await stream.write(RouterServiceConnectResponse())
+        await asyncio.Event().wait()
+
+    num_taken = 0
+
+    def fail(_message: RouterServiceConnectResponse) -> None:
+        nonlocal num_taken
+        num_taken += 1
+        raise ValueError("no")
+
+    async with serving(speak, 3_000_010) as address, asyncio.timeout(10):
+        stream = await connected(address)
+        with pytest.raises(ValueError, match="no"):
+            await stream.deliver(fail)
+        assert num_taken == 1
+        stream.cancel()
+
+
+async def test_nothing_is_delivered_to_whoever_was_cancelled() -> None:
+    """A link that is being closed must not start anything new."""
+    stream = LocalStream[Any, Any](RouterServiceConnectRequest)
+    taken: list[Any] = []
+    delivering = asyncio.create_task(stream.deliver(taken.append))
+    await asyncio.sleep(0)
+    delivering.cancel()
+    payload = request_of("late").SerializeToString()
+    stream.data_received(len(payload).to_bytes(4, "little") + b"\0" + payload)
+    await asyncio.gather(delivering, return_exceptions=True)
+    assert not taken
 
 
 def test_other_machines_have_no_local_socket() -> None:
