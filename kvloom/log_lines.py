@@ -1,5 +1,5 @@
-"""Log lines at the price of the line: one system call for all lines of a turn of the event loop, and a renderer that
-does no more than its output shows."""
+"""Log lines at the price of the line: one system call for all that come within a moment, and a renderer that does no
+more than its output shows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, Final, TextIO
 import msgspec
 
 MAX_WAITING_LINES: Final = 256
+FLUSH_SECONDS: Final = 0.02
+"""A line waits so long for others at most. Turns of a busy event loop are much shorter."""
 _EVENT_WIDTH: Final = 30
 _LEVEL_WIDTH: Final = 9
 _QUOTED: Final = frozenset(" \t=\r\n\"'")
@@ -20,8 +22,8 @@ _encode: Final = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 class LineWriter:
-    """structlog's logger. Lines wait for the end of the event loop's turn; outside of a loop, and from warnings on,
-    they leave at once."""
+    """structlog's logger. Within an event loop lines wait for others; outside of one, and from warnings on, they leave
+    at once, and what waited with them."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -37,7 +39,7 @@ class LineWriter:
             self.flush()
         elif is_first:
             try:
-                asyncio.get_running_loop().call_soon(self.flush)
+                asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.flush)
             except RuntimeError:  # no loop in this thread
                 self.flush()
 

@@ -72,13 +72,14 @@ class Intake:
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
         self._check_prompt(token_ids, submit.model, "prompt_token_ids")
-        self._check_text_size(submit.prompt_text, "prompt_text")
+        text = submit.prompt_text  # once: each time it is decoded
+        self._check_text_size(text, "prompt_text")
         return Request(
             request_id=submit.request_id or new_request_id(),
             client_id=client_id,
             model=submit.model,
             prompt_token_ids=token_ids,
-            prompt_text=submit.prompt_text or self._text_for_screening(token_ids, submit.model),
+            prompt_text=text or self._text_for_screening(token_ids, submit.model),
             choices=choices,
             max_tokens=submit.stop.max_tokens if submit.stop.HasField("max_tokens") else None,
             sampling=_with_seed(submit.sampling),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import add
 from typing import Final
 
@@ -56,11 +56,9 @@ class ReuseCurve:
         last_used = self._last_used
         self._decay()
         self._num_prompts += 1.0
-        for index in range(len(block_hashes) - 1, max(-1, len(block_hashes) - 1 - MAX_NEW_BLOCKS), -1):
-            used_at = last_used.pop(block_hashes[index], None)
-            if used_at is not None:
-                self._gaps[_bin(now - used_at)] += 1.0
-                break
+        known = next(filter(last_used.__contains__, islice(reversed(block_hashes), MAX_NEW_BLOCKS)), None)
+        if known is not None:
+            self._gaps[_bin(now - last_used.pop(known))] += 1.0
         last_used[block_hashes[-1]] = now
         if len(last_used) > MAX_REMEMBERED_PROMPTS:
             last_used.popitem(last=False)
