@@ -52,11 +52,13 @@ def test_the_warm_up_does_not_count_and_the_longest_life_does():
 def test_a_soak_fails_over_growth_and_over_a_process_that_died():
     """Nothing may happen in it."""
     watch = MemoryWatch()
-    for at, size in samples(30.0):
+    for at, size in samples(30.0, minutes=30):
         watch.note(1, "edge-0", "edge", at, size)
-    for at, size in samples(0.0):
+    for at, size in samples(0.0, minutes=30):
         watch.note(2, "redis", "redis", at, size)
-    for at, size in samples(0.0):
+    for at, size in samples(30.0, minutes=5):
+        watch.note(5, "router-0", "router", at, size)  # short: it still fills up
+    for at, size in samples(0.0, minutes=30):
         watch.note(3 if at < 60 else 4, "safety", "safety", at, size)
     problems = soak_problems(watch.figures())
     assert [problem.split()[0] for problem in problems] == ["edge-0", "safety"]

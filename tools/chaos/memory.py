@@ -19,6 +19,8 @@ WARM_UP_SHARE: Final = 1 / 3
 """Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS, when all that is kept for a time
 (bills, ended answers) has reached its size."""
 FLAT_MB_PER_HOUR: Final = 1.0
+MIN_JUDGED_SECONDS: Final = 1500.0
+"""A life that was shorter is not judged: what is kept for a time had not its size for long enough."""
 _NUM_BLOCKS: Final = 20
 """Samples in a row are much alike; the means of so many blocks of them are taken to tell one thing each."""
 _MIN_BLOCKS: Final = 5
@@ -98,7 +100,7 @@ def _figures_of(lives: Sequence[Life]) -> dict[str, Any]:
         "most_mb": round(max(size for life in lives for _, size in life.samples) / 1e6, 1),
         "slope_mb_per_hour": None if trend is None else round(per_hour(trend.bytes_per_second), 2),
         "slope_error_mb_per_hour": None if trend is None else round(per_hour(trend.error_bytes_per_second), 2),
-        "is_flat": None if trend is None else trend.is_flat,
+        "is_flat": None if trend is None or longest.seconds < MIN_JUDGED_SECONDS else trend.is_flat,
     }
 
 
