@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 from edge_http.body import BodyBudget
-from edge_http.elsewhere import Elsewhere
 from edge_http.metrics import EdgeMetrics
 from edge_http.resume_journal import new_tag
 from edge_http.resume_table import ResumeTable
@@ -17,8 +16,12 @@ from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link import RouterLink
 from kvloom.tokenizer import ModelTokenizer
+from kvloom.tracked_request import Attempt
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
+
+if TYPE_CHECKING:
+    from edge_http.elsewhere import Elsewhere
 
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0
@@ -33,6 +36,14 @@ class ServedModel:
     created: int
     """Unix time, for the OpenAI model object."""
     system_fingerprint: str
+
+
+class LossReports(Protocol):
+    """Bills of answers that change hands; see kvloom/router_group.py."""
+
+    def attempts(self, handle: int) -> Sequence[Attempt]: ...
+
+    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None: ...
 
 
 class Place:
@@ -58,6 +69,8 @@ class Edge:
         """Of this process; part of its responses' ids."""
         self.elsewhere: Elsewhere | None = None
         """The way to other edges' responses; None without Redis."""
+        self.losses: LossReports | None = None
+        """None for a router in this process: its bills end with it."""
         self.bodies = BodyBudget(config.max_pending_body_bytes)
         self.num_running = 0
         self._draining = False

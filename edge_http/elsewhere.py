@@ -1,140 +1,278 @@
-"""Responses that another edge began: passed on to it while it lives, replayed from its journal when it has died."""
+"""Responses that another edge began: passed on to it while it lives, gone on with from its journal when it has died."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
+from edge_http.edge import Edge
 from edge_http.headers import REQUEST_ID, RESPONSE_ID, request_id
+from edge_http.lost_journals import LostJournals
 from edge_http.relay import MISDIRECTED, RELAYED, OwnerLostError, Relay
-from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, LINGER_SECONDS
-from edge_http.resume_journal import EdgeRecord, EdgesUnknownError, JournalEntry, ResumeJournal, tag_of
-from edge_http.resume_table import not_kept
-from edge_http.shapes import encode_json
-from edge_http.sse import EventStream, split_framed
+from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResponseName, ResumableStream
+from edge_http.resume_claims import Claim, KeyedResponse, ResumeClaims
+from edge_http.resume_journal import EdgesUnknownError, ResponseRow, ResumeJournal, tag_of
+from edge_http.resume_records import (
+    AnswerState,
+    ResponseRecord,
+    decode_news,
+    decode_requests,
+    decode_response,
+    framed_events,
+)
+from edge_http.resume_table import not_kept, other_request
+from edge_http.sse import EventStream
+from edge_http.takeover import shape_of, take_over
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
 
-LOST_EDGE_SECONDS: Final = 5.0
-"""A dead edge's journal is read once for all clients that come back within this time."""
-MAX_LOST_EDGES: Final = 4
+MAX_HOPS: Final = 4
+"""Edges that may have had a response, one after the other, while a client waits."""
 
-Journal = Mapping[str, Sequence[JournalEntry]]
+Found = web.StreamResponse | ResumableStream
 
 
 class Elsewhere:
-    """The way to the responses of the other edges. `tag` is this edge's own."""
+    """The way to the responses of the other edges."""
 
-    def __init__(self, journal: ResumeJournal, relay: Relay, tag: str, max_buffered_bytes: int) -> None:
+    def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims, relay: Relay) -> None:
+        self._edge = edge
         self._journal = journal
+        self._claims = claims
         self._relay = relay
-        self._tag = tag
-        self._max_buffered_bytes = max_buffered_bytes
-        self._lost: OrderedDict[str, tuple[float, Journal]] = OrderedDict()
-        self._reading = asyncio.Lock()
+        self._tag = edge.tag
+        self._lost = LostJournals(journal)
+        self._taking: dict[str, asyncio.Task[ResumableStream | AnswerState | None]] = {}
+        """By response id: attempts to take one over."""
+        self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
+        """By idempotency key: requests that look it up, one after the other, and how many they are."""
 
-    async def resume(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> web.StreamResponse:
-        """Raises KvloomError (NOT_FOUND, EVENTS_GONE, INTERNAL) as long as nothing was sent."""
-        try:
-            return await self._pass_on(request, response_id)
-        except OwnerLostError as lost:
-            log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
-        return await self._replay(request, response_id, caller, after)
+    async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+        """What another edge answers, what it left, or the stream, which goes on here now. Raises KvloomError
+        (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING, INTERNAL) as long as nothing was sent."""
+        for _ in range(MAX_HOPS):
+            claim = await self._holder(request, response_id)
+            if isinstance(claim, web.StreamResponse):
+                return claim
+            if claim.holder == self._tag:
+                return await self._taken(response_id, caller)
+            try:
+                return await self._pass_on(request, response_id, claim)
+            except OwnerLostError as lost:
+                log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
+            found = await self._go_on(request, response_id, claim, caller, after)
+            if found is not None:
+                return found
+        raise _cannot_look()
 
     async def cancel(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
         """Raises KvloomError (NOT_FOUND, INTERNAL)."""
+        claim = await self._holder(request, response_id)
+        if isinstance(claim, web.StreamResponse):
+            return claim
+        if claim.holder == self._tag:
+            raise not_kept()
         try:
-            return await self._pass_on(request, response_id)
+            return await self._pass_on(request, response_id, claim)
         except OwnerLostError as lost:
             raise not_kept() from lost  # what a dead edge ran has been cancelled by the router
 
-    async def _pass_on(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
-        """Let the edge that began the response answer. Raises KvloomError (NOT_FOUND, INTERNAL), OwnerLostError."""
-        tag = tag_of(response_id)
-        if not tag or tag == self._tag:
-            raise not_kept()
-        if RELAYED in request.headers:
-            return web.Response(status=MISDIRECTED)  # this edge has the address of one that is gone
+    async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> Found | None:
+        """The response that another edge began under the same idempotency key. None: from now on the key stands for
+        `name`. While Redis is away a key is known to one edge only. Raises KvloomError."""
+        before: KeyedResponse | None = None
+        for _ in range(MAX_HOPS):
+            async with self._alone(name.caller, name.idempotency_key):
+                stream = self._edge.resume.find_by_key(name.caller, name.idempotency_key)
+                if stream is not None and stream.name.body_digest == name.body_digest:
+                    return stream
+                now = await self._named(name, before)
+                if now.response_id == name.id:
+                    if after:
+                        raise not_kept()
+                    return None
+            if now.body_digest != name.body_digest:
+                raise other_request()
+            try:
+                return await self._find_named(request, now.response_id, name.caller, after)
+            except KvloomError as error:
+                if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND:
+                    raise
+            before = now  # refused, cancelled, or forgotten
+        raise _cannot_look()
+
+    async def _named(self, name: ResponseName, before: KeyedResponse | None) -> KeyedResponse:
+        """What the key of `name` stands for now."""
+        wanted = KeyedResponse(name.id, name.body_digest)
         try:
-            record: EdgeRecord | None = await self._journal.find_edge(tag, self._tag)
+            return await self._claims.name(name.caller, name.idempotency_key, before, wanted, self._key_seconds)
+        except RedisError as error:
+            log.info("an idempotency key cannot be looked up", error=str(error))
+            return wanted
+
+    async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+        stream = self._edge.resume.find(response_id, caller)
+        return stream or await self.find(request, response_id, caller, after)
+
+    @property
+    def _key_seconds(self) -> float:
+        config = self._edge.config
+        return config.request_timeout_seconds + 2 * config.resume.grace_seconds
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, caller: bytes, key: str) -> AsyncIterator[None]:
+        """One request of a key at a time, until its response is open or found."""
+        lock, count = self._naming.get((caller, key), (asyncio.Lock(), 0))
+        self._naming[caller, key] = (lock, count + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, count = self._naming.pop((caller, key))
+            if count > 1:
+                self._naming[caller, key] = (lock, count - 1)
+
+    async def close(self) -> None:
+        tasks = list(self._taking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._relay.close()
+
+    # -- while its edge lives -----------------------------------------------------------------------------------------
+
+    async def _holder(self, request: web.BaseRequest, response_id: str) -> Claim | web.StreamResponse:
+        """Whose it is; an answer to an edge that has the wrong address. Raises KvloomError (NOT_FOUND, INTERNAL)."""
+        tag = tag_of(response_id)
+        if not tag:
+            raise not_kept()
+        wanted_tag = request.headers.get(RELAYED)
+        if wanted_tag is not None:
+            if wanted_tag != self._tag:
+                return web.Response(status=MISDIRECTED)  # this edge has the address of one that is gone
+            return Claim(self._tag, tag)
+        try:
+            return await self._claims.find(response_id) or Claim(tag, tag)
+        except RedisError as error:
+            raise _cannot_look() from error
+
+    async def _pass_on(self, request: web.BaseRequest, response_id: str, claim: Claim) -> web.StreamResponse:
+        """Raises KvloomError (NOT_FOUND, INTERNAL), OwnerLostError."""
+        try:
+            record = await self._journal.find_edge(claim.holder, self._tag)
         except (RedisError, EdgesUnknownError) as error:
             raise _cannot_look() from error
         if record is None:
             raise not_kept()
-        return await self._relay.pass_on(request, record.address)
+        return await self._relay.pass_on(request, record.address, claim.holder, response_id)
 
-    async def close(self) -> None:
-        await self._relay.close()
+    # -- when it has died ---------------------------------------------------------------------------------------------
 
-    async def _replay(
-        self, request: web.BaseRequest, response_id: str, caller: bytes, after: int
-    ) -> web.StreamResponse:
+    async def _taken(self, response_id: str, caller: bytes) -> ResumableStream:
+        """This edge has it, or is about to. Raises KvloomError (NOT_FOUND)."""
+        task = self._taking.get(response_id)
+        if task is not None:
+            with contextlib.suppress(KvloomError, RedisError):
+                await asyncio.shield(task)
+        stream = self._edge.resume.find(response_id, caller)
+        if stream is None:
+            raise not_kept()
+        return stream
+
+    async def _go_on(
+        self, request: web.BaseRequest, response_id: str, claim: Claim, caller: bytes, after: int
+    ) -> Found | None:
+        """None: another edge was faster."""
         try:
-            journal = await self._journal_of(tag_of(response_id))
+            row, source = await self._row(response_id, claim)
+            if row is None:
+                raise not_kept()
+            response = decode_response(row.response)
+            if not hmac.compare_digest(response.caller, caller):
+                raise not_kept()
+            if row.snapshot is None:
+                return await self._replay(request, response, await self._state(source, response, row), after)
+            stream = self._edge.resume.find(response_id, caller)
+            if stream is not None:  # for another client, meanwhile
+                return stream
+            task = self._taking.get(response_id)
+            if task is None:
+                task = asyncio.create_task(self._take(response_id, claim, after), name=f"take over {response_id}")
+                self._taking[response_id] = task
+                task.add_done_callback(lambda _: self._taking.pop(response_id, None))
+            taken = await asyncio.shield(task)
         except RedisError as error:
             raise _cannot_look() from error
-        entries = journal.get(response_id, ())
-        if not entries or not hmac.compare_digest(entries[0].caller, caller):
-            raise not_kept()
-        missed, ended = missed_events(entries, after)
-        if not missed:
-            if ended:
-                return web.Response(status=204)
-            raise _rest_is_lost()
-        events = EventStream(request, self._max_buffered_bytes)
-        events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response_id})
-        await _write(events, request, missed)
-        if ended:
-            events.end()
-        else:
-            events.break_off(encode_json(_rest_is_lost().to_openai()), LINGER_SECONDS)
-        return events.response()
+        if isinstance(taken, AnswerState):
+            return await self._replay(request, response, taken, after)
+        return taken
 
-    async def _journal_of(self, tag: str) -> Journal:
-        async with self._reading:
-            known = self._lost.get(tag)
-            if known is not None and time.monotonic() - known[0] < LOST_EDGE_SECONDS:
-                return known[1]
-            journal = await self._journal.read(tag)
-            self._lost[tag] = (time.monotonic(), journal)
-            self._lost.move_to_end(tag)
-            if len(self._lost) > MAX_LOST_EDGES:
-                self._lost.popitem(last=False)
-            asyncio.get_running_loop().call_later(LOST_EDGE_SECONDS, self._forget, tag, journal)
-            return journal
+    async def _take(self, response_id: str, claim: Claim, after: int) -> ResumableStream | AnswerState | None:
+        """The stream that goes on here now; what there is of an answer that has ended; None: another edge was faster.
+        Raises KvloomError (EVENTS_GONE, QUEUE_FULL, DRAINING), RedisError."""
+        with self._edge.admitted() as place:
+            _, source = await self._row(response_id, claim)
+            wanted = Claim(self._tag, source)
+            before = None if claim.holder == tag_of(response_id) == claim.source else claim
+            now = await self._claims.claim(response_id, before, wanted, claim.holder)
+            if now != wanted:
+                return None
+            row, source = await self._row(response_id, claim)
+            if row is None:
+                raise not_kept()
+            response = decode_response(row.response)
+            state = await self._state(source, response, row)
+            if state.ended or row.snapshot is None:
+                return state
+            if row.requests is None or not state.is_whole or after > state.num_events:
+                await self._claims.drop(response_id, wanted)
+                raise _rest_is_lost()
+            stream = take_over(self._edge, place, response, decode_requests(row.requests), state)
+            self._edge.metrics.on_taken_over()
+            log.info("a response goes on here", response_id=response_id, num_events=state.num_events)
+            return stream
 
-    def _forget(self, tag: str, journal: Journal) -> None:
-        known = self._lost.get(tag)
-        if known is not None and known[1] is journal:
-            del self._lost[tag]
+    async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow | None, str]:
+        """And the tag of the edge that wrote it. One that took the response over may not have got so far."""
+        row = await self._journal.read_response(claim.holder, response_id)
+        if row is not None or claim.source == claim.holder:
+            return row, claim.holder
+        return await self._journal.read_response(claim.source, response_id), claim.source
 
+    async def _state(self, tag: str, response: ResponseRecord, row: ResponseRow) -> AnswerState:
+        state = AnswerState(len(response.prompt_sizes) * response.n, len(response.prompt_sizes))
+        journal = await self._lost.news_of(tag, response.number)
+        state.take_all(None if row.snapshot is None else decode_news(row.snapshot), journal)
+        return state
 
-def missed_events(entries: Sequence[JournalEntry], after: int) -> tuple[list[bytes], bool]:
-    """The events behind number `after`, and whether the answer ended with the last of them. Entries may overlap, for
-    what Redis took without saying so was written again. Raises KvloomError (EVENTS_GONE)."""
-    missed: list[bytes] = []
-    position = after
-    ended = False
-    for entry in entries:
-        last_number = entry.first_number + entry.num_events - 1
-        if entry.first_number > position + 1:
-            message = f"Events {position + 1} to {entry.first_number - 1} of this response are no longer kept."
+    async def _replay(
+        self, request: web.BaseRequest, response: ResponseRecord, state: AnswerState, after: int
+    ) -> web.StreamResponse:
+        """Of an answer that has ended."""
+        num_before = state.num_events - len(state.events)
+        if not state.ended:
+            raise not_kept() if not state.num_events else _rest_is_lost()
+        if after >= state.num_events:
+            return web.Response(status=204)
+        if after < num_before:
+            message = f"Events {after + 1} to {num_before} of this response are no longer kept."
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        if last_number > position:
-            missed += split_framed(entry.framed)[position + 1 - entry.first_number :]
-            position = last_number
-        ended = entry.ended and last_number == position
-    return missed, ended
+        shape = shape_of(response, self._edge.find_model(response.model))
+        framed = framed_events(after + 1, state.events[after - num_before :], shape.prefixes, shape.suffix)
+        events = EventStream(request, self._edge.config.max_buffered_bytes)
+        events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
+        await _write(events, request, framed)
+        events.end()
+        return events.response()
 
 
 async def _write(events: EventStream, request: web.BaseRequest, missed: Sequence[bytes]) -> None:
@@ -156,7 +294,7 @@ async def _write(events: EventStream, request: web.BaseRequest, missed: Sequence
 
 
 def _rest_is_lost() -> KvloomError:
-    message = "The server that was writing this answer has gone, and the rest of the answer with it."
+    message = "The server that was writing this answer has gone, and too little is known of it to go on from there."
     return KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
 
-import structlog
 from aiohttp import web
 
-from edge_http.answer import Answer, PromptSink
 from edge_http.caller import caller_of
 from edge_http.collect import CollectedAnswer
 from edge_http.edge import Edge, Place, ServedModel
@@ -29,25 +25,23 @@ from edge_http.headers import (
     wants_resume,
 )
 from edge_http.prompt import Prompt
+from edge_http.recorded_answer import RecordedAnswer
 from edge_http.requests import GenerationBody
-from edge_http.resumable import ResponseName, ResumableStream
-from edge_http.resume import begun_before, deliver
+from edge_http.resumable import ResponseName
+from edge_http.resume import begun_before, deliver, deliver_found
 from edge_http.resume_journal import new_response_id
+from edge_http.resume_records import ResponseRecord
+from edge_http.resume_table import not_kept
 from edge_http.sampling import check_window
 from edge_http.shapes import Envelope, Shape
-from edge_http.sse import EventSink, EventStream
+from edge_http.sse import EventStream
 from edge_http.stream import StreamedAnswer
+from edge_http.submission import Submission, follow, make
+from edge_http.takeover import publish
 from kvloom.errors import KvloomError
-from kvloom.guide import GUIDE_FIELD
 from kvloom.router_link import LinkRequest
 from kvloom.v1 import router_service_pb2
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-
-log = structlog.get_logger()
-
-ROUTER_GRACE_SECONDS: Final = 5.0
-"""The router ends a request at its deadline; this much later the edge stops to believe that it will."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,9 +102,9 @@ async def generate(
     if edge.resume.is_wanted(wants_resume(request)):
         return await _stream_resumable(edge, request, place, job, shape, name)
     events = EventStream(request, edge.config.max_buffered_bytes)
-    streamed = _streamed_answer(request, job, shape, events, {RESPONSE_ID: name})
+    streamed = StreamedAnswer(job.prompt_sizes, job.n, shape, events, _headers(request, name), **_wishes(request, job))
     try:
-        await _follow(edge, request, job, streamed, name, events)
+        await follow(edge, _submission(edge, request, job, name), streamed, events)
     except KvloomError:
         if not events.begun:
             raise
@@ -119,7 +113,7 @@ async def generate(
 
 async def _collect(edge: Edge, request: web.BaseRequest, job: Job, shape: Shape, name: str) -> web.StreamResponse:
     collected = CollectedAnswer(job.prompt_sizes, job.n, shape)
-    await _follow(edge, request, job, collected, name)
+    await follow(edge, _submission(edge, request, job, name), collected)
     processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     return web.Response(
@@ -138,77 +132,72 @@ async def _stream_resumable(
     known = begun_before(edge, response, after)
     if known is not None:
         return await deliver(edge, request, known, after or 0)
+    if response.idempotency_key and edge.elsewhere is not None:
+        known_elsewhere = await edge.elsewhere.find_by_key(request, response, after or 0)
+        if known_elsewhere is not None:
+            return await deliver_found(edge, request, known_elsewhere, after or 0)
+    elif after:
+        raise not_kept()
     stream = edge.resume.open(response)
-    headers = {RESPONSE_ID: name, RESUME: f"{edge.resume.grace_seconds:g}"}
-    streamed = _streamed_answer(request, job, shape, stream, headers)
+    headers = {**_headers(request, name), RESUME: f"{edge.resume.grace_seconds:g}"}
+    submission = _submission(edge, request, job, name)
     place.handed_over = True
-    edge.resume.start(stream, _make(edge, request, place, job, streamed, stream), streamed.fail)
+    if edge.resume.is_published:
+        answer = RecordedAnswer(job.prompt_sizes, job.n, shape, stream, headers, **_wishes(request, job))
+        record = _response_record(request, job, shape.envelope, response, headers)
+        on_submitted = publish(edge, stream, record, answer, shape, submission)
+        job_of_stream = make(edge, submission, answer, stream, on_submitted)
+    else:
+        answer = StreamedAnswer(job.prompt_sizes, job.n, shape, stream, headers, **_wishes(request, job))
+        job_of_stream = make(edge, submission, answer, stream)
+    edge.resume.start(stream, job_of_stream, answer.fail, place.give_up)
     return await deliver(edge, request, stream, 0)
 
 
-async def _make(
-    edge: Edge, request: web.BaseRequest, place: Place, job: Job, answer: StreamedAnswer, stream: ResumableStream
-) -> None:
-    """Never raises."""
-    try:
-        await _follow(edge, request, job, answer, stream.name.id, stream)
-    except KvloomError:
-        pass  # it is the answer's error, too
-    except Exception:
-        log.exception("request broke", request_id=stream.name.id)
-        answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
-    finally:
-        if not stream.ended:
-            stream.refuse(answer.error or KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
-        place.give_up()
+def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:
+    return {REQUEST_ID: request_id(request), RESPONSE_ID: name}
 
 
-def _streamed_answer(
-    request: web.BaseRequest, job: Job, shape: Shape, events: EventSink, headers: Mapping[str, str]
-) -> StreamedAnswer:
-    return StreamedAnswer(
-        job.prompt_sizes,
-        job.n,
-        shape,
-        events,
-        {REQUEST_ID: request_id(request), **headers},
-        include_usage=job.include_usage,
-        with_details=wants_details(request),
-        with_explanation=wants_explanation(request),
+def _wishes(request: web.BaseRequest, job: Job) -> dict[str, bool]:
+    """What a streamed answer has besides its text."""
+    return {
+        "include_usage": job.include_usage,
+        "with_details": wants_details(request),
+        "with_explanation": wants_explanation(request),
+    }
+
+
+def _submission(edge: Edge, request: web.BaseRequest, job: Job, name: str) -> Submission:
+    return Submission(
+        operation=job.operation,
+        model=job.model.name,
+        num_prompt_tokens=job.num_prompt_tokens,
+        n=job.n,
+        requests=[_link_request(edge, request, job, number, prompt, name) for number, prompt in enumerate(job.prompts)],
+        guide_field=job.guide_field,
+        timeout_seconds=edge.config.request_timeout_seconds,
     )
 
 
-async def _follow(
-    edge: Edge, request: web.BaseRequest, job: Job, answer: Answer, name: str, events: EventSink | None = None
-) -> None:
-    """Submit and wait for the end. Raises the error that ended it. Whatever happens, nothing goes on in the fabric
-    once this returns: the handler is cancelled when the client goes away, and cancels what is still open."""
-    handles: list[int] = []
-    deadline = asyncio.get_running_loop().call_later(
-        edge.config.request_timeout_seconds + ROUTER_GRACE_SECONDS, _time_out, answer
+def _response_record(
+    request: web.BaseRequest, job: Job, envelope: Envelope, name: ResponseName, headers: dict[str, str]
+) -> ResponseRecord:
+    return ResponseRecord(
+        number=0,
+        operation=job.operation,
+        id=name.id,
+        created=envelope.created,
+        model=envelope.model,
+        system_fingerprint=envelope.system_fingerprint,
+        headers=headers,
+        n=job.n,
+        prompt_sizes=job.prompt_sizes,
+        caller=name.caller,
+        idempotency_key=name.idempotency_key,
+        body_digest=name.body_digest,
+        guide_field=job.guide_field,
+        **_wishes(request, job),
     )
-    try:
-        for number, prompt in enumerate(job.prompts):
-            sink = answer if len(job.prompts) == 1 else PromptSink(answer, number * job.n)
-            handles.append(edge.link.submit(_link_request(edge, request, job, number, prompt, name), sink))
-        await answer.ended
-    except asyncio.CancelledError:
-        answer.fail(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client went away."))
-        edge.metrics.on_disconnect()
-        raise
-    except KvloomError as error:  # from submit
-        answer.fail(error)
-    finally:
-        deadline.cancel()
-        if answer.num_open:
-            for handle in handles:
-                edge.link.cancel(handle)
-        num_events = events.num_events if events else 0
-        edge.metrics.on_answer(job.operation, job.model.name, answer, job.num_prompt_tokens, num_events)
-    if answer.error is not None:
-        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler can tell
-            answer.error.field = job.guide_field
-        raise answer.error
 
 
 def _link_request(
@@ -227,7 +216,3 @@ def _link_request(
         session_key=job.session_key,
         tier=job.tier,
     )
-
-
-def _time_out(answer: Answer) -> None:
-    answer.fail(KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took too long."))

@@ -58,8 +58,13 @@ class CompletionLogprobs:
                 }
             )
             lists["text_offset"].append(self._num_chars)
-            self._num_chars += len(self._decoder.decode(tokenizer.shown_bytes(token_id)))
+            self.skip((token_id,))
         return lists
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Count their characters only."""
+        for token_id in token_ids:
+            self._num_chars += len(self._decoder.decode(self._tokenizer.shown_bytes(token_id)))
 
 
 def empty_completion_logprobs() -> dict[str, list[Any]]:

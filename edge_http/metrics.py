@@ -60,6 +60,11 @@ class EdgeMetrics:
         self._resumed = Counter(
             "kvloom_edge_resumed_streams", "Streams taken up again by their client.", registry=registry
         )
+        self._taken_over = Counter(
+            "kvloom_edge_taken_over_responses",
+            "Running answers of other edges that went on here after those had died.",
+            registry=registry,
+        )
         self._replayed = Counter(
             "kvloom_edge_replayed_events", "Events sent again, or late, to clients that resumed.", registry=registry
         )
@@ -137,6 +142,9 @@ class EdgeMetrics:
 
     def on_resumed(self) -> None:
         self._resumed.inc()
+
+    def on_taken_over(self) -> None:
+        self._taken_over.inc()
 
     def on_replayed(self, num_events: int) -> None:
         self._replayed.inc(num_events)

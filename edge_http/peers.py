@@ -9,8 +9,9 @@ import structlog
 from edge_http.edge import Edge
 from edge_http.elsewhere import Elsewhere
 from edge_http.relay import Relay
+from edge_http.resume_claims import ResumeClaims
 from edge_http.resume_journal import EdgeRecord, ResumeJournal
-from edge_http.resume_publisher import ResumePublisher
+from edge_http.resume_publisher import ResumePublisher, journal_ttl_seconds
 from kvloom.config import RedisConfig
 
 log = structlog.get_logger()
@@ -26,16 +27,19 @@ class Peers:
         self._journal = ResumeJournal(redis.url, redis.key_prefix)
         self._relay = Relay(edge.config.max_concurrent_requests)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, EdgeRecord(address), edge.tag)
-        edge.elsewhere = Elsewhere(self._journal, self._relay, edge.tag, edge.config.max_buffered_bytes)
+        claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
+        self._elsewhere = edge.elsewhere = Elsewhere(edge, self._journal, claims, self._relay)
+        self._edge = edge
         self._publisher.start()
 
     async def stop_publishing(self) -> None:
-        """What has been written until now can be replayed by others once this process is gone."""
-        await self._publisher.stop()
+        """What runs is left to the other edges, if they can know all that was written until now."""
+        if await self._publisher.stop():
+            self._edge.resume.hand_over()
 
     async def close(self) -> None:
         await self._publisher.stop()
-        await self._relay.close()
+        await self._elsewhere.close()
         await self._journal.close()
 
 

@@ -61,6 +61,7 @@ async def serve_edge(
     StartError."""
     edge = Edge(config.edge, link, {model.name: model})
     if isinstance(link, RouterGroup):
+        edge.losses = link
         edge.metrics.add(RouterGroupCollector(link))
     server = EdgeServer(edge)
     peers: Peers | None = None

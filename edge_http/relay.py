@@ -9,13 +9,16 @@ import aiohttp
 from aiohttp import web
 
 from edge_http.headers import LAST_EVENT_ID
+from edge_http.resume_table import not_kept
 
 RELAYED: Final = "x-kvloom-relayed"
+"""The tag of the edge that is meant."""
 MISDIRECTED: Final = 421
 """The status with which an edge says that it is not the one that was looked for."""
 CONNECT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
-"""Until the status line: an edge has it ready, so one that takes longer does not live."""
+"""Until the status line. An edge has it ready, unless the answer has not begun: then it has to say that it lives."""
+LIVES_SECONDS: Final = 1.0
 _TO_OWNER: Final = ("Authorization", LAST_EVENT_ID, "x-request-id", "traceparent")
 _TO_CLIENT: Final = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "x-request-id", "Retry-After")
 _OURS: Final = "x-kvloom-"
@@ -35,20 +38,39 @@ class Relay:
             auto_decompress=False,
         )
 
-    async def pass_on(self, request: web.BaseRequest, address: str) -> web.StreamResponse:
-        """Raises OwnerLostError. When the other edge dies in the middle, the client's connection is closed: it will
-        come back, and be answered by somebody else."""
-        headers = {name: request.headers[name] for name in _TO_OWNER if name in request.headers} | {RELAYED: "1"}
-        url = f"http://{address}{request.rel_url}"
+    async def pass_on(self, request: web.BaseRequest, address: str, tag: str, response_id: str) -> web.StreamResponse:
+        """Raises OwnerLostError, KvloomError (NOT_FOUND). When the other edge dies in the middle, the client's
+        connection is closed: it will come back, and be answered by somebody else."""
+        headers = {name: request.headers[name] for name in _TO_OWNER if name in request.headers} | {RELAYED: tag}
+        path = str(request.rel_url)
+        if request.method == "POST" and not path.endswith("/cancel"):  # again, with its idempotency key
+            path, method = f"{request.path}/{response_id}?stream=true", "GET"
+        else:
+            method = request.method
+        asked = asyncio.ensure_future(
+            self._session.request(method, f"http://{address}{path}", headers=headers, allow_redirects=False)
+        )
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                answer = await self._session.request(request.method, url, headers=headers, allow_redirects=False)
+            while not asked.done():
+                await asyncio.wait([asked], timeout=ANSWER_SECONDS)
+                if not asked.done():
+                    await self._check_lives(address)
+            answer = asked.result()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise OwnerLostError(str(error)) from error
+        finally:
+            asked.cancel()
         async with answer:
             if answer.status == MISDIRECTED:
                 raise OwnerLostError("another edge has its address")
+            if answer.status == 404:
+                raise not_kept()
             return await _copy(answer, request)
+
+    async def _check_lives(self, address: str) -> None:
+        """Raises ClientError, TimeoutError."""
+        async with asyncio.timeout(LIVES_SECONDS), self._session.get(f"http://{address}/live") as answer:
+            await answer.read()
 
     async def close(self) -> None:
         await self._session.close()

@@ -1,5 +1,7 @@
 """A streamed answer that outlives its connection: it is written to a log, and from there to whoever reads it now.
 
+With a commit gate (edge_http/commit_gate.py) readers see an event once another edge could go on from it.
+
 It has at most one reader. One that comes later takes over. While it has none, a timer runs; when that ends, so does
 the response. One rule for all cases: a client has `grace_seconds` from the moment its connection was lost, whether or
 not the answer is complete by then.
@@ -14,6 +16,7 @@ from typing import Final
 
 from aiohttp.abc import AbstractStreamWriter
 
+from edge_http.commit_gate import CommitGate
 from edge_http.shapes import encode_json
 from edge_http.sse import EventStream
 from kvloom.errors import KvloomError, invalid_argument
@@ -73,19 +76,25 @@ class ResumableStream:
 
     __slots__ = (
         "_clock",
+        "_gate",
         "_headers",
+        "_held",
+        "_is_shown",
         "_live",
         "_num_sent",
         "_on_left",
         "_on_slow_reader",
+        "_position",
         "_reader",
         "begun",
-        "end_published",
         "ended",
         "error",
+        "fresh",
+        "is_noted",
         "log",
         "name",
         "num_published",
+        "num_released",
     )
 
     def __init__(
@@ -96,7 +105,9 @@ class ResumableStream:
         on_left: Callable[[ResumableStream], None],
         on_abandoned: Callable[[ResumableStream], None],
         on_slow_reader: Callable[[], None],
+        gate: CommitGate[ResumableStream] | None = None,
     ) -> None:
+        """`gate`: says which events may be shown; None: all."""
         self.name = name
         self.log = log
         self._clock = GraceClock(grace_seconds, lambda: on_abandoned(self))
@@ -112,9 +123,21 @@ class ResumableStream:
         self.ended = False
         self.error: KvloomError | None = None
         """Why it was refused: it ended before it began."""
-        self.num_published = 0
-        """The last event that other edges can know of; the publisher's."""
-        self.end_published = False
+        self._gate = gate
+        self._held: list[bytes] = []
+        """Events that the live reader has to wait for."""
+        self._position = 0
+        """The last event that the live reader has; kept with a gate only."""
+        self._is_shown = gate is None
+        """That there is an answer may be known."""
+        self.num_released = log.num_events
+        """The last event that may be shown; kept with a gate only."""
+        self.is_noted = False
+        """The gate's."""
+        self.num_published = log.num_events
+        """The last event that the journal has; the publisher's."""
+        self.fresh: list[bytes] = []
+        """The publisher's: prefix and payload of the latest events, as long as it keeps up."""
 
     @property
     def is_attended(self) -> bool:
@@ -134,8 +157,10 @@ class ResumableStream:
     def begin(self, headers: Mapping[str, str]) -> None:
         self.begun = True
         self._headers = headers
-        if self._live is not None:
-            self._live.begin(headers)
+        if not self._waits():
+            self._is_shown = True
+            if self._live is not None:
+                self._live.begin(headers)
 
     def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
         """Always True: a reader that is too slow loses its connection, not its answer."""
@@ -144,6 +169,20 @@ class ResumableStream:
         framed = b"%x\r\n%b\r\n" % (len(event), event)
         log.append(framed)
         live = self._live
+        gate = self._gate
+        if gate is not None:
+            if not self.is_noted:
+                gate.note(self)
+            if gate.holds:
+                self.fresh += (prefix, payload)
+                if live is not None:
+                    self._held.append(framed)
+                    return True
+            elif self._held:  # of a stream that was taken over from another edge, and is not in the journal yet
+                self._held.append(framed)
+                return True
+            else:
+                self.num_released = self._position = log.num_events
         if live is None:
             if self._reader is None and not log.holds(self._num_sent):
                 self.abandon_soon()  # nobody could be given a whole answer any more
@@ -157,6 +196,19 @@ class ResumableStream:
 
     def end(self) -> None:
         self.ended = True
+        if not self._waits() and not self._held:
+            self._finish_reader()
+
+    def _waits(self) -> bool:
+        """What has just happened may not be shown yet."""
+        gate = self._gate
+        if gate is None:
+            return False
+        if not self.is_noted:
+            gate.note(self)
+        return gate.holds
+
+    def _finish_reader(self) -> None:
         if self._live is not None and self._reader is not None:
             self._live.end()
             self._reader.finish()
@@ -164,6 +216,32 @@ class ResumableStream:
     def break_off(self, last_payload: bytes, linger_seconds: float) -> None:  # noqa: ARG002
         self.send(b"", last_payload, b"")
         self.end()
+
+    # --- the gate
+
+    def release(self, up_to: int) -> None:
+        """Events up to that number may be shown."""
+        self.num_released = max(self.num_released, up_to)
+        if not self.begun:
+            return
+        self._is_shown = True
+        live = self._live
+        if live is None:
+            return
+        if not live.begun:
+            live.begin(self._headers)
+        num_shown = max(0, self.num_released - self._position)
+        shown = self._held[:num_shown]
+        del self._held[:num_shown]
+        if len(shown) > 1:
+            live.cork()
+        for framed in shown:
+            if not live.write_framed(framed):
+                self._cut_off_slow_reader()
+                return
+            self._position += 1
+        if self.ended and not self._held:
+            self._finish_reader()
 
     # --- readers
 
@@ -182,7 +260,9 @@ class ResumableStream:
             raise invalid_argument(message, "starting_after")
         self._check_holds(after)
         self._clock.stop()
-        previous, self._reader, self._live = self._reader, reader, None
+        previous = self._reader
+        self._leave_live()
+        self._reader = reader
         if previous is not None:
             message = "Another connection has taken this stream over."
             previous.break_off(KvloomError(ErrorReason.ERROR_REASON_STREAM_TAKEN_OVER, message))
@@ -191,13 +271,11 @@ class ResumableStream:
         """Write to an attached reader what it missed and then what comes, until it is over. Raises KvloomError when
         nothing was written."""
         try:
-            if self.begun:
+            if self.begun and self._is_shown:
                 reader.events.begin(self._headers)
-                await self._catch_up(reader, after, writer)
+                after = await self._catch_up(reader, after, writer)
             if self._reader is reader:
-                self._live = reader.events
-                if self.ended:
-                    self.end()
+                self._go_live(reader, after)
             await reader.over
         finally:
             self._detach(reader)
@@ -205,13 +283,27 @@ class ResumableStream:
         if error is not None and not reader.events.begun:
             raise error.with_traceback(None)
 
-    async def _catch_up(self, reader: Reader, after: int, writer: AbstractStreamWriter) -> None:
-        """Returns without having awaited anything since it looked whether there is more."""
+    def _go_live(self, reader: Reader, after: int) -> None:
+        """It has what may be shown, or nothing yet."""
+        try:
+            self._check_holds(after)
+        except KvloomError as error:
+            self._reader = None
+            reader.break_off(error)
+            return
+        self._live = reader.events
+        self._position = after
+        self._held = list(self.log.read_all(after))
+        if self.ended and not self._held:
+            self._finish_reader()
+
+    async def _catch_up(self, reader: Reader, after: int, writer: AbstractStreamWriter) -> int:
+        """Returns the last event that it has, without having awaited anything since it looked whether there is more."""
         position = after
         try:
-            while self._reader is reader and position < self.log.num_events:
+            while self._reader is reader and position < self._num_visible:
                 self._check_holds(position)
-                missed = self.log.read(position, CATCH_UP_BYTES)
+                missed = self.log.read(position, CATCH_UP_BYTES)[: self._num_visible - position]
                 reader.events.write_all_framed(missed)
                 position += len(missed)
                 reader.num_replayed += len(missed)
@@ -224,6 +316,11 @@ class ResumableStream:
         except KvloomError as error:
             self._reader = None
             reader.break_off(error)
+        return position
+
+    @property
+    def _num_visible(self) -> int:
+        return self.log.num_events if self._gate is None else self.num_released
 
     def _check_holds(self, after: int) -> None:
         if not self.log.holds(after):
@@ -235,24 +332,39 @@ class ResumableStream:
 
     def _detach(self, reader: Reader) -> None:
         if self._live is reader.events:
-            self._num_sent = self.log.num_events
+            self._num_sent = self.log.num_events if self._gate is None else self._position
         if self._reader is reader or self._reader is None:
-            self._reader = self._live = None
+            self._leave_live()
             self._start_clock()
             self._on_left(self)
+
+    def _leave_live(self) -> None:
+        self._reader = self._live = None
+        self._held = []
 
     def _cut_off_slow_reader(self) -> None:
         reader = self._reader
         if reader is None:
             return
         if self._live is not None:
-            self._num_sent = self.log.num_events - 1
-        self._reader = self._live = None
+            self._num_sent = self.log.num_events - 1 if self._gate is None else self._position
+        self._leave_live()
         self._on_slow_reader()
         message = "The connection was closed because the client reads it too slowly. The stream can be resumed."
         reader.break_off(KvloomError(ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW, message))
 
+    def break_reader_off(self, error: KvloomError) -> None:
+        """The stream goes on elsewhere, if at all."""
+        reader = self._reader
+        if reader is not None:
+            self._leave_live()
+            reader.break_off(error)
+
     # --- nobody reads
+
+    def await_reader(self) -> None:
+        """Somebody is expected to attach."""
+        self._clock.start()
 
     def _start_clock(self) -> None:
         if not self.begun and not self.name.idempotency_key:
@@ -267,7 +379,7 @@ class ResumableStream:
 
     def close(self) -> None:
         """Forget everything."""
-        self._clock.stop()
+        self._clock.close()
         self.log.close()
         if self._reader is not None:
             message = "The response is no longer kept."

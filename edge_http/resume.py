@@ -17,10 +17,9 @@ from edge_http.headers import (
 )
 from edge_http.json_response import json_response
 from edge_http.resumable import Reader, ResponseName, ResumableStream
-from edge_http.resume_table import not_kept
+from edge_http.resume_table import not_kept, other_request
 from edge_http.sse import EventStream
-from kvloom.errors import KvloomError, invalid_argument
-from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.errors import invalid_argument
 
 
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -32,7 +31,7 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
     if stream is None:
         if edge.elsewhere is None:
             raise not_kept()
-        return await edge.elsewhere.resume(request, response_id, caller, after)
+        return await deliver_found(edge, request, await edge.elsewhere.find(request, response_id, caller, after), after)
     edge.metrics.on_resumed()
     if stream.ended and after == stream.num_events:
         return web.Response(status=204)
@@ -51,6 +50,16 @@ async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamRes
     return json_response({"id": response_id, "cancelled": True})
 
 
+async def deliver_found(
+    edge: Edge, request: web.BaseRequest, found: web.StreamResponse | ResumableStream, after: int
+) -> web.StreamResponse:
+    """What a search elsewhere led to: an answer, or a stream that goes on here now."""
+    if isinstance(found, web.StreamResponse):
+        return found
+    edge.metrics.on_resumed()
+    return await deliver(edge, request, found, after)
+
+
 async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream, after: int) -> web.StreamResponse:
     """Write the events after that number to this connection. Raises KvloomError as long as nothing was sent."""
     reader = Reader(EventStream(request, edge.config.max_buffered_bytes))
@@ -66,8 +75,8 @@ async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream,
 
 
 def begun_before(edge: Edge, name: ResponseName, after: int | None) -> ResumableStream | None:
-    """The stream that an earlier request with the same idempotency key began; None for a new request. `after`: the
-    last event that the client says it has. Raises KvloomError when there is none to have events of."""
+    """The stream that an earlier request with the same idempotency key began; None when this edge knows of none.
+    `after`: the last event that the client says it has. Raises KvloomError."""
     if not name.idempotency_key:
         if after is not None:
             message = f"{LAST_EVENT_ID} goes with GET, or with the {IDEMPOTENCY_KEY} that the stream was begun with."
@@ -75,12 +84,9 @@ def begun_before(edge: Edge, name: ResponseName, after: int | None) -> Resumable
         return None
     stream = edge.resume.find_by_key(name.caller, name.idempotency_key)
     if stream is None:
-        if after:
-            raise not_kept()
         return None
     if stream.name.body_digest != name.body_digest:
-        message = f"The {IDEMPOTENCY_KEY} was used for another request."
-        raise KvloomError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID, message, field=IDEMPOTENCY_KEY)
+        raise other_request()
     edge.metrics.on_resumed()
     return stream
 

@@ -1,8 +1,9 @@
 """What the edges tell each other through Redis, so that any of them can take up a stream that another one began.
 
-One key per edge says where it listens; its tag is part of the ids of its responses, so a response needs no key. One
-Redis stream per edge, the journal, has the latest events of its resumable responses: all that came since the last
-flush is one entry, whatever the number of responses. It is read only when its edge has died.
+One key per edge says where it listens; its tag is part of the ids of its responses. A hash per resumable response says
+what it is (edge_http/resume_records.py). One Redis stream per edge, the journal, has the latest news of its resumable
+responses: all that came since the last write is one entry, whatever the number of responses. Hashes and journal are
+read only when their edge has died. Who goes on with a response then: edge_http/resume_claims.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import redis.asyncio
 import redis.asyncio.retry
 import redis.backoff
 
+from edge_http.resume_records import News, decode_entry
 from kvloom.random_bytes import random_hex
 
 TAG_CHARS: Final = 8
@@ -24,6 +26,9 @@ NEWCOMER_SECONDS: Final = 3.0
 """For so long after an edge has announced itself anew, others may still have to: Redis may have started anew."""
 _ENTRIES_PER_READ: Final = 32
 _FIELD: Final = b"e"
+_RESPONSE: Final = b"e"
+_REQUESTS: Final = b"r"
+_SNAPSHOT: Final = b"p"
 
 
 class EdgeRecord(msgspec.Struct, frozen=True):
@@ -31,20 +36,29 @@ class EdgeRecord(msgspec.Struct, frozen=True):
     """host:port where the other edges reach it."""
 
 
-class JournalEntry(msgspec.Struct, array_like=True):
-    """New events of one response."""
+class JournalBatch(msgspec.Struct):
+    """What is written in one go."""
 
-    response_id: str
-    caller: bytes
-    first_number: int
-    num_events: int
-    framed: bytes
-    """The events, each in its HTTP/1.1 chunk."""
-    ended: bool
+    news: list[News] = []
+    opened: list[tuple[str, bytes, bytes, bytes]] = []
+    """Responses that are new to the journal: id, ResponseRecord, RequestsRecord (b"": not kept), News of all."""
+    snapshots: list[tuple[str, bytes]] = []
+    """By response id: News of all that has come."""
+    ended: list[str] = []
+    """Nothing will be asked of a router any more; the events of these are kept."""
+    forgotten: list[str] = []
+    claimed: list[str] = []
+    """Claims that go on."""
 
 
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(list[JournalEntry]).decode
+class ResponseRow(msgspec.Struct):
+    """A response's hash."""
+
+    response: bytes
+    requests: bytes | None
+    """None: it has ended, or may not be gone on with."""
+    snapshot: bytes | None
+    """None: it has ended."""
 
 
 def new_tag() -> str:
@@ -73,67 +87,112 @@ class ResumeJournal:
     def __init__(self, url: str, key_prefix: str) -> None:
         # Callers try again by themselves; the client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
-        self._redis = redis.asyncio.Redis.from_url(
+        self.redis = redis.asyncio.Redis.from_url(
             url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS, retry=retry
         )
-        self._prefix = key_prefix
+        self.prefix = key_prefix
 
-    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> bool:
+    async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> tuple[bool, set[str]]:
         """Announce the edge and keep the latest of its journal for the next `ttl_seconds`, also when it dies
-        meanwhile. False when Redis did not know the edge: it is new, or Redis has lost what it knew."""
-        async with self._redis.pipeline(transaction=False) as pipe:
+        meanwhile. False when Redis did not know the edge: it is new, or Redis has lost what it knew. And the responses
+        that others have taken over."""
+        async with self.redis.pipeline(transaction=False) as pipe:
             pipe.set(self._edge_key(tag), msgspec.json.encode(record), px=_ms(ttl_seconds), get=True)
             pipe.xtrim(self._journal_key(tag), maxlen=max_entries, approximate=False)
             pipe.pexpire(self._journal_key(tag), _ms(ttl_seconds))
-            was_known = (await pipe.execute())[0] is not None
+            pipe.smembers(self.taken_key(tag))
+            before, *_, taken = await pipe.execute()
+        was_known = before is not None
         if not was_known:
-            await self._redis.set(self._newcomer_key, tag, px=_ms(NEWCOMER_SECONDS))
-        return was_known
+            await self.redis.set(self._newcomer_key, tag, px=_ms(NEWCOMER_SECONDS))
+        return was_known, {response_id.decode() for response_id in taken}
 
     async def find_edge(self, tag: str, own_tag: str) -> EdgeRecord | None:
         """None for an edge that is unknown for good. Raises EdgesUnknownError while it may only not have announced
         itself yet, because Redis has lost what it knew: the edge that asks is unknown too, or has just become known."""
         keys = self._edge_key(tag), self._edge_key(own_tag), self._newcomer_key
-        value, own, newcomer = await self._redis.mget(keys)
+        value, own, newcomer = await self.redis.mget(keys)
         if value is not None:
             return msgspec.json.decode(value, type=EdgeRecord)
         if own is None or newcomer is not None:
             raise EdgesUnknownError
         return None
 
-    async def append(self, tag: str, entry: bytes, max_entries: int) -> None:
-        """Add an encoded entry, and forget the oldest ones beyond that number."""
-        await self._redis.xadd(self._journal_key(tag), {_FIELD: entry}, maxlen=max_entries, approximate=False)
+    async def write(
+        self, tag: str, batch: JournalBatch, entry: bytes, max_entries: int, ttl_seconds: float
+    ) -> set[str]:
+        """Add `batch`, of which `entry` is the encoded news, to the journal (b"": none), and forget its oldest entries
+        beyond that number. Returns the responses of this edge that others have taken over. The news comes first, so
+        that no snapshot is ahead of it."""
+        ttl_ms = _ms(ttl_seconds)
+        async with self.redis.pipeline(transaction=False) as pipe:
+            if entry:
+                pipe.xadd(self._journal_key(tag), {_FIELD: entry}, maxlen=max_entries, approximate=False)
+            for response_id, response, requests, snapshot in batch.opened:
+                key = self._response_key(tag, response_id)
+                fields: Any = {_RESPONSE: response, _SNAPSHOT: snapshot} | ({_REQUESTS: requests} if requests else {})
+                pipe.hset(key, mapping=fields)
+                pipe.pexpire(key, ttl_ms)
+            for response_id, snapshot in batch.snapshots:
+                key = self._response_key(tag, response_id)
+                pipe.hset(key, _SNAPSHOT, snapshot)
+                pipe.pexpire(key, ttl_ms)
+            for response_id in batch.ended:
+                key = self._response_key(tag, response_id)
+                pipe.hdel(key, _REQUESTS, _SNAPSHOT)
+                pipe.pexpire(key, ttl_ms)
+            for response_id in batch.forgotten:
+                pipe.unlink(self._response_key(tag, response_id))
+            for response_id in batch.claimed:
+                pipe.pexpire(self.claim_key(response_id), ttl_ms)
+            pipe.smembers(self.taken_key(tag))
+            taken = (await pipe.execute())[-1]
+        return {response_id.decode() for response_id in taken}
 
-    async def read(self, tag: str) -> dict[str, list[JournalEntry]]:
-        """The whole journal by response, in the order of writing."""
-        found: dict[str, list[JournalEntry]] = {}
-        begin = "-"
+    async def forget_taken(self, tag: str, response_ids: Iterable[str]) -> None:
+        await self.redis.srem(self.taken_key(tag), *response_ids)
+
+    async def read_response(self, tag: str, response_id: str) -> ResponseRow | None:
+        key = self._response_key(tag, response_id)
+        values: Any = await self.redis.hmget(key, (_RESPONSE, _REQUESTS, _SNAPSHOT))
+        response, requests, snapshot = values
+        return None if response is None else ResponseRow(response, requests, snapshot)
+
+    async def read(self, tag: str, after_row: str) -> tuple[list[News], str]:
+        """What the journal has behind that row, in the order of writing, and the last row. "": from its beginning."""
+        found: list[News] = []
         while True:
-            rows: Any = await self._redis.xrange(self._journal_key(tag), min=begin, count=_ENTRIES_PER_READ)
+            begin = f"({after_row}" if after_row else "-"
+            rows: Any = await self.redis.xrange(self._journal_key(tag), min=begin, count=_ENTRIES_PER_READ)
             for row_id, fields in rows:
-                begin = "(" + row_id.decode()
-                for entry in _decode(fields[_FIELD]):
-                    found.setdefault(entry.response_id, []).append(entry)
+                after_row = row_id.decode()
+                found += decode_entry(fields[_FIELD])
             if len(rows) < _ENTRIES_PER_READ:
-                return found
+                return found, after_row
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self.redis.aclose()
 
     @property
     def _newcomer_key(self) -> str:
-        return f"{self._prefix}:edge-newcomer"
+        return f"{self.prefix}:edge-newcomer"
 
     def _edge_key(self, tag: str) -> str:
-        return f"{self._prefix}:edge:{tag}"
+        return f"{self.prefix}:edge:{tag}"
 
     def _journal_key(self, tag: str) -> str:
-        return f"{self._prefix}:edge:{tag}:events"
+        return f"{self.prefix}:edge:{tag}:events"
 
+    def _response_key(self, tag: str, response_id: str) -> str:
+        return f"{self.prefix}:edge:{tag}:response:{response_id}"
 
-def encode_entries(entries: Iterable[JournalEntry]) -> bytes:
-    return _encode(list(entries))
+    def claim_key(self, response_id: str) -> str:
+        """See edge_http/resume_claims.py."""
+        return f"{self.prefix}:edge-claim:{response_id}"
+
+    def taken_key(self, tag: str) -> str:
+        """A set of the ids of responses that others have taken over from that edge."""
+        return f"{self.prefix}:edge:{tag}:taken"
 
 
 def _ms(seconds: float) -> int:

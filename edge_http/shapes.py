@@ -69,6 +69,10 @@ class Shape(abc.ABC):
         self.suffix = self._delta_suffix() + self._tail
         """Everything behind it."""
 
+    @property
+    def envelope(self) -> Envelope:
+        return self._envelope
+
     @abc.abstractmethod
     def opening(self, index: int) -> bytes | None:
         """The chunk that comes before a choice's text."""
@@ -76,6 +80,10 @@ class Shape(abc.ABC):
     @abc.abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:
         """`logprobs` of these tokens, ready for JSON. To be called once for every token, in order."""
+
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        """These tokens of a choice have been delivered by somebody else, who is gone on from."""
+        return
 
     @abc.abstractmethod
     def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes: ...
@@ -169,6 +177,9 @@ class CompletionShape(Shape):
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:
         return self._logprobs[index].push(token_ids, entries)
+
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:
+        self._logprobs[index].skip(token_ids)
 
     def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes:
         return self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": None})

@@ -56,6 +56,10 @@ class ResumeConfig(Section):
 
 
 class EdgeResumeConfig(ResumeConfig):
+    commit_seconds: Annotated[float, Meta(ge=0, le=10)] = 0.2
+    """How long an event of a resumable stream may wait until Redis has it, so that another edge can go on right behind
+    what the client has seen when this one dies; mostly it takes less than a millisecond. 0: events do not wait, and
+    Redis gets them ten times a second: a client that has seen more than Redis cannot go on then."""
     max_journal_bytes: Annotated[int, Meta(ge=2 * 2**20)] = 32 * 2**20
     """Of an edge's latest events in Redis, for the time when it has died."""
     advertised_address: str = ""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from typing import Final
+from typing import Final, TypeVar
+
+from kvloom.v1.router_service_pb2 import LostRequest
+
+K = TypeVar("K")
 
 MAX_LOST_REQUESTS: Final = 65_536
 """As many as a connection may have open."""
+MAX_SPOKEN_FOR: Final = 16_384
 
 
 class LinkIdentity:
@@ -15,13 +20,36 @@ class LinkIdentity:
     def __init__(self) -> None:
         self.link_id = secrets.token_hex(16)
         self._lost: dict[str, int] = {}
+        self.spoken_for: dict[tuple[str, str], int] = {}
+        """Tokens that came over links of dead processes, by link and request. Said when it happens, and again until the
+        router has read a hello with them: nothing acknowledges what was said in between."""
+        self._unsaid: list[tuple[str, str]] = []
+        """Those that no frame has had yet."""
+
+    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
+        """As `note_lost`, of another process's link."""
+        note_bounded(self.spoken_for, (link_id, request_id), num_tokens, MAX_SPOKEN_FOR)
+        self._unsaid.append((link_id, request_id))
+        del self._unsaid[:-MAX_SPOKEN_FOR]
+
+    def take_unsaid(self) -> list[LostRequest]:
+        """For a frame that is about to be written."""
+        unsaid, self._unsaid = self._unsaid, []
+        return [self._spoken(key) for key in dict.fromkeys(unsaid) if key in self.spoken_for]
+
+    def all_losses(self) -> list[LostRequest]:
+        """For a hello."""
+        self._unsaid = []
+        own = [LostRequest(request_id=name, num_received_tokens=count) for name, count in self._lost.items()]
+        return own + [self._spoken(key) for key in self.spoken_for]
+
+    def _spoken(self, key: tuple[str, str]) -> LostRequest:
+        link_id, request_id = key
+        return LostRequest(link_id=link_id, request_id=request_id, num_received_tokens=self.spoken_for[key])
 
     def note_lost(self, request_id: str, num_tokens: int) -> None:
         """A connection broke under a request, of whose answer `num_tokens` had come over it."""
-        self._lost.pop(request_id, None)
-        self._lost[request_id] = num_tokens
-        if len(self._lost) > MAX_LOST_REQUESTS:
-            del self._lost[next(iter(self._lost))]
+        note_bounded(self._lost, request_id, num_tokens, MAX_LOST_REQUESTS)
 
     @property
     def lost(self) -> dict[str, int]:
@@ -29,5 +57,14 @@ class LinkIdentity:
         return self._lost
 
     def note_told(self) -> None:
-        """The router has read a hello that had all of `lost`."""
+        """The router has read a hello that had all of `lost` and `spoken_for`."""
         self._lost = {}
+        self.spoken_for = {key: self.spoken_for[key] for key in self._unsaid if key in self.spoken_for}
+
+
+def note_bounded(counts: dict[K, int], key: K, count: int, max_entries: int) -> None:
+    """As the latest; beyond that many the oldest is forgotten."""
+    counts.pop(key, None)
+    counts[key] = count
+    if len(counts) > max_entries:
+        del counts[next(iter(counts))]

@@ -13,14 +13,14 @@ import itertools
 import logging
 import random
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.random_bytes import random_uint64
 from kvloom.router_link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_members import NewLink, RouterMember, RouterMembers
-from kvloom.tracked_request import LOSSES, TrackedRequest
+from kvloom.tracked_request import LOSSES, Attempt, TrackedRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import FleetState
@@ -108,8 +108,12 @@ class RouterGroup:
         await self._members.wait_change()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
-        request.sampling = _with_seed(request.sampling)
+        """With `begun`: as one that has lost its router. It is asked for as soon as there is one that has the model."""
+        request.sampling = with_seed(request.sampling)
         tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
+        if request.begun:
+            self._park(tracked)
+            return tracked.handle
         member = self._members.pick(request.model, tracked.affinity_key)
         if member is None:
             raise self._members.no_taker()
@@ -124,6 +128,18 @@ class RouterGroup:
             member.link.cancel(member.attempts.pop(handle))
         if tracked is not None:
             tracked.is_over = True
+
+    def attempts(self, handle: int) -> Sequence[Attempt]:
+        """Over which links a request goes, or has gone; the list grows. Empty when it is over."""
+        tracked = self._parked.get(handle)
+        if tracked is None and handle in self._attached:
+            tracked = self._attached[handle][0]
+        return () if tracked is None else tracked.attempts
+
+    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
+        """Speak for a process that is dead, or was relieved: of a request that one of its links had, so many tokens
+        have been delivered. What that router has metered beyond is credited, and it ends the request."""
+        self._members.note_lost_by(link_id, request_id, num_tokens)
 
     async def close(self) -> None:
         self._closed = True
@@ -168,7 +184,7 @@ class RouterGroup:
         attempt = member.link.submit(tracked.next_attempt(), tracked)
         member.attempts[tracked.handle] = attempt
         self._attached[tracked.handle] = (tracked, member)
-        tracked.on_submitted()
+        tracked.on_submitted(member.link.identity.link_id)
 
     def _detach(self, tracked: TrackedRequest) -> None:
         attached = self._attached.pop(tracked.handle, None)
@@ -255,7 +271,7 @@ class RouterGroup:
         return KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
 
 
-def _with_seed(sampling: SamplingParams) -> SamplingParams:
+def with_seed(sampling: SamplingParams) -> SamplingParams:
     """The router would draw one; all attempts must have the same."""
     if sampling.HasField("seed"):
         return sampling

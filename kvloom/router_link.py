@@ -215,6 +215,10 @@ class GrpcRouterLink:
             self._cancels.append(slot)
         self._wake_writer()
 
+    def report_losses(self) -> None:
+        """`identity` has something to say that the router should hear now."""
+        self._wake_writer()
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -279,11 +283,10 @@ class GrpcRouterLink:
             call.cancel()
 
     def _hello(self) -> router_service_pb2.ClientHello:
-        lost = [
-            router_service_pb2.LostRequest(request_id=request_id, num_received_tokens=num_tokens)
-            for request_id, num_tokens in self.identity.lost.items()
-        ]
-        return router_service_pb2.ClientHello(client_id=self._client_id, link_id=self.identity.link_id, lost=lost)
+        identity = self.identity
+        return router_service_pb2.ClientHello(
+            client_id=self._client_id, link_id=identity.link_id, lost=identity.all_losses()
+        )
 
     async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
         try:
@@ -298,9 +301,10 @@ class GrpcRouterLink:
     def _take_frame(self) -> router_service_pb2.RouterServiceConnectRequest | None:
         submits, self._submits = self._submits, []
         cancels, self._cancels = self._cancels, []
-        if not (submits or cancels):
+        losses = self.identity.take_unsaid() if self._connected else []
+        if not (submits or cancels or losses):
             return None
-        return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels)
+        return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
 
     def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
         if frame.HasField("fleet"):
@@ -308,6 +312,7 @@ class GrpcRouterLink:
             if not self._connected:
                 self._connected = True
                 self.identity.note_told()  # the first frame answers the hello
+                self._wake_writer()
             self._tell_fleet_changed()
         if frame.HasField("step"):
             self._on_step(frame.step)

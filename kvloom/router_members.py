@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvloom.errors import KvloomError
-from kvloom.link_identity import LinkIdentity
+from kvloom.link_identity import MAX_SPOKEN_FOR, LinkIdentity, note_bounded
 from kvloom.router_choice import RouterView, pick_router, salt_of
 from kvloom.router_link import GrpcRouterLink
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -51,6 +51,8 @@ class RouterMembers:
         self._members: dict[str, RouterMember] = {}
         self._identities: dict[str, LinkIdentity] = {}
         """By address, of routers that were here, too: one that hangs is forgotten by Redis, and may be back."""
+        self._spoken_for: dict[tuple[str, str], int] = {}
+        """See LinkIdentity; for routers that are not known here yet."""
         self._changed = asyncio.Event()
 
     async def follow_wanted(self) -> None:
@@ -68,10 +70,21 @@ class RouterMembers:
                 await member.link.close()
 
     def _identity(self, address: str) -> LinkIdentity:
-        identity = self._identities.setdefault(address, LinkIdentity())
+        identity = self._identities.get(address)
+        if identity is None:
+            identity = self._identities[address] = LinkIdentity()
+            identity.spoken_for = dict(self._spoken_for)
         while len(self._identities) > MAX_IDENTITIES:
             del self._identities[next(iter(self._identities))]
         return identity
+
+    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
+        """Said to all routers: which one had it is not known, and the others make nothing of it."""
+        note_bounded(self._spoken_for, (link_id, request_id), num_tokens, MAX_SPOKEN_FOR)
+        for address, identity in self._identities.items():
+            identity.note_lost_by(link_id, request_id, num_tokens)
+            if address in self._members:
+                self._members[address].link.report_losses()
 
     def _is_needed(self, member: RouterMember) -> bool:
         """Though it is not wanted any more."""

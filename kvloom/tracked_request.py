@@ -29,6 +29,21 @@ REFUSAL_SECONDS: Final = 1.0
 """Refusals come at once: what ends later had been taken."""
 
 
+MAX_ATTEMPTS: Final = 64
+"""Remembered of one request."""
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """What one router's link has, or had, of a request."""
+
+    link_id: str
+    first_token: int
+    """How many tokens of all choices had come before."""
+    num_tokens: int | None = None
+    """That came over it; None: it is the last, and goes on."""
+
+
 class Owner(Protocol):
     """Who finds routers for tracked requests."""
 
@@ -55,6 +70,7 @@ class TrackedRequest:
         "_submitted_at",
         "affinity_key",
         "arrived_at",
+        "attempts",
         "choices",
         "error",
         "handle",
@@ -66,15 +82,23 @@ class TrackedRequest:
     )
 
     def __init__(self, handle: int, request: LinkRequest, sink: Sink, owner: Owner, affinity_key: bytes) -> None:
-        """`request` has a seed: each attempt must draw the same numbers."""
+        """`request` has a seed: each attempt must draw the same numbers. With `begun` it counts as one that has lost
+        its router; the progress is the request's own from now on."""
         self.handle = handle
         self.request = request
         self.affinity_key = affinity_key
         self.choices = [ChoiceProgress(index) for index in range(request.n)]
+        self.attempts: list[Attempt] = []
         self.is_over = False
         self.arrived_at = owner.now()
         self.lost_at: float | None = None
         """When it lost the last router that had taken it; None while its first one has it."""
+        if request.begun:
+            self.lost_at = self.arrived_at
+            for choice in self.choices:
+                choice.is_done = True
+            for choice in request.begun:
+                self.choices[choice.index] = choice
         self.num_losses = 0
         """Routers that broke with it."""
         self.num_refusals = 0
@@ -138,11 +162,18 @@ class TrackedRequest:
         begun = [choice for choice in self.choices if not choice.is_done]
         return dataclasses.replace(self.request, begun=begun, timeout_seconds=timeout_seconds)
 
-    def on_submitted(self) -> None:
+    def on_submitted(self, link_id: str) -> None:
         """A link has taken what `next_attempt` asks for."""
+        num_tokens = self._num_tokens
+        if self.attempts:
+            last = self.attempts[-1]
+            last.num_tokens = num_tokens - last.first_token
+        self.attempts.append(Attempt(link_id, num_tokens))
+        if len(self.attempts) > MAX_ATTEMPTS:
+            del self.attempts[0]
         self._num_running = sum(not choice.is_done for choice in self.choices)
         self._submitted_at = self._owner.now()
-        self._num_tokens_at_submit = self._num_tokens
+        self._num_tokens_at_submit = num_tokens
 
     def fail(self, error: KvloomError) -> None:
         """End what has not ended."""

@@ -20,10 +20,15 @@ from kvloom.grpc_errors import abort
 from kvloom.local_stream import deliver
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
-from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse, Submit
+from kvloom.v1.router_service_pb2 import (
+    LostRequest,
+    RouterServiceConnectRequest,
+    RouterServiceConnectResponse,
+    Submit,
+)
 from router import convert
 from router.core.actions import FleetChanged
-from router.core.events import ClientGone, RequestArrived, SlotsCancelled
+from router.core.events import ClientGone, RequestArrived, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.dispatcher import Dispatcher
 from router.intake import MAX_NAME_CHARS, Intake
@@ -98,6 +103,11 @@ class ClientLink:
         """Close the stream in good order (the router stops)."""
         self._end_with(None)
 
+    @property
+    def client_id(self) -> str:
+        """As the core knows this stream."""
+        return self._client_id
+
     # -- ClientPeer ---------------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
@@ -140,9 +150,7 @@ class ClientLink:
                 earlier.leave()
             self._by_link_id[self._link_id] = self
             self._bills.open(self._client_id, self._link_id)
-            received = {lost.request_id: lost.num_received_tokens for lost in frame.hello.lost}
-            for credit in self._bills.settle(self._link_id, received):
-                self._dispatcher.credited(credit)
+        self._on_lost(frame.hello.lost)
         log.info("client connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
@@ -157,10 +165,22 @@ class ClientLink:
             return
         if frame.HasField("hello"):
             raise protocol_violation("Only the first frame carries a hello.")
+        self._on_lost(frame.lost)  # what is submitted next may be the same request, going on
         for submit in frame.submits:
             self._on_submit(submit)
         if frame.cancel_slots:
             self._dispatcher.dispatch(SlotsCancelled(self._client_id, frame.cancel_slots[:]))
+
+    def _on_lost(self, lost: Iterable[LostRequest]) -> None:
+        """What was metered and did not arrive is credited. Of another process's link that is still here the request is
+        ended first: somebody else has it now."""
+        for one in lost:
+            link_id = one.link_id[:MAX_NAME_CHARS] or self._link_id
+            other = self._by_link_id.get(link_id)
+            if other is not None and other is not self:
+                self._dispatcher.dispatch(RequestCancelled(one.request_id, other.client_id))
+            for credit in self._bills.settle(link_id, {one.request_id: one.num_received_tokens}):
+                self._dispatcher.credited(credit)
 
     def _on_submit(self, submit: Submit) -> None:
         slots = [choice.slot for choice in submit.choices]

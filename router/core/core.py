@@ -280,7 +280,7 @@ class RouterCore:
 
     def _on_request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
         live = self._lifecycle.requests.get(event.request_id)
-        if live is not None:
+        if live is not None and event.client_id in ("", live.request.client_id):
             self._lifecycle.end_request(live, FinishReason.FINISH_REASON_CANCELLED, None, now)
 
     def _on_client_gone(self, event: ev.ClientGone, now: float) -> None:

@@ -112,6 +112,8 @@ class RequestCancelled:
     """By name, from any client. `RouterCore.has_request` says whether it is there."""
 
     request_id: str
+    client_id: str = ""
+    """Only if it came over this client stream; "": whichever it came over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ async def edge_world(
     edge = Edge(config or EdgeConfig(), link, {"tiny": model})
     server = EdgeServer(edge)
     address = await server.start("127.0.0.1", port)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
-        yield EdgeWorld(edge, server, link, f"http://{address}", http)
-    await server.stop()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+            yield EdgeWorld(edge, server, link, f"http://{address}", http)
+    finally:
+        await server.stop()

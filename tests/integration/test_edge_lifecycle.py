@@ -161,7 +161,7 @@ async def test_requests_over_the_limit_are_refused() -> None:
 
 async def test_router_that_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait has a deadline: the edge ends a request that the router forgot."""
-    monkeypatch.setattr("edge_http.generation.ROUTER_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr("edge_http.submission.ROUTER_GRACE_SECONDS", 0.01)
     async with edge_world(EdgeConfig(request_timeout_seconds=0.05)) as world:
         status, body = await world.chat()
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")

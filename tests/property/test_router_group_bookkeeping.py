@@ -166,7 +166,7 @@ def test_any_losses_leave_the_undisturbed_answer(
         if sent is None and not num_moves:
             continue  # a first attempt that is refused is not tried again
         attempt = Attempt(tracked.next_attempt(), lengths)
-        tracked.on_submitted()
+        tracked.on_submitted("link")
         group.time += 0.001 if sent is None else 10.0
         attempt.play(tracked, heard, sent or [])
         if tracked.is_over:
@@ -175,7 +175,7 @@ def test_any_losses_leave_the_undisturbed_answer(
         num_moves += 1
     if not tracked.is_over:
         attempt = Attempt(tracked.next_attempt(), lengths)
-        tracked.on_submitted()
+        tracked.on_submitted("link")
         attempt.play(tracked, heard, [(0, 5)] * 50)
     assert (group.num_over, group.num_lost) == (1, num_moves)
     for index, length in enumerate(lengths):

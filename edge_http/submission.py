@@ -1,0 +1,107 @@
+"""One answer from its submission to its end: what routers are asked for, and who hears the news."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from edge_http.answer import Answer, PromptSink
+from edge_http.edge import Edge
+from edge_http.resumable import ResumableStream
+from edge_http.sse import EventSink
+from edge_http.stream import StreamedAnswer
+from kvloom.errors import KvloomError
+from kvloom.guide import GUIDE_FIELD
+from kvloom.router_link import LinkRequest
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+log = structlog.get_logger()
+
+ROUTER_GRACE_SECONDS: Final = 5.0
+"""The router ends a request at its deadline; this much later the edge stops to believe that it will."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    operation: str
+    """OpenTelemetry's name: "chat" or "text_completion"."""
+    model: str
+    num_prompt_tokens: int
+    n: int
+    requests: Sequence[LinkRequest | None]
+    """One a prompt; None: all its choices have ended. Choices are numbered through all prompts: prompt * n + choice."""
+    guide_field: str
+    """Of the body, that asked for guided decoding."""
+    timeout_seconds: float
+
+
+def _on_submitted(_prompt: int, _handle: int) -> None:
+    pass
+
+
+async def follow(
+    edge: Edge,
+    submission: Submission,
+    answer: Answer,
+    events: EventSink | None = None,
+    on_submitted: Callable[[int, int], None] = _on_submitted,
+) -> None:
+    """Submit and wait for the end. Raises the error that ended it. Whatever happens, nothing goes on in the fabric
+    once this returns: the handler is cancelled when the client goes away, and cancels what is still open.
+    `on_submitted` is told each prompt's number, and the link's handle of its request."""
+    handles: list[int] = []
+    deadline = asyncio.get_running_loop().call_later(
+        submission.timeout_seconds + ROUTER_GRACE_SECONDS, _time_out, answer
+    )
+    try:
+        for number, request in enumerate(submission.requests):
+            if request is not None:
+                sink = answer if len(submission.requests) == 1 else PromptSink(answer, number * submission.n)
+                handles.append(edge.link.submit(request, sink))
+                on_submitted(number, handles[-1])
+        await answer.ended
+    except asyncio.CancelledError:
+        answer.fail(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client went away."))
+        edge.metrics.on_disconnect()
+        raise
+    except KvloomError as error:  # from submit
+        answer.fail(error)
+    finally:
+        deadline.cancel()
+        if answer.num_open:
+            for handle in handles:
+                edge.link.cancel(handle)
+        num_events = events.num_events if events else 0
+        edge.metrics.on_answer(submission.operation, submission.model, answer, submission.num_prompt_tokens, num_events)
+    if answer.error is not None:
+        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler can tell
+            answer.error.field = submission.guide_field
+        raise answer.error
+
+
+async def make(
+    edge: Edge,
+    submission: Submission,
+    answer: StreamedAnswer,
+    stream: ResumableStream,
+    on_submitted: Callable[[int, int], None] = _on_submitted,
+) -> None:
+    """As `follow`, for an answer that nobody has to wait for. Never raises."""
+    try:
+        await follow(edge, submission, answer, stream, on_submitted)
+    except KvloomError:
+        pass  # it is the answer's error, too
+    except Exception:
+        log.exception("request broke", request_id=stream.name.id)
+        answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
+    finally:
+        if not stream.ended:
+            stream.refuse(answer.error or KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
+
+
+def _time_out(answer: Answer) -> None:
+    answer.fail(KvloomError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, "The request took too long."))
