@@ -124,6 +124,8 @@ class RouterCore:
         Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together and for a shard that names
         impossible sizes; nothing has changed then, and the stream that brought it should be broken.
         """
+        if self._deadlines.has_due(now):
+            self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain
         self._handlers[type(event)](event, now)
         if self._fleet_may_differ:
             self._tell_fleet()
@@ -339,8 +341,12 @@ class RouterCore:
 
     def _on_tick(self, now: float) -> None:
         self._index.settle()
+        self._expire(now)
         self._health.on_tick(now)
         self._verdicts.expire(now)
+
+    def _expire(self, now: float) -> None:
+        """End what has no time left."""
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:
@@ -380,4 +386,5 @@ class RouterCore:
         state = self._fleet.state()
         if state != self._told_fleet:
             self._told_fleet = state
+            self._dispatcher.queue.leave_suspected()
             self._outbox.add(state)

@@ -20,6 +20,10 @@ class Deadlines:
         self._count += 1
         heapq.heappush(self._heap, (deadline, self._count, request))
 
+    def has_due(self, now: float) -> bool:
+        """A deadline has passed, if perhaps of a request that has ended."""
+        return bool(self._heap) and self._heap[0][0] <= now
+
     def pop_due(self, now: float) -> Iterator[LiveRequest]:
         """Live requests with a deadline that has passed."""
         while self._heap and self._heap[0][0] <= now:

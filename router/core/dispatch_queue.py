@@ -99,6 +99,14 @@ class DispatchQueue:
             self.wait_for_any(live)
         self._opens_at.pop(shard.shard_id, None)
 
+    def leave_suspected(self) -> None:
+        """Who waits for a suspected shard, since there was no other, is placed anew if there is one now."""
+        for line_id in self.lines.line_ids:
+            shard = self._fleet.shards.get(line_id.shard_id)
+            others = (other for other in self._fleet.ready(line_id.model) if not other.is_suspected)
+            if shard is not None and shard.is_suspected and any(others):
+                self.dissolve_line(shard)
+
     def hopeless(self) -> list[LiveRequest]:
         """Requests that wait although no ready shard could ever run them."""
         return [live for live in self.lines if not self._placer.eligible(live)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish, Step
@@ -169,6 +170,8 @@ class ClientStream:
             checks.on_client_finish(answer, finish)
             if finish.reason == FinishReason.FINISH_REASON_ERROR:
                 self._world.count_error(finish)
+                if finish.error is not None and finish.error.reason == ErrorReason.ERROR_REASON_DRAINING:
+                    self._world.traffic.go_on_elsewhere(answer)
 
     def _answer(self, slot: int) -> Answer:
         answer = self.open.get(slot)

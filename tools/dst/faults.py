@@ -101,6 +101,30 @@ class Faults:
         if shard.is_up:
             shard.set_draining(not shard.is_draining)
 
+    def shard_hands_over(self) -> None:
+        """It drains, and its deadline passes: what runs there is to go on elsewhere. Later it takes work again."""
+        shard = self._shard()
+        if shard.is_up:
+            shard.set_draining(True)
+            self._world.timeline.after(self._soon(0.1), self._pass_deadline, shard, shard.incarnation)
+
+    def _pass_deadline(self, shard: SimShard, incarnation: int) -> None:
+        if shard.is_up and shard.incarnation == incarnation and shard.is_draining:
+            shard.hand_over()
+            self._world.timeline.after(self._soon(1.0), self._end_drain, shard, incarnation)
+
+    def _end_drain(self, shard: SimShard, incarnation: int) -> None:
+        if shard.is_up and shard.incarnation == incarnation:
+            shard.set_draining(False)
+
+    def fleet_outage(self) -> None:
+        """No shard is left for a while; then they come back one after another, and many wait."""
+        seconds = self._soon(0.5)
+        for shard in self._world.shards:
+            if shard.is_up:
+                shard.crash(self._soon(0.02))
+                self._world.timeline.after(seconds + self._soon(0.1), self._world.bring_up, shard)
+
     def cache_cleared(self) -> None:
         shard = self._shard()
         if shard.is_up and not shard.is_hung:
@@ -210,6 +234,13 @@ class Faults:
             node.is_draining = True
             node.handle(DrainStarted())
             self._world.timeline.after(self._soon(0.4), self._world.replace_drained, node)
+
+    def router_drain_deadline(self) -> None:
+        """It drains and does not wait for what runs."""
+        self.router_draining()
+        for node in self._world.nodes:
+            if node.is_draining:
+                self._world.timeline.after(self._soon(0.2), node.post, node.end_drain)
 
     def router_pause(self) -> None:
         """The process stands still, or the whole machine: when it goes on, its clock has jumped."""

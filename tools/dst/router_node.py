@@ -22,7 +22,7 @@ from router.core.actions import (
     WantKvSnapshot,
 )
 from router.core.core import RouterCore
-from router.core.events import Event, Tick
+from router.core.events import DrainEnded, Event, Tick
 from router.core.placement import POLICIES
 from tools.dst.safety import SafetyStream
 from tools.dst.shard_stream import ShardStream
@@ -114,6 +114,11 @@ class RouterNode:
         while self._inbox and not self._num_pauses and self.is_alive:
             callback, args = self._inbox.popleft()
             callback(*args)
+
+    def end_drain(self) -> None:
+        """Its patience is over."""
+        self.handle(DrainEnded())
+        self.check_integrity()
 
     # -- links --------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from router.core.core import CoreConfig
 from router.core.health import HealthSettings
+from router.core.overload import OverloadConfig
 from router.core.placement import POLICIES
 from router.core.portions import PortionSettings
 
@@ -36,9 +37,12 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "router_restart": 0.25,
     "router_draining": 0.2,
     "router_pause": 0.5,
-    "safety_down": 0.6,
+    "safety_down": 2.0,
     "safety_slow": 0.5,
     "safety_policy_change": 0.5,
+    "shard_hands_over": 0.6,
+    "router_drain_deadline": 0.3,
+    "fleet_outage": 0.4,
 }
 """Kinds that strike by themselves, and how often where a seed has them at all."""
 
@@ -55,6 +59,9 @@ FAULTS_PER_CHANCE: Final[dict[str, float]] = {
     "resumed_request": 0.12,
 }
 """Kinds that strike where they have an opportunity, and with what probability."""
+
+OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "fleet_outage"})
+"""Kinds that are drawn from generators of their own: a seed is otherwise what it was before they came."""
 
 FAULT_KINDS: Final = (*FAULTS_PER_SECOND, *FAULTS_PER_CHANCE)
 
@@ -84,6 +91,8 @@ class Scenario:
     max_waiting_entries: int
     """Of one client's outbox in the router."""
     chaos_seconds: float
+    batch_share: float
+    """Of the requests: those that can wait."""
     num_epochs: int
     """How often chaos and rest follow each other."""
     rates: Mapping[str, float]
@@ -98,8 +107,10 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
     share = rng.choice((0.25, 0.5, 0.5, 0.75))
     rates: dict[str, float] = {}
     for kind, rate in (*FAULTS_PER_SECOND.items(), *FAULTS_PER_CHANCE.items()):
-        if rng.random() < share:
-            rates[kind] = min(0.9, rate * rng.choice((0.5, 1.0, 3.0))) if rate < 1 else rate * rng.choice((0.5, 1.0))
+        drawn_by = random.Random(f"{seed} {kind}") if kind in OWN_DRAWS else rng
+        if drawn_by.random() < share:
+            factor = drawn_by.choice((0.5, 1.0, 3.0) if rate < 1 else (0.5, 1.0))
+            rates[kind] = min(0.9, rate * factor) if rate < 1 else rate * factor
     num_tenants = rng.choice((1, 2, 2, 3, 4))
     num_epochs = rng.choice((1, 1, 2))
     return Scenario(
@@ -115,6 +126,7 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         step_seconds=rng.choice((0.01, 0.03)),
         max_waiting_entries=rng.choice((40, 65_536)),
         chaos_seconds=rng.choice((0.5, 1.0, 1.5)) / num_epochs,
+        batch_share=random.Random(f"{seed} tiers").choice((0.0, 0.0, 0.3, 0.6)),
         num_epochs=num_epochs,
         rates=rates,
     )
@@ -135,6 +147,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         max_held_tokens=rng.choice((6, 1000)),
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
+        overload=_draw_overload(random.Random(f"{seed} overload")),
         # In the measure of simulated prompts, which are short.
         portions=random.Random(f"{seed} portions").choice(
             (None, PortionSettings(1e-6, 0.001, 4), PortionSettings(1e-6, 0.004, 8))
@@ -155,6 +168,14 @@ def _draw_health(rng: random.Random) -> HealthSettings | None:
         probe_seconds=rng.choice((0.02, 0.2)),
         max_probe_seconds=1.0,
         num_probes=rng.choice((1, 3)),
+    )
+
+
+def _draw_overload(rng: random.Random) -> OverloadConfig:
+    return OverloadConfig(
+        sheds_early=rng.random() < 0.5,
+        outage_patience_seconds=rng.choice((0.0, 0.05, 0.4, 5.0)),
+        ramp_start_requests=rng.choice((None, 1, 2)),
     )
 
 

@@ -128,11 +128,13 @@ class SeenRequest:
 
 
 class SeenShard:
-    __slots__ = ("description", "health", "is_draining", "limit", "load", "open")
+    __slots__ = ("description", "hands_over", "health", "is_draining", "limit", "load", "open")
 
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
         self.is_draining = False
+        self.hands_over = False
+        """It drains, and its deadline has passed."""
         self.load = ShardLoad()
         """As last reported."""
         self.health = HealthState.HEALTHY

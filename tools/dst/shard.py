@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from kvloom.errors import KvloomError
@@ -9,7 +10,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
 from router.core.dispatch import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
-from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardUp
+from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardLoad, ShardUp
 from router.core.frames import Finish
 from router.core.portions import PORTION_CLIENT_ID
 from tools.dst import script
@@ -35,6 +36,7 @@ class SimShard:
         self.is_hung = False
         self.has_hung_engine = False
         self.is_draining = False
+        self.hands_over = False
         self.slowness = 1.0
         self.incarnation = 0
         self.cache = BlockCache(shape)
@@ -46,7 +48,7 @@ class SimShard:
 
     def start(self) -> None:
         self.incarnation += 1
-        self.is_up, self.is_hung, self.is_draining = True, False, False
+        self.is_up, self.is_hung, self.is_draining, self.hands_over = True, False, False, False
         self.has_hung_engine = False
         self.slowness = 1.0
         self.cache = BlockCache(self.shape)
@@ -93,11 +95,21 @@ class SimShard:
     def set_draining(self, draining: bool) -> None:
         """Routers are told at once."""
         self.is_draining = draining
+        self.hands_over = False
+        self.tell_load()
+
+    def hand_over(self) -> None:
+        """It drains, and the deadline has passed. Routers are told at once."""
+        self.hands_over = True
         self.tell_load()
 
     def tell_load(self) -> None:
         for stream in self.streams:
-            stream.send_frame(*stream.load_report(self.engine.load(stream, draining=self.is_draining)))
+            stream.send_frame(*stream.load_report(self._load(stream)))
+
+    def _load(self, stream: ShardStream) -> ShardLoad:
+        load = self.engine.load(stream, draining=self.is_draining)
+        return dataclasses.replace(load, hand_over=True) if self.hands_over else load
 
     def clear_cache(self) -> None:
         """The engine forgets its blocks."""
@@ -127,9 +139,7 @@ class SimShard:
             shape.max_model_len,
         )
         snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))
-        stream.send_frame(
-            ShardUp(description), snapshot, *stream.load_report(self.engine.load(stream, draining=self.is_draining))
-        )
+        stream.send_frame(ShardUp(description), snapshot, *stream.load_report(self._load(stream)))
 
     def lose(self, stream: ShardStream) -> None:
         """The stream broke: its sequences are cancelled, nobody is told."""
@@ -212,5 +222,5 @@ class SimShard:
         tells_load = self._world.is_calm or self._world.rng.random() < 0.4
         for stream in self.streams:
             kv = stream.kv_events(self._kv_number, changes) if changes else []
-            load = stream.load_report(self.engine.load(stream, draining=self.is_draining)) if tells_load else []
+            load = stream.load_report(self._load(stream)) if tells_load else []
             stream.send_frame(*kv, *load)

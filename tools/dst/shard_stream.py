@@ -88,7 +88,9 @@ class ShardStream:
         if self._world.chance("load_report_lost"):
             return []
         if self.shard.has_hung_engine and self.old_load is not None:
-            load = dataclasses.replace(self.old_load, draining=load.draining)  # nobody counts anew
+            load = dataclasses.replace(
+                self.old_load, draining=load.draining, hand_over=load.hand_over
+            )  # nobody counts anew
         old, self.old_load = self.old_load, load
         if old is not None and self._world.chance("load_report_stale"):
             load = old

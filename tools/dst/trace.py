@@ -91,6 +91,7 @@ def _event(event: Event) -> str:
         case LoadReported():
             load = event.load
             draining = " draining" if load.draining else ""
+            draining += ", hands over" if load.hand_over else ""
             return f"load {event.shard_id} running {load.num_running} waiting {load.num_waiting}{draining}"
         case PromptVerdict():
             return f"verdict on check {event.check_id}: {'allowed' if event.allowed else 'blocked'}"
@@ -134,6 +135,7 @@ def _request(request: Request) -> str:
     choices = {choice.slot: len(choice.output_token_ids) for choice in request.choices}
     return (
         f"{request.request_id} of {request.client_id} {request.tenant}, {len(request.prompt_token_ids)} prompt tokens, "
+        f"{request.tier.name.lower()}, "
         f"max {request.max_tokens}, timeout {request.timeout_seconds:g}, slots {choices}, {request.prompt_text}"
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import TYPE_CHECKING
 
-from router.core.events import ChoiceSpec, Request
+from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script
 from tools.dst.client import Answer, ClientStream
 from tools.dst.scenario import MODELS
@@ -21,6 +21,7 @@ class Traffic:
     def __init__(self, world: World) -> None:
         self._world = world
         self._rng: random.Random = world.rng
+        self._tier_rng = random.Random(f"{world.scenario.seed} tier of each")
         self._num_streams = 0
         self.num_requests = 0
         self.prompts: dict[tuple[str, str, tuple[int, ...]], None] = {}
@@ -62,6 +63,11 @@ class Traffic:
         for answers in by_request.values():
             if self._rng.random() < 0.7:
                 self._continue(again, answers)
+
+    def go_on_elsewhere(self, answer: Answer) -> None:
+        """Its router has stopped and waits no longer: another one is asked for the rest."""
+        if not self._world.is_calm:
+            self._continue(self.any_stream(), [answer])
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +131,7 @@ class Traffic:
             sampling=sampling,
             timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
             tenant=tenant,
+            tier=Tier.BATCH if self._tier_rng.random() < world.scenario.batch_share else Tier.INTERACTIVE,
         )
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
         return dataclasses.replace(request, choices=specs)

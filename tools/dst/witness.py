@@ -86,10 +86,16 @@ class Witness:
                 if shard is not None:
                     shard.load = event.load
                     shard.is_draining = event.load.draining
+                    shard.hands_over = event.load.draining and event.load.hand_over
             case ShardUp():
                 self._lose_shard(event.shard.shard_id)
                 self.models.add(event.shard.model)
-                self.shards[event.shard.shard_id] = SeenShard(event.shard)
+                shard = self.shards[event.shard.shard_id] = SeenShard(event.shard)
+                ramp_start = self.config.overload.ramp_start_requests
+                self._waiting = None
+                if ramp_start is not None and self.waiting():
+                    shard.limit = min(shard.limit, ramp_start)
+                self._waiting = None
             case ShardDown():
                 self._lose_shard(event.shard_id)
             case ClientGone():

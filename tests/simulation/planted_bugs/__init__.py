@@ -4,7 +4,7 @@ Each is the kind of slip that a change could make: a line forgotten, a condition
 in `found` are real: they were in the core until the simulation found them.
 """
 
-from tests.simulation.planted_bugs import answers, dispatch, found, shard_health, surroundings
+from tests.simulation.planted_bugs import answers, dispatch, found, overload, shard_health, surroundings
 from tests.simulation.planted_bugs.registry import PLANTED_BUGS, PlantedBug
 
-__all__ = ["PLANTED_BUGS", "PlantedBug", "answers", "dispatch", "found", "shard_health", "surroundings"]
+__all__ = ["PLANTED_BUGS", "PlantedBug", "answers", "dispatch", "found", "overload", "shard_health", "surroundings"]

@@ -191,7 +191,7 @@ def sends_the_next_portion_while_one_is_computed(patch: Patch) -> None:
     """Who has a portion under way is sent once more when the shard has room."""
     original = WaitingLines.take
 
-    def take(self: WaitingLines, line_id: LineId, _can_run: Any, urgency: Any = None) -> LiveRequest | None:
-        return original(self, line_id, lambda _live: True, urgency)
+    def take(self: WaitingLines, line_id: LineId, can_run: Any, urgency: Any = None) -> LiveRequest | None:
+        return original(self, line_id, (lambda _live: True) if line_id.shard_id else can_run, urgency)
 
     patch.setattr(WaitingLines, "take", take)

@@ -6,9 +6,10 @@ from typing import Any
 
 from router.core.core import RouterCore
 from router.core.event_order import EventOrder
+from router.core.events import Tick
 from router.core.live import Attempt, LiveRequest
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import EndsJustified, IndexExact
+from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact
 
 
 @caught_by(None, "never_fails")
@@ -45,3 +46,23 @@ def takes_a_new_gap_for_the_old_one(patch: Patch) -> None:
         return is_news
 
     patch.setattr(EventOrder, "skip_to", skip_to)
+
+
+@caught_by(DeadlinesKept)
+def sends_who_has_no_time_left(patch: Patch) -> None:
+    """Deadlines are looked at by ticks only, and these come late to a router that stood still."""
+    original = RouterCore._expire
+
+    def expire(self: RouterCore, now: float) -> None:
+        if isinstance(self.event, Tick):
+            original(self, now)
+
+    original_handle = RouterCore.handle
+
+    def handle(self: RouterCore, event: Any, now: float) -> Any:
+        self.event = event
+        return original_handle(self, event, now)
+
+    patch.setattr(RouterCore, "event", None, raising=False)
+    patch.setattr(RouterCore, "handle", handle)
+    patch.setattr(RouterCore, "_expire", expire)

@@ -15,7 +15,7 @@ from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import NobodyWaitsForTheHung, PlacementsFit, SuspicionBounded
 
 
-@caught_by(NobodyWaitsForTheHung)
+@caught_by(NobodyWaitsForTheHung, max_seeds=150)
 def takes_reports_for_progress(patch: Patch) -> None:
     """A load report counts as a sign of life, as a ping would: whose engine hangs is never suspected."""
     original = ShardHealth.note_load

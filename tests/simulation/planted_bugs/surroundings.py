@@ -62,7 +62,7 @@ def serves_while_safety_is_away(patch: Patch) -> None:
 
 @caught_by(SafetyKept)
 def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
-    """Text that was held while the safety service was away is shown as soon as it is back."""
+    """Text that was held while the safety service was away is shown as soon as it is back, and what follows too."""
     original = Verdicts.on_up
 
     def on_up(self: Verdicts, now: float) -> None:
@@ -71,6 +71,7 @@ def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
                 for choice in live.choices:
                     if choice.hold is not None:
                         choice.hold.num_clear_chars = None
+                        choice.is_screened = False
         original(self, now)
 
     patch.setattr(Verdicts, "on_up", on_up)

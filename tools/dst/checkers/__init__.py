@@ -14,8 +14,9 @@ from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesInShape, TextIntact, TokensExact
 from tools.dst.checkers.ends import BilledIsDelivered, EndsJustified, EndsOnce
 from tools.dst.checkers.fleet import FleetTold
-from tools.dst.checkers.health import NobodyWaitsForTheHung, SuspicionBounded
+from tools.dst.checkers.health import DrainedShardsEmpty, NobodyWaitsForTheHung, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
+from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RefusalsFit, TiersKept
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.rest import IndexExact, LoadTrue
 from tools.dst.checkers.safety import SafetyKept
@@ -50,6 +51,11 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     FleetTold,
     NobodyWaitsForTheHung,
     SuspicionBounded,
+    DrainedShardsEmpty,
+    DrainsEnd,
+    RefusalsFit,
+    TiersKept,
+    OutagePatience,
     IndexExact,
     LoadTrue,
 )

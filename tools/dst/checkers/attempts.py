@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, StepArrived
 from router.core.lifecycle import MAX_MOVES
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from tools.dst.seen import SeenChoice, SeenRequest
     from tools.dst.shard import SimShard
     from tools.dst.shard_stream import ShardStream
+
+
+_OVERDUE: Final = (ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT)
 
 
 class Fence(Checker):
@@ -45,10 +49,10 @@ class Fence(Checker):
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if self._is_late:
-            # Suspicion has a shard's work moved, whatever it was that led to it.
-            is_suspicion = any(isinstance(action, ShardHealthChanged) for action in actions)
+            # Suspicion has a shard's work moved, whatever it was that led to it; and whatever comes, time has gone on.
+            has_other_cause = any(isinstance(action, ShardHealthChanged) or _is_overdue(action) for action in actions)
             others = [action for action in actions if not self._is_allowed(node, action)]
-            if others and not is_suspicion:
+            if others and not has_other_cause:
                 self.fail(f"a late frame led to {others}")
 
     @staticmethod
@@ -57,6 +61,10 @@ class Fence(Checker):
             shard = node.witness.shards.get(action.shard_id)
             return shard is not None and not any(shard.open.get(slot) for slot in action.slots)  # a probe, given up
         return isinstance(action, SubmitAttempt | PlacementDecided)
+
+
+def _is_overdue(action: Action) -> bool:
+    return isinstance(action, RequestEnded) and action.error_reason in _OVERDUE
 
 
 class SlotsRest(Checker):

@@ -6,18 +6,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from router.core.actions import Action
+from router.core.actions import Action, SubmitAttempt
 from router.core.events import Event, RequestArrived, Tick
 from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
     from tools.dst.router_node import RouterNode
+    from tools.dst.seen import SeenRequest
 
 
 class DeadlinesKept(Checker):
-    """A tick leaves nothing behind that is due, and the next one is asked for in time."""
+    """A tick leaves nothing behind that is due, and the next one is asked for in time. Who has no time left is sent to
+    no shard."""
 
     invariant = "deadlines_kept"
+
+    def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
+        if seen is None:
+            return
+        deadline = seen.deadline if seen.was_dispatched else min(seen.deadline, seen.queue_deadline)
+        if seen is not node.witness.arriving and node.now >= deadline:
+            self.fail(f"{seen.request.request_id} was dispatched at {node.now:.3f}, its deadline was {deadline:.3f}")
+
+    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
+        self.on_dispatch(node, seen, portion)
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if not isinstance(event, Tick | RequestArrived):

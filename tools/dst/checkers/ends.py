@@ -110,6 +110,8 @@ def _queue_was_full(node: RouterNode, choice: SeenChoice) -> bool:
     waiting = [seen for seen in node.witness.waiting() if seen is not choice.request]
     if node.witness.arriving is None:
         return False
+    if node.config.overload.sheds_early and choice.request is node.witness.arriving:
+        return True  # by prediction: whether it would have fitted is looked at by RefusalsFit
     # Who is held back may be sent in the same event that found the queue full.
     return node.holds_requests or len(waiting) >= node.config.max_queued_requests
 
@@ -141,7 +143,8 @@ def _no_shard(node: RouterNode, choice: SeenChoice) -> bool:
 _CAUSES: Final[dict[int, Callable[[RouterNode, SeenChoice], bool]]] = {
     ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: node.now >= choice.request.deadline,
     ErrorReason.ERROR_REASON_QUEUE_TIMEOUT: lambda node, choice: (
-        node.now >= choice.request.queue_deadline and not choice.request.was_dispatched
+        (node.now >= choice.request.queue_deadline or node.config.overload.sheds_early)
+        and not choice.request.was_dispatched
     ),
     ErrorReason.ERROR_REASON_QUEUE_FULL: _queue_was_full,
     ErrorReason.ERROR_REASON_NO_SHARD_READY: _no_shard,

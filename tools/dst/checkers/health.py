@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
-from router.core.health import HealthState
+from router.core.health import HealthSettings, HealthState
 from router.core.lifecycle import MAX_MOVES
 from tools.dst.checkers.base import Checker
 from tools.dst.seen import State, eligible
@@ -27,6 +27,17 @@ def num_serving(shards: Sequence[SeenShard]) -> tuple[int, int]:
     """Shards that take work, and those of them that are not healthy."""
     serving = [shard for shard in shards if not shard.is_draining]
     return len(serving), sum(shard.health is not HealthState.HEALTHY for shard in serving)
+
+
+def has_other(node: RouterNode, choice: SeenChoice, here: SeenShard) -> bool:
+    """A shard that nobody suspects has room for a choice that runs `here`."""
+    request = choice.request.request
+    longest = max(other.num_tokens for other in choice.request.choices)
+    window = len(request.prompt_token_ids) + (longest + 1 if request.max_tokens is None else request.max_tokens)
+    return any(
+        shard is not here and shard.has_room and not shard.is_suspected and shard.description.max_model_len >= window
+        for shard in eligible(node.witness.shards, choice.request)
+    )
 
 
 class NobodyWaitsForTheHung(Checker):
@@ -63,20 +74,8 @@ class NobodyWaitsForTheHung(Checker):
             for choice in seen.choices:
                 if choice.state is State.RUNNING and choice.place and choice.place[0] in node.stuck_shard_ids:
                     stuck = shards.get(choice.place[0])
-                    if stuck is not None and self._may_suspect(node, stuck) and self._has_other(node, choice, stuck):
+                    if stuck is not None and self._may_suspect(node, stuck) and has_other(node, choice, stuck):
                         yield choice
-
-    def _has_other(self, node: RouterNode, choice: SeenChoice, stuck: SeenShard) -> bool:
-        request = choice.request.request
-        longest = max(other.num_tokens for other in choice.request.choices)
-        window = len(request.prompt_token_ids) + (longest + 1 if request.max_tokens is None else request.max_tokens)
-        return any(
-            shard is not stuck
-            and shard.has_room
-            and not shard.is_suspected
-            and shard.description.max_model_len >= window
-            for shard in eligible(node.witness.shards, choice.request)
-        )
 
     def _may_suspect(self, node: RouterNode, stuck: SeenShard) -> bool:
         assert node.config.health is not None
@@ -104,3 +103,39 @@ class SuspicionBounded(Checker):
         share = 0.0 if node.config.health is None else node.config.health.max_suspected_share
         if num_unwell + 1 > share * count:
             self.fail(f"{node.name} suspects {num_unwell + 1} of {count} shards of {model}, at most {share:g} may be")
+
+
+class DrainedShardsEmpty(Checker):
+    """Of what runs on a shard whose deadline for draining has passed, nothing stays there for long while another has
+    room for it."""
+
+    invariant = "drained_shards_empty"
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[RouterNode, SeenChoice], float] = {}
+        """Since when a choice could have been somewhere else."""
+
+    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+        left = set(self._left(node))
+        if left or self._since:
+            self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in left}
+        check_seconds = (node.config.health or HealthSettings()).check_seconds
+        for choice in left:
+            since = self._since.setdefault((node, choice), max(node.now, choice.placed_at))
+            seconds = node.now - max(since, node.here_since)
+            if seconds > 2 * check_seconds:
+                self.fail(
+                    f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s behind its deadline"
+                )
+
+    def _left(self, node: RouterNode) -> Iterator[SeenChoice]:
+        for shard in node.witness.shards.values():
+            if not shard.hands_over:
+                continue
+            for slot in shard.open:
+                choice = shard.current(slot)
+                if choice is None or choice.is_at_limit or choice.request.is_waiting:
+                    continue
+                may_move = all(other.num_moves < MAX_MOVES for other in choice.request.choices)
+                if may_move and has_other(node, choice, shard):
+                    yield choice

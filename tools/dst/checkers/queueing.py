@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from router.core.actions import Action, SubmitAttempt
-from router.core.events import Event
+from router.core.events import Event, Tier
 from tools.dst.checkers.base import Checker
 from tools.dst.seen import State, eligible
 
@@ -27,9 +27,14 @@ class NoIdleWait(Checker):
         for seen in node.witness.waiting():
             able = eligible(shards, seen)
             if not able:
-                self.fail(f"{seen.request.request_id} waits for a shard that does not exist")
+                if not node.config.overload.outage_patience_seconds:
+                    self.fail(f"{seen.request.request_id} waits for a shard that does not exist")
+                continue  # how long it may is looked at by OutagePatience
+            if seen.request.tier is not Tier.INTERACTIVE and others_go_first(node, seen):
+                continue
             if node.holds_requests:
-                if all(shard.is_idle for shard in able):
+                # A portion of its prompt may be computed on a shard that was suspected when there was no other.
+                if seen.portion is None and all(shard.is_idle for shard in able):
                     self.fail(f"{seen.request.request_id} waits, all of {len(able)} shards are idle")
                 continue
             for shard in able:
@@ -44,7 +49,7 @@ class NoStarvation(Checker):
     invariant = "no_starvation"
 
     def __init__(self) -> None:
-        self._num_passed: dict[tuple[RouterNode, str, str], int] = {}
+        self._num_passed: dict[tuple[RouterNode, str, bool, str], int] = {}
 
     def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
         if seen is None or node.holds_requests:
@@ -60,21 +65,38 @@ class NoStarvation(Checker):
             tenant = other.request.tenant
             if other.request.model != model or tenant == seen.request.tenant or tenant in passed:
                 continue
+            if is_parked(other) is not is_parked(seen):
+                continue  # they stand in lines of their own
             if any(shard.has_room for shard in eligible(shards, other)):
                 passed.add(tenant)
-        self._num_passed.pop((node, model, seen.request.tenant), None)
+        line = is_parked(seen)
+        self._num_passed.pop((node, model, line, seen.request.tenant), None)
         for tenant in passed:
-            key = (node, model, tenant)
+            key = (node, model, line, tenant)
             count = self._num_passed[key] = self._num_passed.get(key, 0) + 1
             if count >= len(node.tenants):
                 self.fail(f"{tenant} waits on {node.name} while others were served {count} times")
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if self._num_passed:
-            waiting = {(node, seen.request.model, seen.request.tenant) for seen in node.witness.waiting()}
+            waiting = {
+                (node, seen.request.model, is_parked(seen), seen.request.tenant) for seen in node.witness.waiting()
+            }
             self._num_passed = {
                 key: count for key, count in self._num_passed.items() if key[0] is not node or key in waiting
             }
+
+
+def is_parked(seen: SeenRequest) -> bool:
+    """It can wait, and nothing of it has run."""
+    return seen.request.tier is not Tier.INTERACTIVE and not seen.num_attempts
+
+
+def others_go_first(node: RouterNode, seen: SeenRequest) -> bool:
+    """Somebody more urgent waits, or somebody who has run."""
+    model = seen.request.model
+    others = [other for other in node.witness.waiting() if other is not seen and other.request.model == model]
+    return any(other.request.tier < seen.request.tier or other.num_attempts for other in others)
 
 
 class QueueBound(Checker):

@@ -1,0 +1,116 @@
+"""Planted bugs in what is done about overload, outages and drains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.admission import draining
+from router.core.core import RouterCore
+from router.core.dispatch_queue import DispatchQueue
+from router.core.events import Request, Tier
+from router.core.fleet import Fleet, Shard
+from router.core.health_watch import HealthWatch
+from router.core.outage import Outage
+from router.core.overload import OverloadGuard
+from router.core.waiting_lines import WaitingLines
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import (
+    DrainedShardsEmpty,
+    DrainsEnd,
+    OutagePatience,
+    PlacementsFit,
+    RefusalsFit,
+    TiersKept,
+)
+
+
+@caught_by(RefusalsFit)
+def takes_answering_for_waiting(patch: Patch) -> None:
+    """How long an answer takes is held against who comes as if it had to wait that long."""
+    original = OverloadGuard.refusal
+
+    def refusal(self: OverloadGuard, request: Request, timeout_seconds: float, now: float) -> Any:
+        if self._config.sheds_early:
+            wait_seconds = self._model(request.model).service_seconds(request.max_tokens)
+            if wait_seconds > self._max_queue_seconds:
+                return self.full(request, now)
+        return original(self, request, timeout_seconds, now)
+
+    patch.setattr(OverloadGuard, "refusal", refusal)
+
+
+@caught_by(TiersKept)
+def serves_all_tiers_alike(patch: Patch) -> None:
+    """Requests that can wait stand in the same line as the others."""
+    patch.setattr(DispatchQueue, "park", lambda self, live: self.wait_for_any(live))
+
+
+@caught_by(TiersKept)
+def takes_places_from_tenants_only(patch: Patch) -> None:
+    """A full queue: whose tenant has its share is refused, though somebody who can wait has a place."""
+    original = WaitingLines.take_victim
+
+    def take_victim(self: WaitingLines, tenant: str, tier: Tier = Tier.INTERACTIVE) -> Any:
+        return original(self, tenant, Tier.BATCH)
+
+    patch.setattr(WaitingLines, "take_victim", take_victim)
+
+
+@caught_by(OutagePatience)
+def gives_up_at_once(patch: Patch) -> None:
+    """The patience with outages is forgotten."""
+    original = Outage.look
+
+    def look(self: Outage, now: float) -> None:
+        self._patience_seconds = 0.0
+        original(self, now)
+
+    patch.setattr(Outage, "look", look)
+
+
+@caught_by(OutagePatience)
+def waits_for_ever(patch: Patch) -> None:
+    """Nobody is told that no shard comes."""
+    patch.setattr(Outage, "expire", lambda _self, _live, _now: None)
+
+
+@caught_by(PlacementsFit)
+def floods_who_comes_back(patch: Patch) -> None:
+    """A shard that comes back while many wait is sent as much as any."""
+
+    class Flooded(Shard):
+        @property
+        def limit(self) -> int:
+            return 2 * self.description.max_batch
+
+        @limit.setter
+        def limit(self, _value: int) -> None: ...
+
+    def add(self: Fleet, description: Any) -> Shard:
+        self.shards[description.shard_id] = shard = Flooded(description)
+        return shard
+
+    patch.setattr(Fleet, "add", add)
+
+
+@caught_by(DrainedShardsEmpty)
+def lets_drains_take_for_ever(patch: Patch) -> None:
+    """That a drain's deadline has passed is not heard."""
+    original = HealthWatch.on_load
+
+    def on_load(self: HealthWatch, shard: Shard, *, hands_over: bool, now: float) -> None:
+        original(self, shard, hands_over=False, now=now)
+
+    patch.setattr(HealthWatch, "on_load", on_load)
+
+
+@caught_by(DrainsEnd)
+def ends_one_request_of_a_drain(patch: Patch) -> None:
+    """Only the first request is ended when the router waits no longer."""
+
+    def on_drain_ended(self: RouterCore, now: float) -> None:
+        for name, live in list(self._lifecycle.requests.items())[:1]:
+            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(name), now)
+
+    patch.setattr(RouterCore, "_on_drain_ended", on_drain_ended)
