@@ -87,7 +87,7 @@ def excused(
         (End.BROKEN, "", FaultKind.RESET_CLIENTS),
         (End.ERROR, "router_unavailable", FaultKind.KILL_ROUTER),
         (End.REFUSED, "safety_unavailable", FaultKind.KILL_SAFETY),
-        (End.ERROR, "events_gone", FaultKind.KILL_EDGE),
+        (End.REFUSED, "draining", FaultKind.STOP_EDGE),
     ],
 )
 def test_a_failure_is_excused_by_its_own_fault_at_its_own_time_only(end: End, code: str, kind: FaultKind):
@@ -124,6 +124,15 @@ def test_one_router_of_two_excuses_nothing():
         assert excused(end, code, FaultKind.KILL_ROUTER, FaultKind.HANG_ROUTER, door=door, fleet=fleet)
         assert excused(end, code, FaultKind.KILL_ROUTER, FaultKind.RESTART_ROUTER, door=door, fleet=fleet)
         assert not excused(end, code, FaultKind.RESTART_ROUTER, FaultKind.RESTART_ROUTER, door=door, fleet=fleet)
+
+
+def test_the_death_of_an_edge_excuses_no_resumable_stream():
+    """Another edge goes on with it, from what Redis has of it: only without Redis it may be lost."""
+    for end, code in ((End.BROKEN, ""), (End.ERROR, "events_gone"), (End.ERROR, "not_found")):
+        assert not excused(end, code, FaultKind.KILL_EDGE, manner=Manner.RESUMABLE)
+        assert not excused(end, code, FaultKind.RESET_CLIENTS, manner=Manner.FLAKY)
+    assert excused(End.ERROR, "events_gone", FaultKind.KILL_EDGE, FaultKind.HANG_REDIS, manner=Manner.RESUMABLE)
+    assert excused(End.BROKEN, "", FaultKind.KILL_EDGE, manner=Manner.PLAIN)
 
 
 @pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED, Verdict.MISCOUNTED])

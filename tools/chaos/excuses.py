@@ -41,7 +41,7 @@ SETTLE_SECONDS: Final = 3.0
 """Until the others have found a part that is back."""
 _ALL_SHARDS: Final = frozenset({"no_shard_ready", "shard_lost", "queue_timeout", "queue_full"})
 _LOST_ROUTER: Final = frozenset({"router_unavailable", "no_shard_ready", "model_not_found", "draining", "queue_full"})
-_LOST_EDGE: Final = frozenset({"not_found", "events_gone", "draining"})
+_LOST_EVENTS: Final = frozenset({"not_found", "events_gone"})
 _OWN_FAULT: Final = frozenset({"client_too_slow"})
 _EDGE_VERBS: Final = frozenset({"kill", "stop", "reset"})
 """What breaks a connection. An edge that only hangs keeps its connections."""
@@ -66,9 +66,10 @@ def is_excused(
         else:
             by_part.setdefault(one.kind.part, []).append(one)
     no_router = _is_none_left(by_part.get("router", []), restarted.get("router", set()), fleet.num_routers)
+    is_taken_up = errand.manner in (Manner.RESUMABLE, Manner.FLAKY) and not _is_sdk(errand)
     if seen.end is End.BROKEN:
-        # The SDK goes on at another router.
-        return no_router if _is_sdk(errand) else _breaks_connections(by_part)
+        # The SDK goes on at another router; a stream that can be taken up, at another edge.
+        return no_router if _is_sdk(errand) else not is_taken_up and _breaks_connections(by_part)
     if seen.end is End.UNREACHABLE:
         return "edge" in by_part or "clients" in by_part
     code = seen.code
@@ -80,11 +81,13 @@ def is_excused(
         return True  # a part that comes back while Redis is away cannot find the others
     if code == "safety_unavailable":
         return "safety" in by_part or "router" in by_part
-    if code in _LOST_EDGE and _breaks_connections(by_part):
+    if code == "draining" and _breaks_connections(by_part):
         return True
+    if code in _LOST_EVENTS:
+        # Another edge goes on with what the dead one had, if it can look it up.
+        return is_taken_up and _breaks_connections(by_part) and "redis" in by_part
     if code == "internal_error":
-        # Nobody can look up where a response is.
-        return "redis" in by_part and "edge" in by_part and errand.manner in (Manner.RESUMABLE, Manner.FLAKY)
+        return is_taken_up and "edge" in by_part and "redis" in by_part
     if code not in _ALL_SHARDS:
         return False
     struck = by_part.get("shard", []) + by_part.get("link", [])
