@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -15,3 +17,16 @@ def model_dir() -> Path:
     from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
 
     return ensure_builtin_model(REPOSITORY / "build" / "models")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Stop the fabrics of a run that was interrupted: pytest-xdist kills its workers before they can do so."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("tx", None):
+        return
+    base = str(session.config._tmp_path_factory.getbasetemp())  # as pytest-xdist finds it  # pyright: ignore
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            is_fabric = "up" in (process.info["cmdline"] or ())
+            if is_fabric and process.environ().get("KVLOOM_DATA_DIR", "").startswith(base):
+                process.terminate()
