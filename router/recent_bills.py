@@ -35,7 +35,6 @@ class _Bill:
     tenant: str
     model: str
     num_tokens: int
-    """Less what was credited."""
 
 
 class RecentBills:
@@ -75,13 +74,14 @@ class RecentBills:
 
     def settle(self, link_id: str, num_received_tokens: Mapping[str, int]) -> list[Credit]:
         """What is to be credited, given what had come of the requests that the link lost. Said twice it changes
-        nothing; requests that are not remembered here are passed over."""
+        nothing; requests that are not remembered here are passed over. A bill is settled once: the next loss of a name
+        is that of a later attempt, which may never have come here."""
         found: list[Credit] = []
         for request_id, num_received in num_received_tokens.items():
-            bill = self._bills.get((link_id, request_id)) or self._earlier.get((link_id, request_id))
+            key = (link_id, request_id)
+            bill = self._bills.pop(key, None) or self._earlier.pop(key, None)
             if bill is not None and bill.num_tokens > num_received:
                 found.append(Credit(request_id, bill.tenant, bill.model, bill.num_tokens - num_received))
-                bill.num_tokens = num_received
         return found
 
     def _forget_old(self) -> None:

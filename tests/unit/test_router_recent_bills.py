@@ -49,6 +49,14 @@ def test_said_twice_it_is_credited_once() -> None:
     assert not bills.settle("link", {"a": 4})
 
 
+def test_an_attempt_that_never_came_is_not_taken_for_the_one_before() -> None:
+    """Lost, settled, asked for again here, and lost again on its way: the second loss says that nothing came, and that
+    is no word about what the first attempt has delivered."""
+    bills = bills_of_a_broken_stream(a=6)
+    assert bills.settle("link", {"a": 2}) == [Credit("a", "t", "m", 4)]
+    assert not bills.settle("link", {"a": 0})
+
+
 def test_only_one_s_own_bills_are_credited() -> None:
     """Another client may use the same names, and what is not remembered is no reason to credit anything."""
     bills = bills_of_a_broken_stream(a=5)
@@ -84,8 +92,18 @@ def test_bills_are_forgotten_with_time_but_not_by_a_router_that_stood_still() ->
     bills.open("edge#1", "link")
     bills.note(ended("a", 5))
     now += 3600.0
-    bills.note(ended("b", 5))
+    for name in ("b", "c"):
+        bills.note(ended(name, 5))
     assert [credit.request_id for credit in bills.settle("link", {"a": 4, "b": 4})] == ["a", "b"]
     now += KEEP_SECONDS
-    bills.note(ended("c", 5))
-    assert [credit.request_id for credit in bills.settle("link", {"a": 0, "b": 0, "c": 0})] == ["b", "c"]
+    bills.note(ended("d", 5))
+    assert [credit.request_id for credit in bills.settle("link", {"c": 0, "d": 0})] == ["c", "d"]
+    for name in ("e", "f"):
+        now += KEEP_SECONDS
+        bills.note(ended(name, 5))
+    bills.note(ended("g", 5))
+    now += KEEP_SECONDS
+    bills.note(ended("h", 5))
+    now += KEEP_SECONDS
+    bills.note(ended("i", 5))
+    assert not bills.settle("link", {"e": 0, "g": 0})
