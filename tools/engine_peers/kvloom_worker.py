@@ -16,8 +16,8 @@ from tools.engine_peers.worker import serve
 
 _WINDOW = 2048
 """As the others have it."""
-_NUM_BLOCKS = 768
-"""12,288 tokens: half as many again as the largest batch needs. What is cached for later prompts counts as memory, and
+_NUM_BLOCKS = 640
+"""10,240 tokens: a third more than the largest batch needs. What is cached for later prompts counts as memory, and
 no prompt comes twice."""
 
 
