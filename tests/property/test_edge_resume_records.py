@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ def test_state_from_snapshot_and_journal(cuts: list[int], first: int, snapshot_a
     """A journal may begin late, say things twice, and overlap with the snapshot: what is known has no gap and ends
     where the last news ends, or it is known that something is missing."""
     bounds = sorted({0, *cuts, len(TOKENS)})
-    journal = [news(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    journal = [news(begin, end) for begin, end in itertools.pairwise(bounds)]
     position = bounds[min(snapshot_at, len(bounds) - 1)]
     kept = journal[min(first, len(journal) - 1) :]
     twice = [one for one in kept for _ in range(data.draw(st.integers(1, 2)))]
