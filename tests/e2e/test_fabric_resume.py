@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -54,6 +55,13 @@ def text_and_usage(events: list[bytes]) -> tuple[str, int]:
 @contextlib.asynccontextmanager
 async def second_edge(fabric: RunningFabric) -> AsyncIterator[str]:
     """Another edge process of the same fabric; gives its URL."""
+    async with edge_process(fabric) as (url, _):
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def edge_process(fabric: RunningFabric) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """Another edge of the same fabric, which may be killed; and its URL."""
     config = Path(fabric.env["KVLOOM_DATA_DIR"]) / "run" / "config.json"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "edge_http", "--config", str(config), "--name", "edge-b", "--port", "0"),
@@ -64,11 +72,28 @@ async def second_edge(fabric: RunningFabric) -> AsyncIterator[str]:
         assert process.stdout is not None
         async with asyncio.timeout(30):
             ready = await process.stdout.readline()
-        yield "http://" + json.loads(ready)["address"]
+        yield "http://" + json.loads(ready)["address"], process
     finally:
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
         async with asyncio.timeout(40):
             await process.wait()
+
+
+def tokens_of(line: str) -> int:
+    """That a line of a router's log bills; less than 0: credits."""
+    output = re.search(r"num_output_tokens=(\d+)", line)
+    credited = re.search(r"num_credited_tokens=(\d+)", line)
+    return (int(output[1]) if output else 0) - (int(credited[1]) if credited else 0)
+
+
+async def until_ready(url: str) -> None:
+    async with aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.02)
 
 
 async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: RunningFabric, tokenizer: ModelTokenizer):
@@ -164,3 +189,42 @@ async def test_answer_that_ended_survives_the_death_of_its_edge(
     events = await streamed.read_to_the_end()
     assert events == whole.events
     assert text_and_usage(events) == (await expected_text(tokenizer, "The edge will die", 4, NUM_TOKENS), NUM_TOKENS)
+
+
+async def test_running_answers_go_on_after_the_death_of_their_edge(
+    mortal_fabric: RunningFabric, tokenizer: ModelTokenizer
+):
+    """kill -9 of the edge in the middle of attached streams: their clients come to another one, have every token once,
+    and the routers' bills, less their credits, are exactly what was delivered."""
+    num_tokens = 60
+    names = [f"Its edge is killed {i}" for i in range(8)]
+    async with asyncio.timeout(60), edge_process(mortal_fabric) as (url, process):
+        await until_ready(url)
+        clients = [client(url) for _ in names]
+        asking = [
+            asyncio.create_task(one.begin(body(name, i, num_tokens)))
+            for i, (name, one) in enumerate(zip(names, clients, strict=True))
+        ]
+        while not all(len(one.events) > 5 + 3 * i for i, one in enumerate(clients)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        process.kill()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for one in clients:
+            assert not one.done
+            one.url = mortal_fabric.http_url + CHAT
+        events = await asyncio.gather(*(one.read_to_the_end() for one in clients))
+    for i, (name, one, seen) in enumerate(zip(names, clients, events, strict=True)):
+        assert text_and_usage(seen) == (await expected_text(tokenizer, name, i, num_tokens), num_tokens)
+        assert not one.notices
+        again = client(mortal_fabric.http_url)
+        again.response_id = one.response_id
+        assert await again.read_to_the_end() == seen
+
+    def billed() -> list[int]:
+        (log,) = (Path(mortal_fabric.env["KVLOOM_DATA_DIR"]) / "logs").glob("router*.log")
+        lines = [line for line in log.read_text().splitlines() if "request ended" in line or "request credited" in line]
+        return [sum(tokens_of(line) for line in lines if one.response_id in line) for one in clients]
+
+    await asyncio.to_thread(
+        eventually, "every token is billed once", lambda: billed() == [num_tokens] * len(clients), 10.0
+    )
