@@ -1,4 +1,4 @@
-"""An answer of `Generate` that its reader carries from router to router: what has come, what to ask the next one for."""
+"""An answer of `Generate` that its reader carries from router to router: what has come, and what to ask for next."""
 
 from __future__ import annotations
 
