@@ -10,9 +10,10 @@ import pytest
 
 from kvloom.errors import reason_name
 from kvloom.grpc_errors import from_rpc_error
+from kvloom.router_link import ChoiceProgress
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from tests.fakes.fake_shard import expected_text, expected_tokens
-from tests.fakes.router_world import TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -91,6 +92,33 @@ async def test_a_broken_client_stream_cancels_its_requests_only(world: RouterWor
     await eventually(lambda: len(shard.cancelled_slots) == 3, "the cancels")
     await eventually(lambda: answer.done, "the other answer")
     assert answer.token_ids[0] == expected_tokens([9], 0, 100)
+
+
+async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) -> None:
+    """Whoever has taken a request over says how much of it was delivered: it ends where it ran, the name is free for it
+    to go on, the rest of the bill is credited, and nobody else's request is touched. Said twice it changes nothing."""
+    shard = await world.start_shard("shard-0", step_seconds=0.005)
+    await world.start_router()
+    hung, heir = await world.connect("edge-0"), await world.connect("edge-1")
+    await world.wait_for_shards(heir, 1)
+    lost, other = Answer(), Answer()
+    hung.submit(link_request([1], 4000, request_id="taken"), lost)
+    hung.submit(link_request([2], 60, request_id="not taken"), other)
+    await eventually(lambda: len(lost.token_ids[0]) >= 5, "tokens")
+    for _ in range(2):
+        heir.identity.note_lost_by(hung.identity.link_id, "taken", 3)
+        heir.report_losses()
+    begun = ChoiceProgress(0)
+    begun.token_ids.extend(expected_tokens([1], 0, 3))
+    again = Answer()
+    heir.submit(link_request([1], 10, request_id="taken", begun=[begun]), again)
+    await eventually(lambda: again.done and lost.done and other.done, "all ends")
+    assert lost.finish.reason == generation_pb2.FINISH_REASON_CANCELLED
+    assert other.token_ids[0] == expected_tokens([2], 0, 60)
+    assert again.token_ids[0] == expected_tokens([1], 0, 10)[3:]
+    assert len(shard.cancelled_slots) == 1
+    credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    assert credited == lost.finish.num_output_tokens - 3
 
 
 async def test_a_seed_is_drawn_once_and_travels_with_the_request(world: RouterWorld) -> None:
