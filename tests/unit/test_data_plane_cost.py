@@ -106,6 +106,7 @@ def router_half(num_streams: int) -> Callable[[], None]:
     """A shard's frame, with a token for each of its gated answers, a load report, and two blocks that its cache has
     stored, to the bytes of the frame for their client."""
     rig = CoreRig(safety=None, max_queued_requests=1000)
+    rig.now = asyncio.get_running_loop().time()  # the dispatcher's clock: nothing has expired
     rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], ["not this"])))
     rig.add_shard(max_batch=num_streams, max_model_len=1000, num_blocks=10_000)
     rig.handle(KvSnapshotArrived("s0", 0, ()))
