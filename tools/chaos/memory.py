@@ -19,6 +19,8 @@ WARM_UP_SHARE: Final = 1 / 3
 """Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS, when all that is kept for a time
 (bills, ended answers) has reached its size."""
 FLAT_MB_PER_HOUR: Final = 1.0
+FLAT_MB: Final = 0.5
+"""Allocators take memory in pieces: less over all that was watched says nothing."""
 MIN_JUDGED_SECONDS: Final = 1500.0
 """A life that was shorter is not judged: what is kept for a time had not its size for long enough."""
 _NUM_BLOCKS: Final = 20
@@ -54,12 +56,15 @@ class Trend:
     bytes_per_second: float
     error_bytes_per_second: float
     """Twice the slope's standard error."""
+    seconds: float
+    """That were watched."""
 
     @property
     def is_flat(self) -> bool:
         """No more than FLAT_MB_PER_HOUR, or too little to be told from noise."""
         surely = self.bytes_per_second - self.error_bytes_per_second
-        return per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or surely <= 0.0
+        rise_mb = self.bytes_per_second * self.seconds / 1e6
+        return per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or rise_mb <= FLAT_MB or surely <= 0.0
 
 
 class MemoryWatch:
@@ -134,4 +139,5 @@ def trend_of(samples: Sequence[Sample]) -> Trend | None:
     slope, intercept = statistics.linear_regression(times, sizes)
     off = sum((y - intercept - slope * x) ** 2 for x, y in zip(times, sizes, strict=True)) / (len(blocks) - 2)
     mean = statistics.fmean(times)
-    return Trend(slope, 2.0 * math.sqrt(off / sum((x - mean) ** 2 for x in times)))
+    error = 2.0 * math.sqrt(off / sum((x - mean) ** 2 for x in times))
+    return Trend(slope, error, samples[-1][0] - samples[0][0])
