@@ -203,7 +203,7 @@ class SpeculationConfig(Section):
 
 class TorchConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: an NVIDIA GPU, with torch's CUDA build (docs/performance-gpu.md); a shard that finds none does not start."""
+    """cuda: an NVIDIA GPU, with torch's CUDA build (docs/performance-gpu.md); without one a shard does not start."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     weights: Literal["dtype", "int8"] = "dtype"
     """Of the linear layers. int8: a scale per output channel; products are of int8 rows, the rest is computed in
