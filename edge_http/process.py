@@ -66,11 +66,14 @@ async def serve_edge(
     server = EdgeServer(edge)
     peers: Peers | None = None
     try:
-        address = await _open(server, config.edge.host, doors)
-        own_address = address
-        if doors.peer_port is not None:
+        # Clients may wait at the shared door already: until the others are known, an answer of theirs would be denied.
+        if doors.peer_port is None:
+            address = own_address = await _open(server, config.edge.host, doors)
+            peers = join_peers(edge, config.redis, own_address)
+        else:
             own_address = await server.listen(config.edge.host, doors.peer_port)
-        peers = join_peers(edge, config.redis, own_address, shares_port=doors.peer_port is not None)
+            peers = join_peers(edge, config.redis, own_address, shares_port=True)
+            address = await _open(server, config.edge.host, doors)
         on_ready(address, own_address)
         await stop.wait()
         await server.drain()
@@ -84,7 +87,7 @@ async def serve_edge(
 
 async def _open(server: EdgeServer, host: str, doors: Doors) -> str:
     if doors.listen_fd is None:
-        return await server.start(host, doors.port)
+        return await server.listen(host, doors.port)
     try:
         listener = socket.socket(fileno=doors.listen_fd)
     except OSError as error:

@@ -60,14 +60,9 @@ class EdgeServer:
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=SHUTDOWN_SECONDS)
         self._taken_over: web.SockSite | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; port 0 picks one. Returns "host:port". Raises StartError when the port is taken."""
-        await self._runner.setup()
-        return await self.listen(host, port)
-
     async def take_over(self, listener: socket.socket) -> str:
         """Serve what comes to a socket that listens already, and that others may go on with. Returns "host:port"."""
-        await self._runner.setup()
+        await self._set_up()
         site = web.SockSite(self._runner, listener, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -76,10 +71,15 @@ class EdgeServer:
         return address
 
     async def listen(self, host: str, port: int) -> str:
-        """At one more place. Raises StartError when the port is taken."""
+        """Port 0 picks one. Returns "host:port". Raises StartError when the port is taken."""
+        await self._set_up()
         site = web.TCPSite(self._runner, host, port, reuse_port=False, backlog=BACKLOG)
         await self._listen(site, f"{host}:{port}")
         return f"{host}:{site.port}"
+
+    async def _set_up(self) -> None:
+        if self._runner.server is None:
+            await self._runner.setup()
 
     async def _listen(self, site: web.BaseSite, address: str) -> None:
         try:

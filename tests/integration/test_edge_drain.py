@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+from tests.fakes.edge_peers import begin, edges
 from tests.fakes.resume_world import CHAT
-from tests.integration.test_edge_resume_peers import begin, edges
 
 
 async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: str) -> None:

@@ -89,7 +89,7 @@ async def test_what_never_started_has_no_shard_to_name(world: EdgeWorld, stream:
 
 async def test_the_wait_for_a_shard_ends_with_the_request_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that never starts the request must not hold the client for ever."""
-    monkeypatch.setattr("edge_http.generation.ROUTER_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("edge_http.submission.ROUTER_GRACE_SECONDS", 0.0)
     async with edge_world(EdgeConfig(request_timeout_seconds=0.05)) as world:
         path = f"{world.url}/v1/chat/completions"
         async with world.http.post(path, json=chat_body(stream=True), headers=EXPLAIN) as response:

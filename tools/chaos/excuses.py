@@ -54,8 +54,6 @@ def is_excused(
     nothing."""
     if finding.verdict in NEVER_ALLOWED:
         return False
-    if finding.verdict in (Verdict.OK, Verdict.LEFT):
-        return True
     by_part: dict[str, list[Disturbance]] = {}
     restarted: dict[str, set[str]] = {}
     for one in disturbances:
@@ -65,6 +63,10 @@ def is_excused(
             restarted.setdefault(one.kind.part, set()).add(one.target)
         else:
             by_part.setdefault(one.kind.part, []).append(one)
+    if seen.num_takeovers and not any(one.kind.verb == "hang" for one in by_part.get("edge", [])):
+        return False  # only an edge that wakes up can find a stream elsewhere that its own client has come back for
+    if finding.verdict in (Verdict.OK, Verdict.LEFT):
+        return True
     no_router = _is_none_left(by_part.get("router", []), restarted.get("router", set()), fleet.num_routers)
     is_taken_up = errand.manner in (Manner.RESUMABLE, Manner.FLAKY) and not _is_sdk(errand)
     if seen.end is End.BROKEN:

@@ -122,8 +122,7 @@ class _Asking:
                 return
             await asyncio.sleep(wait_seconds)
             if not self._response_id:
-                # A key is known to one edge only, so what may have begun is asked for where it began.
-                self._door = self._door if self._can_resume and self._transcript.num_breaks else self._other_door()
+                self._door = self._other_door()
             elif self._rng.random() < 0.5:
                 self._door = self._other_door()
 
@@ -217,8 +216,9 @@ class _Asking:
         """The stream was closed before its end."""
         transcript = self._transcript
         if reader.notice == "stream_taken_over":
-            transcript.event_fault = "the stream was taken over, though nobody else has its id: doubled again"
-            return None
+            # Nobody else has its id, so it was this client itself, at another door.
+            transcript.num_takeovers += 1
+            return _RETRY_SECONDS
         if self._can_resume:
             self._note_break()
             return _RETRY_SECONDS

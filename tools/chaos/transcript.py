@@ -85,6 +85,8 @@ class Transcript:
     num_breaks: int = 0
     """Connections that broke without the client's doing."""
     num_resumes: int = 0
+    num_takeovers: int = 0
+    """Connections that ended because the stream was read at another edge, or so that edge said."""
     num_refusals: int = 0
     """"Not now" that it was told before it was answered."""
 

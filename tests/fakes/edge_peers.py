@@ -1,0 +1,81 @@
+"""Edges that share a Redis, in one process: they die as by kill -9, and clients take their streams up elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+
+from edge_http.peers import Peers, join_peers
+from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
+from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router_link import FakeRequest
+from tests.fakes.resuming_client import ResumingClient
+
+CHAT = "/v1/chat/completions"
+_prefixes = itertools.count()
+
+
+def join(world: EdgeWorld, redis: RedisConfig) -> Peers:
+    peers = join_peers(world.edge, redis, world.url.removeprefix("http://"))
+    assert peers is not None
+    return peers
+
+
+@contextlib.asynccontextmanager
+async def edges(redis_url: str, count: int = 2, **resume: float) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
+    redis = RedisConfig(url=redis_url, key_prefix=f"edge-resume-{next(_prefixes)}")
+    async with contextlib.AsyncExitStack() as stack:
+        started: list[tuple[EdgeWorld, Peers]] = []
+        for _ in range(count):
+            config = EdgeConfig(resume=EdgeResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
+            world = await stack.enter_async_context(edge_world(config))
+            peers = join(world, redis)
+            stack.push_async_callback(peers.close)
+            started.append((world, peers))
+        yield started
+
+
+def client(world: EdgeWorld, key: str = "secret") -> ResumingClient:
+    return ResumingClient(world.url + CHAT, {"Authorization": f"Bearer {key}"})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
+            await asyncio.sleep(0.001)
+
+
+async def begin(world: EdgeWorld, stop_after: int) -> tuple[ResumingClient, FakeRequest]:
+    """A stream that has lost its connection after that many events: the opening, and tokens."""
+    streamed = client(world)
+    reading = asyncio.create_task(streamed.begin(chat_body(stream=True), stop_after=stop_after))
+    request = await world.link.next_request()
+    request.start()
+    for i in range(stop_after - 1):
+        request.tokens(f"{i} ")
+    await reading
+    await until(lambda: not world.edge.resume.streams[streamed.response_id].is_attended)
+    return streamed, request
+
+
+async def published(peers: Peers) -> None:
+    await peers._publisher.flush()
+
+
+async def die(world: EdgeWorld, peers: Peers) -> None:
+    """As kill -9 does it: no word to Redis or to clients, and the port is closed."""
+    task = peers._publisher._task
+    assert task is not None
+    peers._publisher._stopping.set()
+    peers._publisher.gate.wake.set()
+    peers._publisher._flush = nothing  # pyright: ignore[reportAttributeAccessIssue]
+    await task
+    peers._publisher._task = None
+    world.edge.resume.publish_with(peers._publisher.gate, lambda _: None)
+    await world.server.stop()
+
+
+async def nothing() -> None:
+    pass

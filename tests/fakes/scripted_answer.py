@@ -1,0 +1,110 @@
+"""What a router says of a request, told from any point on, for answers that go on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from edge_http.peers import Peers
+from kvloom.v1.generation_pb2 import TokenLogprobs
+from tests.fakes.edge_peers import CHAT, die, until
+from tests.fakes.edge_world import EdgeWorld, chat_body
+from tests.fakes.fake_router_link import FakeRequest
+from tests.fakes.resuming_client import ResumingClient
+
+COMPLETIONS = "/v1/completions"
+TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", "line\n", "end"]
+"""Deltas; an empty one is a token whose text is held back: half a character, or what may become a stop string."""
+
+
+class Script:
+    """What a router says of a request, from any point on: deterministic, as real answers are."""
+
+    def __init__(self, n: int = 1, *, logprobs: bool = False) -> None:
+        steps = [("start", index, 0) for index in range(n)]
+        for i in range(len(TEXT)):
+            steps += [("token", index, i) for index in range(n)]
+        steps += [("finish", index, 0) for index in reversed(range(n))]
+        self.steps = steps
+        self.logprobs = logprobs
+
+    def play(self, request: FakeRequest, begin: int, end: int | None = None) -> None:
+        begun = {choice.index: choice for choice in request.request.begun}
+        for what, index, i in self.steps[begin:end]:
+            if begun and index not in begun:
+                continue
+            if what == "start":
+                request.start(index, num_cached_tokens=2)
+            elif what == "token":
+                logprobs = [TokenLogprobs(logprob=-0.5 - i, top_token_ids=[65, 66], top_logprobs=[-0.5, -1.5])]
+                request.tokens(TEXT[i], index, token_ids=[70 + i], logprobs=logprobs if self.logprobs else ())
+            else:
+                request.finish(index=index)
+
+    def check(self, request: FakeRequest, begin: int) -> None:
+        """That `request` goes on exactly behind the steps before `begin`."""
+        done = self.steps[:begin]
+        ended = {index for what, index, _ in done if what == "finish"}
+        wanted: dict[int, tuple[list[int], int]] = {}
+        for _, index, _ in self.steps:
+            if index not in ended:
+                delivered = [i for what, of, i in done if what == "token" and of == index]
+                wanted[index] = ([70 + i for i in delivered], sum(len(TEXT[i]) for i in delivered))
+        begun = {choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.begun}
+        assert begun == wanted
+
+    def restart(self, request: FakeRequest, begin: int) -> None:
+        """As a router does: those that go on start anew."""
+        for choice in request.request.begun:
+            request.start(choice.index, shard_id="another", num_cached_tokens=9)
+        self.play(request, max(begin, sum(what == "start" for what, _, _ in self.steps)))
+
+
+def kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
+    usage = {"stream_options": {"include_usage": True}}
+    plain = {"model": "tiny", "prompt": "the fox", "stream": True}
+    return {
+        "chat": (CHAT, chat_body(stream=True), Script()),
+        "chat with all": (
+            CHAT,
+            chat_body(stream=True, n=2, logprobs=True, top_logprobs=2, stop=["\n\n"], seed=2**63 + 5, **usage),
+            Script(2, logprobs=True),
+        ),
+        "completion": (COMPLETIONS, {**plain, **usage}, Script()),
+        "completion with all": (COMPLETIONS, {**plain, "n": 2, "logprobs": 2, **usage}, Script(2, logprobs=True)),
+    }
+
+
+def same_but_names(events: list[bytes]) -> list[bytes]:
+    """Without what differs between two requests."""
+    return [re.sub(rb'"(id|created|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event) for event in events]
+
+
+def client(world: EdgeWorld, path: str = CHAT, key: str = "secret", **headers: str) -> ResumingClient:
+    return ResumingClient(world.url + path, {"Authorization": f"Bearer {key}", "x-kvloom-details": "true", **headers})
+
+
+async def undisturbed(world: EdgeWorld, path: str, body: dict[str, Any], script: Script) -> list[bytes]:
+    whole = client(world, path)
+    reading = asyncio.create_task(whole.begin(body))
+    script.play(await world.link.next_request(), 0)
+    await reading
+    assert whole.done
+    return same_but_names(whole.events)
+
+
+async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: Script, end: int, **headers: str):
+    """A client that reads up to the step `end`, and the router's end of its request."""
+    streamed = client(world, path, **headers)
+    reading = asyncio.create_task(streamed.begin(body))
+    request = await world.link.next_request()
+    script.play(request, 0, end)
+    stream = next(iter(world.edge.resume.streams.values()))
+    await until(lambda: stream.num_released == stream.num_events and len(streamed.events) == stream.num_events)
+    return streamed, request, reading
+
+
+async def kill(world: EdgeWorld, peers: Peers, reading: asyncio.Task[Any]) -> None:
+    await die(world, peers)
+    await asyncio.gather(reading, return_exceptions=True)
