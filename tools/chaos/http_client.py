@@ -121,9 +121,7 @@ class _Asking:
             if wait_seconds is None:
                 return
             await asyncio.sleep(wait_seconds)
-            if not self._response_id:
-                self._door = self._other_door()
-            elif self._rng.random() < 0.5:
+            if not self._response_id or self._rng.random() < 0.5:
                 self._door = self._other_door()
 
     def _other_door(self) -> Doorway:
