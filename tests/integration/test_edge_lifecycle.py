@@ -219,7 +219,7 @@ async def test_port_that_is_taken(world: EdgeWorld) -> None:
     """Two servers on one port would share clients at random."""
     second = EdgeServer(Edge(EdgeConfig(), FakeRouterLink(), {}))
     with pytest.raises(StartError, match="cannot listen"):
-        await second.start(*world.address)
+        await second.listen(*world.address)
 
 
 async def test_tokens_leave_without_delay(world: EdgeWorld) -> None:
