@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.model_runner import ModelRunner
+    from tests.loaded_models import LoadedModels
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -17,6 +23,20 @@ def model_dir() -> Path:
     from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
 
     return ensure_builtin_model(REPOSITORY / "build" / "models")
+
+
+@pytest.fixture(scope="session")
+def loaded_models() -> LoadedModels:
+    from tests.loaded_models import LoadedModels
+
+    return LoadedModels()
+
+
+@pytest.fixture
+def load_runner(loaded_models: LoadedModels) -> Iterator[Callable[..., ModelRunner]]:
+    """For TorchEngine: the model is loaded once for many tests. Whoever closes the engine depends on this."""
+    with loaded_models.lending() as load_runner:
+        yield load_runner
 
 
 @pytest.hookimpl(trylast=True)

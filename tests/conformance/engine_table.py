@@ -28,7 +28,9 @@ def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
     """By the heading of their column."""
 
     def torch(**fields: object) -> Callable[[], Engine]:
-        config = ShardConfig(torch=TorchConfig(num_threads=1, **fields), num_blocks=64)  # pyright: ignore
+        torch_config = TorchConfig(num_threads=1, **fields)  # pyright: ignore
+        # What a start computes to be warm follows from the last of these; the capabilities do not.
+        config = ShardConfig(torch=torch_config, num_blocks=64, max_prefill_tokens_per_step=16)
         return lambda: TorchEngine(model_dir, "model", config)
 
     def tensorrt_llm(guided: str | None) -> Callable[[], Engine]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,29 +23,46 @@ class TestSimEngine(EngineSuite):
         return SimEngine("model", config, vocab_size=49152, eos_token_ids=frozenset({2}))
 
 
-class TestTorchEngine(EngineSuite):
-    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+class TorchEngineSuite(EngineSuite):
+    """Engines of one class share the loaded model."""
+
+    @pytest.fixture(autouse=True)
+    def lent_runner(self, load_runner: Callable[..., Any]) -> None:
+        self.load_runner = load_runner
+
+    def make_torch_engine(self, model_dir: Path, torch_fields: dict[str, Any], shard_fields: dict[str, Any]) -> Engine:
         from shard_server.engines.torch_engine.engine import TorchEngine
 
-        # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled.
-        config = ShardConfig(torch=TorchConfig(num_threads=1), **{"max_batch": 16, "num_blocks": 256, **shard_fields})
-        return TorchEngine(request.getfixturevalue("model_dir"), "model", config)
+        # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled. A start
+        # computes the largest portion of a prompt several times: a small one, which also cuts the longer prompts.
+        fields = {"max_batch": 16, "num_blocks": 256, "max_prefill_tokens_per_step": 48} | shard_fields
+        config = ShardConfig(torch=TorchConfig(num_threads=1, **torch_fields), **fields)
+        return TorchEngine(model_dir, "model", config, load_runner=self.load_runner)
 
 
-class TestTorchEngineInt8(EngineSuite):
-    """On a small random model: this is about the kernels' promises."""
+class TestTorchEngine(TorchEngineSuite):
+    def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
+        return self.make_torch_engine(request.getfixturevalue("model_dir"), {}, shard_fields)
+
+
+class SmallTorchEngineSuite(TorchEngineSuite):
+    """On a small random model."""
+
+    torch_fields: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(scope="class")
     @classmethod
     def small_model_dir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return write_tiny_llama(tmp_path_factory.mktemp("int8"), vocab_size=8192)
+        return write_tiny_llama(tmp_path_factory.mktemp("small"), vocab_size=8192)
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
-        from shard_server.engines.torch_engine.engine import TorchEngine
+        return self.make_torch_engine(request.getfixturevalue("small_model_dir"), self.torch_fields, shard_fields)
 
-        torch = TorchConfig(num_threads=1, weights="int8")
-        config = ShardConfig(torch=torch, **{"max_batch": 16, "num_blocks": 256, **shard_fields})
-        return TorchEngine(request.getfixturevalue("small_model_dir"), "model", config)
+
+class TestTorchEngineInt8(SmallTorchEngineSuite):
+    """This is about the kernels' promises."""
+
+    torch_fields: ClassVar[dict[str, Any]] = {"weights": "int8"}
 
 
 class TestSimEngineShortestPrefillFirst(TestSimEngine):
@@ -53,7 +70,9 @@ class TestSimEngineShortestPrefillFirst(TestSimEngine):
         return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
 
 
-class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
+class TestTorchEngineShortestPrefillFirst(SmallTorchEngineSuite):
+    """This is about the scheduler."""
+
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)
 
