@@ -39,7 +39,7 @@ from router.core.placement.placer import Placer
 from router.core.prefix_index import PrefixIndex
 from router.core.relay import Relay
 from router.core.screening import Screening
-from router.core.shard_news import ShardNews
+from router.core.shard_news import ShardNews, check_frame, check_step
 from router.core.shard_state import ShardState
 from router.core.verdicts import Verdicts
 
@@ -115,6 +115,13 @@ class RouterCore:
             ev.DrainEnded: lambda _event, now: self._on_drain_ended(now),
         }
         self._handlers = handlers
+        checks: dict[type, Callable[[Any], None]] = {
+            ev.StepArrived: check_step,
+            ev.FrameArrived: check_frame,
+            ev.ShardUp: lambda event: check_shard(event.shard),
+        }
+        self._checks = checks
+        """Before anything changes."""
 
     # -- API ------------------------------------------------------------------------------------------------------
 
@@ -124,6 +131,9 @@ class RouterCore:
         Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together and for a shard that names
         impossible sizes; nothing has changed then, and the stream that brought it should be broken.
         """
+        check = self._checks.get(type(event))
+        if check is not None:
+            check(event)
         if self._deadlines.has_due(now):
             self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain
         self._handlers[type(event)](event, now)
@@ -298,7 +308,6 @@ class RouterCore:
 
     def _on_shard_up(self, event: ev.ShardUp, now: float) -> None:
         shard_id = event.shard.shard_id
-        check_shard(event.shard)
         if shard_id in self._fleet.shards:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         shard = self._fleet.add(event.shard)
@@ -383,8 +392,8 @@ class RouterCore:
 
     def _tell_fleet(self) -> None:
         self._fleet_may_differ = False
+        self._dispatcher.queue.leave_suspected()
         state = self._fleet.state()
         if state != self._told_fleet:
             self._told_fleet = state
-            self._dispatcher.queue.leave_suspected()
             self._outbox.add(state)

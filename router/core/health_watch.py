@@ -186,6 +186,7 @@ class HealthWatch:
         if health.state is not before:
             if before is HealthState.SUSPECTED:
                 shard.limit = 1
+                self._dispatcher.queue.leave_suspected()  # for this one
             self._num_unwell -= health.state is HealthState.HEALTHY
             if health.is_suspected:
                 self._dispatcher.queue.dissolve_line(shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvloom.errors import KvloomError, protocol_violation
+from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.admission import safety_unavailable
@@ -43,15 +43,10 @@ class Relay:
 
     def on_step(self, shard: Shard, step: Step, now: float) -> None:
         """News of slots that are not in use, or were cancelled, is dropped."""
-        num_entries = len(step.slots)
-        num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
-        fits = len(step.deltas) == num_entries and len(step.token_ids) == num_tokens
-        if not fits or (step.num_tokens and len(step.num_tokens) != num_entries):
-            raise protocol_violation("A step frame's arrays do not fit together.")
-        if shard.health is not None and num_entries and step.slots[0] in shard.attempts:
+        if shard.health is not None and step.slots and step.slots[0] in shard.attempts:
             view = self._ledger.view(shard.shard_id)
             is_prefilling = bool(view.queued or view.foreign_queued_tokens)
-            shard.health.note_step(num_tokens, view.own_running, now, is_prefilling=is_prefilling)
+            shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
         if step.starts:
             started = [
                 (attempt.key, start.queue_time_seconds)

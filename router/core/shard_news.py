@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvloom.errors import protocol_violation
 from router.core import events as ev
 from router.core.actions import WantKvSnapshot
 from router.core.dispatch import Dispatcher
@@ -14,6 +15,23 @@ from router.core.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 from router.core.prefix_index import PrefixIndex
 from router.core.relay import Relay
+
+
+def check_step(event: ev.StepArrived) -> None:
+    """Raises KvloomError (PROTOCOL_VIOLATION) for arrays that do not fit together."""
+    step = event.step
+    num_entries = len(step.slots)
+    num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
+    fits = len(step.deltas) == num_entries and len(step.token_ids) == num_tokens
+    if not fits or (step.num_tokens and len(step.num_tokens) != num_entries):
+        raise protocol_violation("A step frame's arrays do not fit together.")
+
+
+def check_frame(event: ev.FrameArrived) -> None:
+    """Raises KvloomError (PROTOCOL_VIOLATION)."""
+    for part in event.parts:
+        if type(part) is ev.StepArrived:
+            check_step(part)
 
 
 class ShardNews:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -36,7 +37,11 @@ def tokenizer(model_dir: Path) -> Iterator[ModelTokenizer]:
 
 @pytest.fixture(params=list(NUM_DRAFTS))
 async def world(
-    request: pytest.FixtureRequest, router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path
+    request: pytest.FixtureRequest,
+    router_redis_url: str,
+    tokenizer: ModelTokenizer,
+    model_dir: Path,
+    load_runner: Callable[..., Any],
 ) -> AsyncIterator[FailoverWorld]:
     torch = TorchConfig(num_threads=1, speculation=SpeculationConfig(max_draft_tokens=NUM_DRAFTS[request.param]))
     config = ShardConfig(sim=SimConfig(step_ms=20.0), num_blocks=512, torch=torch)
@@ -44,7 +49,7 @@ async def world(
     if request.param == "sim":
         engine = SimEngine(MODEL, config, tokenizer.vocab_size)
     else:
-        engine = TorchEngine(model_dir, MODEL, config)
+        engine = TorchEngine(model_dir, MODEL, config, load_runner=load_runner)
     async with failover_world(router_redis_url, tokenizer) as started:
         await started.start_router()
         await started.add_shard("shard-0", engine, config)

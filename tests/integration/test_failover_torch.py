@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,13 +72,18 @@ TORCH = {
 
 @pytest.fixture(params=list(TORCH))
 async def world(
-    request: pytest.FixtureRequest, router_redis_url: str, tokenizer: ModelTokenizer, model_dir: Path
+    request: pytest.FixtureRequest,
+    router_redis_url: str,
+    tokenizer: ModelTokenizer,
+    model_dir: Path,
+    load_runner: Callable[..., Any],
 ) -> AsyncIterator[FailoverWorld]:
-    config = ShardConfig(num_blocks=256, max_batch=32, torch=TORCH[request.param])
+    # A start computes the largest portion of a prompt several times: a small one, longer than the prompts here.
+    config = ShardConfig(num_blocks=256, max_batch=32, max_prefill_tokens_per_step=64, torch=TORCH[request.param])
     async with failover_world(router_redis_url, tokenizer) as started:
         await started.start_router()
         for number in range(2):
-            engine = TorchEngine(model_dir, MODEL, config)
+            engine = TorchEngine(model_dir, MODEL, config, load_runner=load_runner)
             await started.add_shard(f"shard-{number}", engine, config)
             if Capability.BATCH_INVARIANT not in engine.info.capabilities:
                 pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")

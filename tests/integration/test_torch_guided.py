@@ -6,7 +6,7 @@ import dataclasses
 import json
 import random
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,11 @@ def tokenizer(model_dir: Path) -> ModelTokenizer:
 
 
 @pytest.fixture
-async def driver(model_dir: Path) -> AsyncIterator[EngineDriver]:
-    engine = TorchEngine(
-        model_dir, "m", ShardConfig(torch=TorchConfig(num_threads=1), num_blocks=256, max_model_len=512, max_batch=24)
-    )
+async def driver(model_dir: Path, load_runner: Callable[..., Any]) -> AsyncIterator[EngineDriver]:
+    # A start computes the largest portion of a prompt several times: a small one.
+    sizes = {"num_blocks": 256, "max_model_len": 512, "max_batch": 24, "max_prefill_tokens_per_step": 64}
+    config = ShardConfig(torch=TorchConfig(num_threads=1), **sizes)
+    engine = TorchEngine(model_dir, "m", config, load_runner=load_runner)
     await engine.start()
     yield EngineDriver(engine)
     await engine.close()

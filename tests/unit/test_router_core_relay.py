@@ -11,6 +11,7 @@ from router.core.actions import CancelOnShard, RequestEnded, SendStep, SubmitAtt
 from router.core.events import (
     ChoiceSpec,
     ClientGone,
+    FrameArrived,
     RequestCancelled,
     ShardDown,
     SlotsCancelled,
@@ -72,6 +73,23 @@ def test_malformed_step_is_refused_whole() -> None:
         rig.handle(StepArrived("s0", Step([slot], [], [1, 2], ["a"])))
     assert caught.value.reason == ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION
     assert sent(rig.start("s0", slot)).token_ids == [7]
+
+
+def test_malformed_frame_changes_nothing_though_somebody_is_overdue() -> None:
+    """Neither do the parts before the one that does not fit. Who has run out of time hears of it with the next event:
+    what a refused one led to would be told to nobody."""
+    rig = CoreRig()
+    rig.add_shard()
+    _, [slot] = submitted(rig.submit(timeout_seconds=0.5))
+    good, bad = Step([slot], [], [7], ["a"]), Step([slot], [], [1, 2], ["a"])
+    rig.now += 1.0
+    with pytest.raises(KvloomError):
+        rig.handle(FrameArrived("s0", [StepArrived("s0", good), StepArrived("s0", bad)]))
+    rig.core.check_integrity()
+    [finish] = sent(rig.handle(Tick())).finishes
+    assert finish.error is not None
+    assert finish.error.reason == ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED
+    assert finish.num_output_tokens == 0
 
 
 @pytest.mark.parametrize("field", ["block_size", "max_batch", "max_model_len"])

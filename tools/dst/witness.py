@@ -49,6 +49,8 @@ class Witness:
         """It is away, and what needs it waits until then."""
         self.arriving: SeenRequest | None = None
         """The request of the event at hand, admitted or refused."""
+        self._former: SeenRequest | None = None
+        """It bore the name of `arriving` until it ended in the event at hand."""
         self.gone_client = ""
         self.now = 0.0
         """When the event at hand came."""
@@ -90,12 +92,7 @@ class Witness:
             case ShardUp():
                 self._lose_shard(event.shard.shard_id)
                 self.models.add(event.shard.model)
-                shard = self.shards[event.shard.shard_id] = SeenShard(event.shard)
-                ramp_start = self.config.overload.ramp_start_requests
-                self._waiting = None
-                if ramp_start is not None and self.waiting():
-                    shard.limit = min(shard.limit, ramp_start)
-                self._waiting = None
+                self.shards[event.shard.shard_id] = SeenShard(event.shard)
             case ShardDown():
                 self._lose_shard(event.shard_id)
             case ClientGone():
@@ -164,8 +161,11 @@ class Witness:
     def take_actions(self, actions: Sequence[Action], checks: Checks, node: RouterNode) -> None:
         """After the core has handled the event. The checkers hear of every part just before it is written down."""
         ended = [action for action in actions if isinstance(action, RequestEnded)]
+        self._leave_name(actions)
         for end in ended:
             self._note_ending(end)
+        if isinstance(self.event, ShardUp):
+            self._ramp(self.shards[self.event.shard.shard_id])
         for action in actions:
             self._waiting = None
             match action:
@@ -200,11 +200,45 @@ class Witness:
         for end in ended:
             self._take_end(end, checks, node)
 
+    def _leave_name(self, actions: Sequence[Action]) -> None:
+        """The last bearer of the arriving request's name may have been overdue: it ended just before."""
+        self._former = None
+        arriving = self.arriving
+        if arriving is None or not arriving.is_duplicate:
+            return
+        former = self.live[arriving.request.request_id]
+        finished = [
+            self._choices.get((action.client_id, finish.slot))
+            for action in actions
+            if isinstance(action, SendStep)
+            for finish in action.step.finishes
+        ]
+        if any(choice is not None and choice.request is former for choice in finished):
+            self._former = former
+            arriving.is_duplicate = False
+            self.live[arriving.request.request_id] = arriving
+
+    def _ramp(self, shard: SeenShard) -> None:
+        """Who comes up while requests wait gets little at first. Those that were overdue wait no more."""
+        ramp_start = self.config.overload.ramp_start_requests
+        self._waiting = None
+        if ramp_start is not None and self.waiting():
+            shard.limit = min(shard.limit, ramp_start)
+
+    def _bearer(self, end: RequestEnded) -> SeenRequest | None:
+        """Of the name of what ended."""
+        former, arriving = self._former, self.arriving
+        if former is not None and former.request.request_id == end.request_id and not former.num_ends:
+            return former
+        if arriving is not None and arriving.is_duplicate and arriving.request.request_id == end.request_id:
+            return arriving
+        return self.live.get(end.request_id)
+
     def _note_ending(self, end: RequestEnded) -> None:
         """From now on it does not wait, whatever comes first in the list of actions."""
-        arriving = self.arriving
-        is_refused = arriving is not None and arriving.is_duplicate and arriving.request.request_id == end.request_id
-        seen = arriving if is_refused else self.live.get(end.request_id)
+        seen = self._bearer(end)
+        if seen is self._former and seen is not None and seen.is_ending:
+            seen = self.live.get(end.request_id)  # both end in one event
         if seen is not None:
             seen.is_ending = True
 
@@ -276,11 +310,9 @@ class Witness:
         choice.finish_reason = finish.reason
 
     def _take_end(self, end: RequestEnded, checks: Checks, node: RouterNode) -> None:
-        arriving = self.arriving
-        if arriving is not None and arriving.is_duplicate and arriving.request.request_id == end.request_id:
-            seen = arriving
-        else:
-            seen = self.live.pop(end.request_id, None)
+        seen = self._bearer(end)
+        if seen is not None and self.live.get(end.request_id) is seen:
+            del self.live[end.request_id]
         checks.on_ended(node, seen, end)
         if seen is not None:
             seen.num_ends += 1

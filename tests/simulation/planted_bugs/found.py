@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from router.core.core import RouterCore
+from router.core.dispatch_queue import DispatchQueue
 from router.core.event_order import EventOrder
 from router.core.events import Tick
 from router.core.live import Attempt, LiveRequest
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact
+from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact, PlacementsFit
 
 
 @caught_by(None, "never_fails")
@@ -66,3 +67,9 @@ def sends_who_has_no_time_left(patch: Patch) -> None:
     patch.setattr(RouterCore, "event", None, raising=False)
     patch.setattr(RouterCore, "handle", handle)
     patch.setattr(RouterCore, "_expire", expire)
+
+
+@caught_by(PlacementsFit, max_seeds=150)
+def stays_with_the_suspected(patch: Patch) -> None:
+    """Who waits for a suspected shard because there was no other waits on when there is one."""
+    patch.setattr(DispatchQueue, "leave_suspected", lambda _self: None)
