@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
@@ -196,7 +196,7 @@ class EngineFront:
             if sequence is not None:
                 self._start(sequence, start.num_cached_tokens, start.queue_time_seconds, now)
         num_tokens = num_discarded = 0
-        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+        for request_id, token_ids in _first_tokens_first(output):
             sequence = live.get(request_id)
             if sequence is None:
                 num_discarded += len(token_ids)
@@ -373,3 +373,12 @@ class EngineFront:
         self._metrics.on_finish(reason, self._clock() - sequence.received_at)
         if not self._live:
             self._idle.set()
+
+
+def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:
+    """A step's entries, in the order in which clients are to see them: who still waits for a first token waits most."""
+    entries = zip(output.request_ids, output.token_ids, strict=True)
+    if not output.starts:
+        return entries
+    started = {start.request_id for start in output.starts}
+    return sorted(entries, key=lambda entry: entry[0] not in started)

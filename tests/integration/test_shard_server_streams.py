@@ -14,7 +14,7 @@ from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import LoadReport, RouterHello
 from kvloom.v1.shard_service_pb2_grpc import ShardServiceStub
-from shard_server.engines.base import EngineError, FinishReason, RequestRefusedError
+from shard_server.engines.base import EngineError, FinishReason, RequestRefusedError, SequenceStart, StepOutput
 from shard_server.engines.sim_engine import expected_token_id
 from shard_server.submits import choice_seed
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -300,6 +300,22 @@ async def test_steps_of_several_tokens_are_cut_exactly_at_the_stop_string() -> N
     assert router.text == {1: " w11 w12 ", 2: " w21 w22"}
     assert [router.finishes[slot].num_output_tokens for slot in (1, 2)] == [3, 3]
     assert engine.cancelled == [one.request_id]
+
+
+async def test_first_tokens_come_first_in_their_frame() -> None:
+    """Whoever waits for the first token waits most, and every hop sends a frame's tokens in their order."""
+    engine = ScriptedEngine()
+    async with shard_world(engine=engine) as world:
+        router = await world.router()
+        await router.write(submits=[submit_of(slot, PROMPT) for slot in (1, 2, 3)], want_kv_snapshot=True)
+        await router.read_until(lambda: len(router.snapshots) == 2)
+        names = [request.request_id for request in engine.submitted]
+        engine.put(StepOutput(names[:1], [[11]], starts=[SequenceStart(names[0], 0, 0.0)]))
+        await router.read_until(lambda: bool(router.tokens))
+        engine.put(StepOutput(names, [[12], [21], [31]], starts=[SequenceStart(name, 0, 0.0) for name in names[1:]]))
+        await router.read_until(lambda: len(router.tokens) == 3)
+    assert list(router.frames[-1].step.slots) == [2, 3, 1]
+    assert router.tokens == {1: [11, 12], 2: [21], 3: [31]}
 
 
 @pytest.mark.parametrize(
