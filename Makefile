@@ -12,6 +12,8 @@ ARGS ?=
 TEST_WORKERS ?= 2
 # Threads of several engines that share the cores must not wait for one another by spinning.
 test unit: export OMP_WAIT_POLICY = passive
+# Hundreds of processes start: each would compile what the last one did.
+test unit: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help run test setup setup-dev proto check lint types imports protos-check unit clean
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import psutil
 import pytest
 
@@ -15,6 +17,36 @@ if TYPE_CHECKING:
     from tests.loaded_models import LoadedModels
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+LONGEST_FIRST = (
+    "tests/e2e/test_fabric_chaos.py",
+    "tests/e2e/test_fabric_bench_data_plane.py",
+    "tests/conformance/test_engines.py",
+    "tests/integration/test_failover_torch.py",
+    "tests/e2e/test_fabric_conversations.py",
+    "tests/e2e/test_fabric_rolling_restart.py",
+    "tests/e2e/test_fabric_gray_failure.py",
+    "tests/e2e/test_fabric_resume.py",
+    "tests/e2e/test_fabric_hostile.py",
+)
+"""With pytest-xdist these begin first, so that the processes end together."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported. Threads of several test processes wait for one another by spinning, on cores that the
+    # others need. Engines set their own number all the same.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A busy machine is no reason to fail; pytest-timeout finds what hangs.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A whole file at a time, in the order in which they begin; all processes of pytest-xdist must agree on it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        ranks = {file: rank for rank, file in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,14 @@ from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, f
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
+# Some hundred steps of a real model; beside other work on two cores they have taken more than two minutes.
+pytestmark = pytest.mark.timeout(360)
+
 SCHEMA = (
     '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}}, '
     '"required": ["name", "n"], "additionalProperties": false}'
 )
-EMOJI = "👩‍👩‍👧‍👦 東京 🏳️‍🌈 ﷽"
+EMOJI = "👩‍👧 東京 🏳️‍🌈 ﷽"
 
 
 @dataclasses.dataclass(frozen=True)
