@@ -103,6 +103,7 @@ def _figures_of(lives: Sequence[Life]) -> dict[str, Any]:
         "start_mb": round(warm[0][1] / 1e6, 1),
         "end_mb": round(warm[-1][1] / 1e6, 1),
         "most_mb": round(max(size for life in lives for _, size in life.samples) / 1e6, 1),
+        "stretches_mb": [round(size / 1e6, 2) for _, size in stretches_of(warm)],
         "slope_mb_per_hour": None if trend is None else round(per_hour(trend.bytes_per_second), 2),
         "slope_error_mb_per_hour": None if trend is None else round(per_hour(trend.error_bytes_per_second), 2),
         "is_flat": None if trend is None or longest.seconds < MIN_JUDGED_SECONDS else trend.is_flat,
@@ -118,7 +119,8 @@ def soak_problems(figures: Iterable[dict[str, Any]]) -> list[str]:
         if row["is_flat"] is False:
             problems.append(
                 f"{row['name']} grows by {row['slope_mb_per_hour']:g} MB an hour (uncertain by "
-                f"{row['slope_error_mb_per_hour']:g}; allowed are {FLAT_MB_PER_HOUR:g})"
+                f"{row['slope_error_mb_per_hour']:g}; allowed are {FLAT_MB_PER_HOUR:g}): "
+                + " ".join(f"{size:g}" for size in row["stretches_mb"])
             )
     return problems
 
@@ -128,16 +130,24 @@ def per_hour(bytes_per_second: float) -> float:
     return bytes_per_second * 3600 / 1e6
 
 
-def trend_of(samples: Sequence[Sample]) -> Trend | None:
-    """None for what is too short to tell."""
+def stretches_of(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """The means of equal stretches."""
     size = max(1, len(samples) // _NUM_BLOCKS)
     blocks = [samples[at : at + size] for at in range(0, len(samples) - size + 1, size)]
-    if len(blocks) < _MIN_BLOCKS:
+    return [
+        (statistics.fmean(at for at, _ in block), statistics.fmean(num_bytes for _, num_bytes in block))
+        for block in blocks
+    ]
+
+
+def trend_of(samples: Sequence[Sample]) -> Trend | None:
+    """None for what is too short to tell."""
+    stretches = stretches_of(samples)
+    if len(stretches) < _MIN_BLOCKS:
         return None
-    times = [statistics.fmean(at for at, _ in block) for block in blocks]
-    sizes = [statistics.fmean(num_bytes for _, num_bytes in block) for block in blocks]
+    times, sizes = zip(*stretches, strict=True)
     slope, intercept = statistics.linear_regression(times, sizes)
-    off = sum((y - intercept - slope * x) ** 2 for x, y in zip(times, sizes, strict=True)) / (len(blocks) - 2)
+    off = sum((y - intercept - slope * x) ** 2 for x, y in zip(times, sizes, strict=True)) / (len(stretches) - 2)
     mean = statistics.fmean(times)
     error = 2.0 * math.sqrt(off / sum((x - mean) ** 2 for x in times))
     return Trend(slope, error, samples[-1][0] - samples[0][0])
