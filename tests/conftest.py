@@ -25,9 +25,9 @@ LONGEST_FIRST = (
     "tests/integration/test_failover_torch.py",
     "tests/e2e/test_fabric_conversations.py",
     "tests/e2e/test_fabric_rolling_restart.py",
-    "tests/e2e/test_fabric_gray_failure.py",
-    "tests/e2e/test_fabric_resume.py",
+    "tests/integration/test_torch_guided.py",
     "tests/e2e/test_fabric_hostile.py",
+    "tests/e2e/test_fabric_resume.py",
 )
 """With pytest-xdist these begin first, so that the processes end together."""
 
