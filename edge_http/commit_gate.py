@@ -36,7 +36,18 @@ S = TypeVar("S", bound=Committed)
 class CommitGate(Generic[S]):
     """Between the streams of an edge and its publisher, which takes what is noted, writes it, and says so."""
 
-    __slots__ = ("_commit_seconds", "_loop", "_noted", "_taken_at", "_timer", "_timer_at", "_writing", "holds", "wake")
+    __slots__ = (
+        "_commit_seconds",
+        "_holds_for_good",
+        "_loop",
+        "_noted",
+        "_taken_at",
+        "_timer",
+        "_timer_at",
+        "_writing",
+        "holds",
+        "wake",
+    )
 
     def __init__(self, commit_seconds: float) -> None:
         """0: nothing is held back."""
@@ -47,6 +58,7 @@ class CommitGate(Generic[S]):
         self._taken_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._holds_for_good = False
         self.holds = commit_seconds > 0
         """Events wait for their release."""
         self.wake = asyncio.Event()
@@ -88,6 +100,11 @@ class CommitGate(Generic[S]):
                 self.note(stream)
         self._open()
 
+    def hold(self) -> None:
+        """From now on nothing is shown before it is committed, however long that takes; until `fail` or `close`."""
+        self._stop_timer()
+        self._holds_for_good = self.holds = self._commit_seconds > 0
+
     def close(self) -> None:
         """Nothing is held back any more."""
         self._commit_seconds = 0.0
@@ -95,11 +112,13 @@ class CommitGate(Generic[S]):
 
     def _open(self) -> None:
         self._stop_timer()
-        self.holds = False
+        self.holds = self._holds_for_good = False
         for stream in [*self._writing, *self._noted]:
             stream.release(stream.num_events)
 
     def _start_timer(self) -> None:
+        if self._holds_for_good:
+            return
         self._timer_at = self._loop.time() + self._commit_seconds
         self._timer = self._loop.call_at(self._timer_at, self._on_late)
 

@@ -236,7 +236,8 @@ class Elsewhere:
             if row.requests is None or not state.is_whole or after > state.num_events:
                 await self._claims.drop(response_id, wanted)
                 raise _rest_is_lost()
-            stream = take_over(self._edge, place, response, decode_requests(row.requests), state)
+            link_ids = await self._journal.link_ids({source, claim.holder})
+            stream = take_over(self._edge, place, response, decode_requests(row.requests), state, link_ids)
             self._edge.metrics.on_taken_over()
             log.info("a response goes on here", response_id=response_id, num_events=state.num_events)
             return stream

@@ -26,11 +26,16 @@ class Peers:
         resume = edge.config.resume
         self._journal = ResumeJournal(redis.url, redis.key_prefix)
         self._relay = Relay(edge.config.max_concurrent_requests)
-        self._publisher = ResumePublisher(edge.resume, self._journal, resume, EdgeRecord(address), edge.tag)
+        self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
         self._elsewhere = edge.elsewhere = Elsewhere(edge, self._journal, claims, self._relay)
         self._edge = edge
+        self._address = address
         self._publisher.start()
+
+    def _own_record(self) -> EdgeRecord:
+        losses = self._edge.losses
+        return EdgeRecord(self._address, [] if losses is None else losses.link_ids())
 
     async def stop_publishing(self) -> None:
         """What runs is left to the other edges, if they can know all that was written until now."""

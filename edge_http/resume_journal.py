@@ -34,6 +34,8 @@ _SNAPSHOT: Final = b"p"
 class EdgeRecord(msgspec.Struct, frozen=True):
     address: str
     """host:port where the other edges reach it."""
+    link_ids: list[str] = []
+    """By which routers know it: what they have given to it is settled by these."""
 
 
 class JournalBatch(msgspec.Struct):
@@ -117,6 +119,12 @@ class ResumeJournal:
         if own is None or newcomer is not None:
             raise EdgesUnknownError
         return None
+
+    async def link_ids(self, tags: Iterable[str]) -> set[str]:
+        """Of edges, as long as they are known. Raises RedisError."""
+        found = await self.redis.mget([self._edge_key(tag) for tag in tags])
+        records = [msgspec.json.decode(value, type=EdgeRecord) for value in found if value is not None]
+        return {link_id for record in records for link_id in record.link_ids}
 
     async def write(
         self, tag: str, batch: JournalBatch, entry: bytes, max_entries: int, ttl_seconds: float

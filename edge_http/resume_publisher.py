@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import structlog
@@ -48,14 +48,19 @@ class ResumePublisher:
     """One per edge process. Redis may come and go: what could not be written is written later, as far as it is kept."""
 
     def __init__(
-        self, table: ResumeTable, journal: ResumeJournal, config: EdgeResumeConfig, record: EdgeRecord, tag: str
+        self,
+        table: ResumeTable,
+        journal: ResumeJournal,
+        config: EdgeResumeConfig,
+        own_record: Callable[[], EdgeRecord],
+        tag: str,
     ) -> None:
         self.gate: CommitGate[ResumableStream] = CommitGate(config.commit_seconds)
         table.publish_with(self.gate, self._on_removed)
         self._table = table
         self._journal = journal
         self._config = config
-        self._record = record
+        self._own_record = own_record
         self._tag = tag
         self._ttl_seconds = journal_ttl_seconds(config)
         self._window_seconds = max(config.grace_seconds, SHORTEST_WINDOW_SECONDS)
@@ -81,6 +86,7 @@ class ResumePublisher:
         """Write what is left, if Redis takes it at once. False when it does not, or all was written before."""
         if self._task is None:
             return False
+        self.gate.hold()  # what is shown from here on, another edge can go on from
         # Told, not cancelled: the Redis client may swallow a cancellation. It has timeouts of its own.
         self._stopping.set()
         self.gate.wake.set()
@@ -90,6 +96,7 @@ class ResumePublisher:
             await self.flush()
         except RedisError as error:
             log.info("events of resumable responses were not written", error=str(error))
+            self.gate.close()
             return False
         return True
 
@@ -166,7 +173,9 @@ class ResumePublisher:
 
     async def _keep(self, now: float) -> None:
         self._forget_old(0)
-        was_known, taken = await self._journal.keep(self._tag, self._record, self._ttl_seconds, len(self._written))
+        was_known, taken = await self._journal.keep(
+            self._tag, self._own_record(), self._ttl_seconds, len(self._written)
+        )
         self._kept_at = now
         self._let_go(taken)
         if self._is_announced and not was_known:

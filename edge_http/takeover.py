@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Final, cast
 
 from edge_http.edge import Edge, Place, ServedModel
@@ -61,10 +61,15 @@ def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
 
 
 def take_over(
-    edge: Edge, place: Place, response: ResponseRecord, requests: RequestsRecord, state: AnswerState
+    edge: Edge,
+    place: Place,
+    response: ResponseRecord,
+    requests: RequestsRecord,
+    state: AnswerState,
+    link_ids: Set[str] = frozenset(),
 ) -> ResumableStream:
     """Go on with another edge's response, of which `state` is all that its client can have. The stream has no reader
-    yet. Raises KvloomError (MODEL_NOT_FOUND)."""
+    yet. `link_ids`: of the links that the other edge had. Raises KvloomError (MODEL_NOT_FOUND)."""
     shape = shape_of(response, edge.find_model(response.model))
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.idempotency_key, response.body_digest)
@@ -85,7 +90,7 @@ def take_over(
     if state.num_events or state.starts:
         more = explanation(answer.first_start) if response.with_explanation else {}
         stream.begin({**response.headers, **more})
-    attempts = _settle(edge, response, requests, state)
+    attempts = _settle(edge, response, requests, state, link_ids)
     timeout_seconds = max(requests.deadline_unix_seconds - time.time(), LEAST_SECONDS)
     submission = Submission(
         operation=response.operation,
@@ -120,10 +125,10 @@ def shape_of(response: ResponseRecord, model: ServedModel) -> Shape:
 
 
 def _settle(
-    edge: Edge, response: ResponseRecord, requests: RequestsRecord, state: AnswerState
+    edge: Edge, response: ResponseRecord, requests: RequestsRecord, state: AnswerState, link_ids: Set[str]
 ) -> list[list[AttemptRecord]]:
-    """Say to the routers how much has been delivered of what they had given to other edges. Returns these attempts,
-    all of them over now."""
+    """Say to the routers how much has been delivered of what they had given to other edges: nothing of what began so
+    late that the journal does not know of it. Returns these attempts, all of them over now."""
     settled: list[list[AttemptRecord]] = []
     for number, (request, attempts) in enumerate(zip(requests.requests, state.attempts, strict=True)):
         of_prompt = state.token_ids[number * response.n : (number + 1) * response.n]
@@ -138,6 +143,8 @@ def _settle(
         ]
         settled.append(over)
         if edge.losses is not None:
+            for link_id in sorted(link_ids - {one.link_id for one in over}):
+                edge.losses.note_lost_by(link_id, request.request_id, 0)
             for one in over:
                 edge.losses.note_lost_by(one.link_id, request.request_id, one.num_tokens or 0)
     return settled

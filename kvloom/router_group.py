@@ -129,6 +129,10 @@ class RouterGroup:
         if tracked is not None:
             tracked.is_over = True
 
+    def link_ids(self) -> list[str]:
+        """By which routers know this client's links."""
+        return self._members.link_ids()
+
     def attempts(self, handle: int) -> Sequence[Attempt]:
         """Over which links a request goes, or has gone; the list grows. Empty when it is over."""
         tracked = self._parked.get(handle)

@@ -78,6 +78,9 @@ class RouterMembers:
             del self._identities[next(iter(self._identities))]
         return identity
 
+    def link_ids(self) -> list[str]:
+        return [identity.link_id for identity in self._identities.values()]
+
     def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
         """Said to all routers: which one had it is not known, and the others make nothing of it."""
         note_bounded(self._spoken_for, (link_id, request_id), num_tokens, MAX_SPOKEN_FOR)

@@ -92,17 +92,19 @@ def run_service(main: Coroutine[Any, Any, None]) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; a second signal ends the process at once."""
+    """Set by the first SIGTERM or SIGINT. A further SIGINT ends the process at once. A further SIGTERM does not: who
+    stops processes may say so twice (a supervisor that replaces one, and then the whole fabric's), and what runs is
+    finished or handed over all the same."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def on_signal() -> None:
+    def on_interrupt() -> None:
         if event.is_set():
             raise SystemExit(1)
         event.set()
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, on_signal)
+    loop.add_signal_handler(signal.SIGTERM, event.set)
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
     return event
 
 

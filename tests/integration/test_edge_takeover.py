@@ -200,14 +200,41 @@ async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
         assert third.edge.losses.reported == [("link-1", name, 3), ("link-2", name, 2)]  # pyright: ignore
 
 
+async def test_what_the_journal_never_heard_of_is_not_billed(redis_url: str) -> None:
+    """An edge may die between its submit and the write that tells of it: a router may have given it tokens meanwhile,
+    and none of them was shown."""
+    path, body, script = kinds()["chat"]
+    async with edges(redis_url) as ((first, one), (second, _)):
+        first.edge.losses, second.edge.losses = Ledger("link-1", is_told=False), Ledger("link-2")
+        one._publisher._kept_at = 0.0  # as a second later
+        streamed = client(first, path)
+        reading = asyncio.create_task(streamed.begin(body))
+        request = await first.link.next_request()
+        await published(one)
+        response_id = next(iter(first.edge.resume.streams))
+        await kill(first, one, reading)
+        streamed.response_id = response_id
+        streamed.url = second.url + path
+        back = asyncio.create_task(streamed.resume())
+        script.play(await second.link.next_request(), 0)
+        assert await back == 200
+        assert second.edge.losses.reported == [("link-1", request.request.request_id, 0)]
+
+
 class Ledger:
     """Of one link."""
 
-    def __init__(self, link_id: str) -> None:
+    def __init__(self, link_id: str, *, is_told: bool = True) -> None:
         self.reported: list[tuple[str, str, int]] = []
         self._link_id = link_id
+        self._is_told = is_told
+
+    def link_ids(self) -> list[str]:
+        return [self._link_id]
 
     def attempts(self, handle: int) -> list[Attempt]:
+        if not self._is_told:
+            return []
         return [Attempt(self._link_id, 3 if self._link_id == "link-2" else 5 if self._link_id == "link-3" else 0)]
 
     def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:

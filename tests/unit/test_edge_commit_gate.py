@@ -85,3 +85,24 @@ async def test_process_that_stood_still_has_not_waited() -> None:
     gate._on_late()
     assert (stream.num_released, gate.holds) == (0, True)
     gate.close()
+
+
+async def test_edge_that_stops_shows_nothing_more_that_is_not_written() -> None:
+    """However slow Redis is: another edge goes on from what is written, and no client may be ahead of that."""
+    gate: CommitGate[Stream] = CommitGate(0.01)
+    stream = Stream()
+    send(gate, stream)
+    gate.take()
+    async with asyncio.timeout(5):
+        await stream.released.wait()
+    assert not gate.holds
+    gate.hold()
+    send(gate, stream)
+    assert gate._timer is None, "nothing would wait for Redis"
+    gate.take()
+    assert (stream.num_released, gate.holds) == (1, True)
+    stream.num_published = 2
+    gate.commit()
+    assert (stream.num_released, gate.holds) == (2, True)
+    gate.fail()
+    assert not gate.holds
