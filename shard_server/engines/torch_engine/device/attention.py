@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.nn.attention.bias import causal_lower_right
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.attention import Extent
@@ -88,6 +87,9 @@ class DeviceAttention:
         elif num_new == num_tokens:
             out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
         else:  # a bias that torch knows, so that its kernel needs no mask in memory
+            # Here, for it takes a second to import.
+            from torch.nn.attention.bias import causal_lower_right
+
             bias = causal_lower_right(num_new, num_tokens)
             out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=bias, enable_gqa=True)
         return out.transpose(1, 2).reshape(num_new, -1)
