@@ -36,6 +36,9 @@ from tools.chaos.users import PATIENCE_SECONDS, Curiosity, Desk, run_user
 from tools.failures import CommandError
 
 _NUM_RECORDED: Final = 40
+_NUM_SOAK_QUESTIONS: Final = 500
+"""Some of what is kept grows with every prompt that is new, up to 65,536 of them (router/core/reuse_curve.py). With these
+it has its size after minutes; what grows with every request still shows."""
 _RECORDED_MAX_TOKENS: Final = (8, 40)
 _COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
 _MAX_STOP_WORDS: Final = 256
@@ -155,10 +158,11 @@ class _Run:
             yield Desk(http, sdk, oracle, self._tokenizer, curiosity, self._note_record)
 
     async def _oracle(self) -> tuple[Oracle, Curiosity]:
+        rng = random.Random(f"questions of {self._plan.seed}")
         if self._plan.engine == "sim":
             oracle = SimOracle(self._tokenizer)
-            return oracle, Curiosity(stop_words=oracle.words[:_MAX_STOP_WORDS])
-        rng = random.Random(f"questions of {self._plan.seed}")
+            curiosity = Curiosity(stop_words=oracle.words[:_MAX_STOP_WORDS])
+            return oracle, curiosity if self._plan.kinds else curiosity.of_few(_NUM_SOAK_QUESTIONS, rng)
         pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS) for _ in range(_NUM_RECORDED)]
         try:
             async with Client(self._cluster.router_address) as client:

@@ -32,6 +32,11 @@ class Curiosity:
     stop_words: Sequence[str] = ()
     max_tokens: tuple[int, int] = (8, 90)
 
+    def of_few(self, num_questions: int, rng: random.Random) -> Curiosity:
+        """The same, but so many questions again and again."""
+        pool = [draw_question(rng, self.stop_words, self.max_tokens) for _ in range(num_questions)]
+        return dataclasses.replace(self, pool=pool)
+
     def draw(self, rng: random.Random) -> Errand:
         question = rng.choice(self.pool) if self.pool else draw_question(rng, self.stop_words, self.max_tokens)
         return draw_errand(rng, question)
