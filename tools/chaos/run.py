@@ -37,8 +37,8 @@ from tools.failures import CommandError
 
 _NUM_RECORDED: Final = 40
 _NUM_SOAK_QUESTIONS: Final = 500
-"""Some of what is kept grows with every new prompt, up to 65,536 of them (router/core/reuse_curve.py). With these it has
-its size after minutes; what grows with every request still shows."""
+"""Some of what is kept grows with every new prompt, up to 65,536 of them (router/core/reuse_curve.py). With these it
+has its size after minutes; what grows with every request still shows."""
 _RECORDED_MAX_TOKENS: Final = (8, 40)
 _COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
 _MAX_STOP_WORDS: Final = 256
