@@ -35,6 +35,9 @@ CHANNEL_OPTIONS: Final = [
     # Without this, channels to one address share a connection, and one stalled stream could stall another process's.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # So long a router has to say something to a new connection; without it, 20 seconds. Of several that share a port
+    # one may hang, and the next try may come to another.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Find out that the other machine is gone without a word, or that its process hangs.
     ("grpc.keepalive_time_ms", 10_000),

@@ -274,3 +274,35 @@ async def test_a_cancel_that_comes_too_late_never_hits_the_slots_next_user(
     router.tokens(connection, (second, [8]))
     await heir.wait_for(num_tokens=1)
     assert connection.cancelled_slots == []
+
+
+async def test_a_router_that_accepts_and_says_nothing_is_left_within_seconds() -> None:
+    """Of routers that share a port one may hang: new connections come to it as well, and gRPC would wait 20 seconds for
+    each to speak."""
+    came = asyncio.Event()
+
+    async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        try:
+            await asyncio.wait_for(asyncio.Event().wait(), 30)
+        finally:
+            writer.close()
+
+    hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = hung.sockets[0].getsockname()[1]
+    link = GrpcRouterLink(f"127.0.0.1:{port}", "edge")
+    await link.start()
+    try:
+        async with asyncio.timeout(8):
+            await came.wait()
+            hung.close()  # the connection stays
+            async with serve_fake_router(port):
+                while not link.connected:
+                    await link.wait_fleet_change()
+                await link.close()
+    finally:
+        await link.close()
+        tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("hang")]  # pyright: ignore
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -83,9 +83,13 @@ def _failure_name(record: Record) -> str:
     return f"{verdict} ({code})" if code and verdict in (Verdict.FAILED, Verdict.REFUSED) else verdict.value
 
 
+BILL_SECONDS: Final = 0.1
+"""A bill is written up to 20 ms after its answer has ended (kvloom/log_lines.py), and a busy machine may be late."""
+
+
 def _router_died(record: Record, disturbances: Sequence[Disturbance]) -> bool:
     return any(
-        one.kind is FaultKind.KILL_ROUTER and one.is_felt(record.seen.sent_at, record.seen.ended_at)
+        one.kind is FaultKind.KILL_ROUTER and one.is_felt(record.seen.sent_at, record.seen.ended_at + BILL_SECONDS)
         for one in disturbances
     )
 
