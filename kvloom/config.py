@@ -189,6 +189,8 @@ class SimConfig(Section):
     in lockstep."""
     stamp_tokens: bool = False
     """Tokens tell when they were made, for `kvloom bench data-plane`; answers then depend on the clock."""
+    shards_per_process: PositiveInt = 1
+    """How many `kvloom up` puts into one process: a fleet of hundreds on one machine."""
 
 
 class SpeculationConfig(Section):

@@ -12,12 +12,17 @@ import click
 from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
 from tools.bench_data_plane_run import OURS, Layout, Plan, run_bench
+from tools.bench_data_plane_scale import GRID, parse_layout, run_scale_out
+from tools.bench_data_plane_scale_table import BEGIN as SCALE_BEGIN
+from tools.bench_data_plane_scale_table import END as SCALE_END
+from tools.bench_data_plane_scale_table import scale_table
 from tools.bench_data_plane_turns import COMPARISONS, run_by_turns
 from tools.bench_data_plane_workloads import WORKLOADS
 from tools.bench_peers import PEERS, run_with_peers
 from tools.bench_peers_table import peers_table, write_into_page
 from tools.models import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option
+from tools.page_table import write_between
 
 
 @click.command("data-plane")
@@ -50,13 +55,21 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     default=None,
     help="Each workload in two ways, by turns: answers gated or not screened; alone or beside long prompts.",
 )
+@click.option("--scale-out", is_flag=True, help="Fabrics of growing size: edges x routers x shards, up to 256 shards.")
+@click.option(
+    "--layout",
+    "layouts",
+    multiple=True,
+    metavar="ExRxS",
+    help="Of --scale-out, only this many edges, routers and shards. Repeatable.",
+)
 @click.option("--peers", is_flag=True, help="Other gateways beside ours, in turns; they are installed from PyPI.")
 @click.option("--peer", "peer_names", multiple=True, type=click.Choice(list(PEERS)), help="Only this one. Repeatable.")
 @click.option(
     "--page",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     default=None,
-    help="Write the table of --peers into this page, between its markers.",
+    help="Write the table of --peers or --scale-out into this page, between its markers.",
 )
 @click.option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Whose tokenizer and chat template.")
 @data_dir_option
@@ -72,6 +85,8 @@ def bench_data_plane(
     scale: float,
     no_warm_up: bool,
     comparison: str | None,
+    scale_out: bool,
+    layouts: tuple[str, ...],
     peers: bool,
     peer_names: tuple[str, ...],
     page: Path | None,
@@ -84,6 +99,12 @@ def bench_data_plane(
     for name in chosen:
         if name not in WORKLOADS:
             raise click.BadParameter(f"{name!r} is none of {', '.join(WORKLOADS)}", param_hint="--workload")
+
+    for layout in layouts:
+        try:
+            parse_layout(layout)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--layout") from error
 
     def report_progress(message: str) -> None:
         click.echo(message, err=True)
@@ -98,9 +119,19 @@ def bench_data_plane(
         with_safety=not no_safety,
         is_warmed_up=not no_warm_up,
     )
+    if sum((comparison is not None, scale_out, peers or bool(peer_names))) > 1:
+        raise click.UsageError("--compare, --scale-out and --peers exclude one another.")
+    if scale_out:
+        reports = run_scale_out(plan, layouts or GRID, report_progress)
+        options = "".join(f" --layout {layout}" for layout in layouts) + (f" --scale {scale:g}" if scale < 1 else "")
+        table = scale_table(
+            reports, f"kvloom bench data-plane --scale-out{options} --workload {names} --runs {num_runs}"
+        )
+        if page is not None:
+            write_between(page, SCALE_BEGIN, SCALE_END, table)
+        click.echo(json.dumps(reports) if as_json else table)
+        return
     if comparison is not None:
-        if peers or peer_names:
-            raise click.UsageError("--compare and --peers exclude one another.")
         found_by_turns = run_by_turns(comparison, plan, report_progress)
         click.echo(json.dumps(found_by_turns)) if as_json else _print_turns(found_by_turns)
         return

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from tools.bench_peers import PEERS
-from tools.failures import CommandError
+from tools.page_table import conditions, write_between
 
 BEGIN: Final = "<!-- peers: written by kvloom bench data-plane --peers --page -->"
 END: Final = "<!-- end of peers -->"
@@ -39,12 +36,7 @@ def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str]
 
 def write_into_page(page: Path, table: str) -> None:
     """Put the table between the page's markers. Raises CommandError when it has none."""
-    text = page.read_text("utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise CommandError(f"{page} has no markers {BEGIN} and {END}")
-    page.write_text(f"{before}{begin}\n{table}\n{end}{after}", "utf-8")
+    write_between(page, BEGIN, END, table)
 
 
 def _columns(workload: str) -> list[tuple[str, Any]]:
@@ -85,17 +77,8 @@ def _label(system: str) -> str:
 
 
 def _conditions(reports: Sequence[Mapping[str, Any]], command: str) -> str:
-    model = next((line.partition(":")[2].strip() for line in _cpu_info() if line.startswith("model name")), "CPU")
     num_runs = max((report["num_runs"] for report in reports), default=0)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
-        f"`{command}`, {today}: {os.cpu_count()} x {model}, Linux {platform.release()}, Python "
-        f"{platform.python_version()}, load average {os.getloadavg()[2]:.1f}; medians of {num_runs} runs ± half the "
-        "spread; all systems up at once, taking turns. CPU of the gateway's processes, all threads, engines and client "
-        "excluded."
+        f"{conditions(command, num_runs)}; all systems up at once, taking turns. CPU of the gateway's processes, all "
+        "threads, engines and client excluded."
     )
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []

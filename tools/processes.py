@@ -70,13 +70,33 @@ def plan_stages(
     if not colocate:
         names = numbered("router", config.router.num_routers)
         services += [service("router", "router", name, router, starts_first=True) for name in names]
-    services += [service("shard", "shard_server", f"shard-{i}", metrics) for i in range(config.shard.num_shards)]
+    services += [service("shard", *shard) for shard in _shards(config, metrics)]
     module, args = ("tools.colocated", router) if colocate else ("edge_http", ())
     services += [
         service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
         for name in numbered("edge", config.edge.num_edges)
     ]
     return [[_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
+
+
+def shard_name(number: int) -> str:
+    """The id under which routers know it."""
+    return f"shard-{number}"
+
+
+def _shards(config: KvloomConfig, metrics: Sequence[str]) -> list[tuple[str, str, Sequence[str]]]:
+    """(module, name, arguments) of each shard process."""
+    num_shards, per_process = config.shard.num_shards, config.shard.sim.shards_per_process
+    if config.shard.engine != "sim" or per_process == 1:
+        return [("shard_server", shard_name(number), metrics) for number in range(num_shards)]
+    return [
+        (
+            "tools.many_shards",
+            f"shards-{first}",
+            ("--first", str(first), "--count", str(min(per_process, num_shards - first))),
+        )
+        for first in range(0, num_shards, per_process)
+    ]
 
 
 def numbered(role: str, count: int) -> list[str]:

@@ -1,0 +1,77 @@
+"""python -m tools.many_shards --config FILE --first N --count N: several simulated shards in one process.
+
+Each is the shard that shard_server runs alone: its own engine, port, name in the registry and streams to every router.
+They share the interpreter, the tokenizer and the event loop, so that a fleet of hundreds fits one machine and the cost
+of the processes in front of it can be measured. No /metrics: each shard's would have the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from kvloom.config import KvloomConfig, load_config
+from kvloom.registry import HEARTBEAT_SECONDS
+from kvloom.service import StartError, announce_ready, run_service, stop_event
+from kvloom.telemetry import configure_logging
+from kvloom.tokenizer import ModelTokenizer
+from shard_server.engines.base import EngineError
+from shard_server.engines.create import create_engine
+from shard_server.server import ShardServer
+from tools.processes import shard_name
+
+
+async def serve(config: KvloomConfig, first: int, count: int) -> None:
+    """Until SIGTERM or SIGINT. Raises StartError; ends with status 1 when an engine dies."""
+    if config.shard.engine != "sim":
+        raise StartError(f"several shards in a process: only simulated ones (shard.engine is {config.shard.engine!r})")
+    stop = stop_event()
+    tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
+    addresses: list[str] = []
+    try:
+        async with asyncio.TaskGroup() as shards:
+            for number in range(count):
+                engine = create_engine(config, tokenizer)
+                name = shard_name(first + number)
+                server = ShardServer(config, engine, tokenizer, name, metrics_registry=CollectorRegistry())
+                addresses.append(await server.start())
+                # As shards that were started one by one, they announce themselves at different moments.
+                delay_seconds = HEARTBEAT_SECONDS * number / count
+                shards.create_task(_serve_later(server, delay_seconds, stop), name=name)
+            announce_ready(addresses[0])
+    except* EngineError as group:
+        sys.stderr.write(f"error: {group.exceptions[0]}\n")
+        raise SystemExit(1) from group
+    finally:
+        tokenizer.close()
+
+
+async def _serve_later(server: ShardServer, delay_seconds: float, stop: asyncio.Event) -> None:
+    await asyncio.sleep(delay_seconds)
+    await server.serve(stop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.many_shards", description="Simulated shards, in one process."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="TOML or JSON file")
+    parser.add_argument("--name", default="shards", help="name in logs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first shard")
+    parser.add_argument("--count", type=int, required=True)
+    options = parser.parse_args()
+
+    async def run() -> None:
+        config = load_config(options.config)
+        configure_logging(config.log, options.name)
+        await serve(config, options.first, options.count)
+
+    run_service(run())
+
+
+if __name__ == "__main__":
+    main()
