@@ -32,7 +32,9 @@ def scale_table(reports: Sequence[Report], command: str) -> str:
 def _workload_table(measured: Sequence[tuple[str, Report]]) -> list[str]:
     num_tokens = max(1, round(measured[0][1]["tokens_per_second"] / (measured[0][1]["requests_per_second"] or 1)))
     unit, field, digits = ("request", "cpu_us_per_request", 0) if num_tokens == 1 else ("token", "cpu_us_per_token", 1)
-    rows = [("layout", f"µs/{unit}", *OURS, f"{unit}s/s", "added TTFT p50 / p99 ms", "cores", "errors")]
+    rows: list[tuple[str, ...]] = [
+        ("layout", f"µs/{unit}", *OURS, f"{unit}s/s", "added TTFT p50 / p99 ms", "cores", "errors")
+    ]
     for name, report in measured:
         cpu_us, spread = report[field], report["spread"][field]
         ttft = " / ".join("–" if value is None else f"{value:.1f}" for value in report["added_ttft_ms"].values())
@@ -51,7 +53,9 @@ def _workload_table(measured: Sequence[tuple[str, Report]]) -> list[str]:
 
 
 def _standing_table(reports: Sequence[Report]) -> list[str]:
-    rows = [("layout", "router, CPU µs/s", "edge", "redis", "shards", "a router's MB", "ready after s")]
+    rows: list[tuple[str, ...]] = [
+        ("layout", "router, CPU µs/s", "edge", "redis", "shards", "a router's MB", "ready after s")
+    ]
     for report in reports:
         standing = report["standing"]
         idle = standing["cpu_us_per_second"]
