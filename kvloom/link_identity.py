@@ -19,7 +19,8 @@ class LinkIdentity:
 
     def __init__(self) -> None:
         self.link_id = secrets.token_hex(16)
-        self._lost: dict[str, int] = {}
+        self._lost: dict[tuple[str, str], int] = {}
+        """Tokens that came over own connections, by link and request."""
         self.spoken_for: dict[tuple[str, str], int] = {}
         """Tokens that came over links of dead processes, by link and request. Said when it happens, and again until the
         router has read a hello with them: nothing acknowledges what was said in between."""
@@ -40,7 +41,10 @@ class LinkIdentity:
     def all_losses(self) -> list[LostRequest]:
         """For a hello."""
         self._unsaid = []
-        own = [LostRequest(request_id=name, num_received_tokens=count) for name, count in self._lost.items()]
+        own = [
+            LostRequest(request_id=name, num_received_tokens=count, link_id="" if link_id == self.link_id else link_id)
+            for (link_id, name), count in self._lost.items()
+        ]
         return own + [self._spoken(key) for key in self.spoken_for]
 
     def _spoken(self, key: tuple[str, str]) -> LostRequest:
@@ -49,12 +53,12 @@ class LinkIdentity:
 
     def note_lost(self, request_id: str, num_tokens: int) -> None:
         """A connection broke under a request, of whose answer `num_tokens` had come over it."""
-        note_bounded(self._lost, request_id, num_tokens, MAX_LOST_REQUESTS)
+        note_bounded(self._lost, (self.link_id, request_id), num_tokens, MAX_LOST_REQUESTS)
 
-    @property
-    def lost(self) -> dict[str, int]:
-        """Tokens that came, by request: what the router has not taken note of."""
-        return self._lost
+    def renew(self) -> None:
+        """The next connection may go to another router while the last one's has yet to hear of what was lost. If that
+        one gets the same requests again, over a later connection, these are others."""
+        self.link_id = secrets.token_hex(16)
 
     def note_told(self) -> None:
         """The router has read a hello that had all of `lost` and `spoken_for`."""

@@ -31,8 +31,8 @@ class LostAttempts:
     """By the address of their router. One task, while there are any."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[str, str], tuple[CancelRequest, float]] = {}
-        """By address and resume token: what to say, and until when."""
+        self._waiting: dict[tuple[str, bytes], tuple[CancelRequest, float]] = {}
+        """By address and settlement: what to say, and until when."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -42,7 +42,7 @@ class LostAttempts:
 
     def add(self, address: str, settlement: CancelRequest) -> None:
         """The router at `address` will hear it as soon as it can be reached."""
-        self._waiting[address, settlement.resume_token] = (settlement, time.monotonic() + GIVE_UP_SECONDS)
+        self._waiting[address, settlement.SerializeToString()] = (settlement, time.monotonic() + GIVE_UP_SECONDS)
         if len(self._waiting) > MAX_LOST:
             del self._waiting[next(iter(self._waiting))]
         if self._task is None or self._task.done():
@@ -82,4 +82,4 @@ class LostAttempts:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 for settlement in settlements:
                     await stub.Cancel(settlement, timeout=timeout_seconds)
-                    self._waiting.pop((address, settlement.resume_token), None)
+                    self._waiting.pop((address, settlement.SerializeToString()), None)

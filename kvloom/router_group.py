@@ -17,13 +17,14 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
+from kvloom.lost_attempts import LostAttempts
 from kvloom.random_bytes import random_uint64
 from kvloom.router_link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_members import NewLink, RouterMember, RouterMembers
 from kvloom.tracked_request import LOSSES, Attempt, TrackedRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
-from kvloom.v1.router_service_pb2 import FleetState
+from kvloom.v1.router_service_pb2 import CancelRequest, FleetState
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class RouterGroup:
         """How many may still be asked for in this batch."""
         self._batch_ends_at = 0.0
         self._handles = itertools.count(1)
+        self._lost = LostAttempts()
+        """Of routers that share an address: the next connection may go to another one."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -155,6 +158,7 @@ class RouterGroup:
         for tracked in list(self._parked.values()):
             self._fail(tracked, error)
         await self._members.close()
+        await self._lost.close()
 
     def _on_members_change(self) -> None:
         self._wake.set()
@@ -167,7 +171,7 @@ class RouterGroup:
     def on_lost(self, tracked: TrackedRequest) -> None:
         attached = self._attached.get(tracked.handle)
         if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
-            attached[1].link.identity.note_lost(tracked.request.request_id, tracked.num_attempt_tokens)
+            self._note_lost(attached[1].link, tracked.request.request_id, tracked.num_attempt_tokens)
         self._detach(tracked)
         error = KvloomError.from_proto(tracked.error)
         if self._closed or not self._reattach_seconds:
@@ -177,6 +181,14 @@ class RouterGroup:
             tracked.fail(error)
         else:
             self._park(tracked)
+
+    def _note_lost(self, link: GrpcRouterLink, request_id: str, num_tokens: int) -> None:
+        """The router is told by the link's next connection, and where that may go to another one, at its own address."""
+        link.identity.note_lost(request_id, num_tokens)
+        if link.owner_address and not self._closed:
+            link_id = link.identity.link_id
+            settlement = CancelRequest(request_id=request_id, link_id=link_id, num_received_tokens=num_tokens)
+            self._lost.add(link.owner_address, settlement)
 
     def on_over(self, tracked: TrackedRequest) -> None:
         tracked.is_over = True

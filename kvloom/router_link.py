@@ -116,6 +116,9 @@ class GrpcRouterLink:
         self._on_fleet_change = on_fleet_change
         self._fleet = router_service_pb2.FleetState()
         self._connected = False
+        self.owner_address = ""
+        """Where the router listens that the connection goes to, and no other does; "" while that is not known, or where
+        the link connects: then the next connection goes to the same router."""
         self._by_slot: dict[int, _Open] = {}
         self._slots_by_handle: dict[int, list[int]] = {}
         self._free_slots: list[int] = []
@@ -276,6 +279,7 @@ class GrpcRouterLink:
             self._fleet = frame.fleet
             if not self._connected:
                 self._connected = True
+                self.owner_address = "" if frame.router_address == self._address else frame.router_address
                 self.identity.note_told()  # the first frame answers the hello
                 self._wake_writer()
             self._tell_fleet_changed()
@@ -368,6 +372,9 @@ class GrpcRouterLink:
                     choice.sink.on_finish(choice.index, finish)
                 except Exception:
                     self._give_up_sink(choice)
+        if self.owner_address:
+            self.identity.renew()
+            self.owner_address = ""
         self._tell_fleet_changed()
 
     def _tell_fleet_changed(self) -> None:

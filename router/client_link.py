@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import grpc
@@ -28,11 +28,11 @@ from kvloom.v1.router_service_pb2 import (
 )
 from router import convert
 from router.core.actions import FleetChanged
-from router.core.events import ClientGone, RequestArrived, RequestCancelled, SlotsCancelled
+from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.dispatcher import Dispatcher
 from router.intake import MAX_NAME_CHARS, Intake
-from router.recent_bills import RecentBills
+from router.named_links import NamedLinks
 from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
 
 log = structlog.get_logger()
@@ -56,16 +56,16 @@ class ClientLink:
         dispatcher: Dispatcher,
         intake: Intake,
         context: Context,
-        by_link_id: MutableMapping[str, ClientLink],
-        bills: RecentBills,
+        named_links: NamedLinks,
+        router_address: str = "",
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
-        """`by_link_id`: this router's streams whose clients named their links."""
+        """`router_address`: where this router listens and no other does."""
         self._dispatcher = dispatcher
         self._intake = intake
         self._context = context
-        self._by_link_id = by_link_id
-        self._bills = bills
+        self._named_links = named_links
+        self._router_address = router_address
         self._link_id = ""
         self._client_id = ""
         self._outbox = StepOutbox(max_waiting_entries)
@@ -144,12 +144,7 @@ class ClientLink:
         self._client_id = f"{frame.hello.client_id[:MAX_NAME_CHARS]}#{next(_numbers)}"
         self._link_id = frame.hello.link_id[:MAX_NAME_CHARS]
         if self._link_id:
-            earlier = self._by_link_id.get(self._link_id)
-            if earlier is not None:
-                # Its break may not have been seen here. What it ran goes on over this one, under the same names.
-                earlier.leave()
-            self._by_link_id[self._link_id] = self
-            self._bills.open(self._client_id, self._link_id)
+            self._named_links.open(self._link_id, self)
         self._on_lost(frame.hello.lost)
         log.info("client connected", client_id=self._client_id)
 
@@ -172,15 +167,9 @@ class ClientLink:
             self._dispatcher.dispatch(SlotsCancelled(self._client_id, frame.cancel_slots[:]))
 
     def _on_lost(self, lost: Iterable[LostRequest]) -> None:
-        """What was metered and did not arrive is credited. Of another process's link that is still here the request is
-        ended first: somebody else has it now."""
         for one in lost:
             link_id = one.link_id[:MAX_NAME_CHARS] or self._link_id
-            other = self._by_link_id.get(link_id)
-            if other is not None and other is not self:
-                self._dispatcher.dispatch(RequestCancelled(one.request_id, other.client_id))
-            for credit in self._bills.settle(link_id, {one.request_id: one.num_received_tokens}):
-                self._dispatcher.credited(credit)
+            self._named_links.settle(link_id, one.request_id, one.num_received_tokens, speaker=self)
 
     def _on_submit(self, submit: Submit) -> None:
         slots = [choice.slot for choice in submit.choices]
@@ -212,6 +201,7 @@ class ClientLink:
         response = RouterServiceConnectResponse()
         if fleet is not None:
             response.fleet.CopyFrom(convert.fleet_to_proto(fleet))
+            response.router_address = self._router_address
         if step is not None:
             convert.fill_frame(response.step, step)
         return response
@@ -228,11 +218,9 @@ class ClientLink:
         if self._has_left:
             return
         self._has_left = True
-        if self._by_link_id.get(self._link_id) is self:
-            del self._by_link_id[self._link_id]
         self._dispatcher.remove_client(self._client_id)
         self._dispatcher.dispatch(ClientGone(self._client_id))
-        self._bills.close(self._client_id)
+        self._named_links.close(self._link_id, self)
         self._end_with(None)
         log.info("client gone", client_id=self._client_id)
 

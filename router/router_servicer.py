@@ -22,8 +22,8 @@ from router.dispatcher import Dispatcher
 from router.explain import explanation_to_proto, not_remembered
 from router.generate import GenerateCall, caller_of
 from router.intake import MAX_NAME_CHARS, Intake
+from router.named_links import NamedLinks
 from router.plan import Planner, plan_to_proto
-from router.recent_bills import RecentBills
 from router.resumable_answers import ResumableAnswers
 from router.resume import serve_generate, serve_resume
 
@@ -41,7 +41,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         decisions: DecisionLog,
         answers: ResumableAnswers,
         attempts: Attempts,
-        bills: RecentBills,
+        named_links: NamedLinks,
     ) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
@@ -49,9 +49,8 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._decisions = decisions
         self._answers = answers
         self._attempts = attempts
-        self._bills = bills
+        self._named_links = named_links
         self._links: set[ClientLink] = set()
-        self._by_link_id: dict[str, ClientLink] = {}
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def Generate(
@@ -87,7 +86,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
         ],
     ) -> None:
-        link = ClientLink(self._dispatcher, self._intake, context, self._by_link_id, self._bills)
+        link = ClientLink(self._dispatcher, self._intake, context, self._named_links, self._answers.address)
         self._links.add(link)
         try:
             await link.serve()
@@ -131,6 +130,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             name = name_of(request.request_id, request.resume_token, caller_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
             found = self._attempts.settle(name, request.request_id, num_tokens)
+            return router_service_pb2.CancelResponse(found=found)
+        if request.link_id:
+            link_id = request.link_id[:MAX_NAME_CHARS]
+            found = self._named_links.settle(link_id, request.request_id, request.num_received_tokens)
             return router_service_pb2.CancelResponse(found=found)
         found = self._dispatcher.core.has_request(request.request_id)
         if found:

@@ -32,6 +32,7 @@ from router.health import HealthReporter
 from router.intake import Intake
 from router.local_link import LocalRouterLink
 from router.metrics import RouterMetrics
+from router.named_links import NamedLinks
 from router.plan import Planner
 from router.recent_bills import Credit, RecentBills
 from router.resumable_answers import ResumableAnswers
@@ -99,7 +100,13 @@ class RouterServer:
             config.router.resume, self._dispatcher, intake, attempts, ResumeMetrics(metrics_registry), router_id
         )
         self._servicer = RouterServicer(
-            self._dispatcher, intake, core, self._decisions, self._answers, attempts, self._bills
+            self._dispatcher,
+            intake,
+            core,
+            self._decisions,
+            self._answers,
+            attempts,
+            NamedLinks(self._dispatcher, self._bills),
         )
         self._shares_port = shares_port
         options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS

@@ -25,13 +25,17 @@ def text_of(token_id: int) -> str:
 class Connection:
     """One client's stream."""
 
-    client_id: str
+    hello: router_service_pb2.ClientHello
     submits: list[router_service_pb2.Submit] = dataclasses.field(default_factory=list)
     cancelled_slots: list[int] = dataclasses.field(default_factory=list)
     frames: asyncio.Queue[router_service_pb2.RouterServiceConnectResponse | None] = dataclasses.field(
         default_factory=asyncio.Queue
     )
     """What to send; None ends the stream."""
+
+    @property
+    def client_id(self) -> str:
+        return self.hello.client_id
 
 
 class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
@@ -45,10 +49,12 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.refuses = False
         """New streams end at once, as if nobody listened."""
         self.address = ""
+        self.own_address = ""
+        """What it says of where it listens alone."""
         self.connections: list[Connection] = []
         self.generate_requests: list[router_service_pb2.GenerateRequest] = []
         self.cancelled_rpcs = 0
-        self.cancelled_ids: list[str] = []
+        self.cancels: list[router_service_pb2.CancelRequest] = []
         self.fleet = router_service_pb2.FleetState(models=[router_service_pb2.ModelInfo(name="m", num_ready_shards=1)])
         self._news = asyncio.Condition()
 
@@ -65,9 +71,10 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         hello = await context.read()
         if self.refuses:
             return
-        connection = Connection(hello.hello.client_id)
+        connection = Connection(hello.hello)
         self.connections.append(connection)
-        connection.frames.put_nowait(router_service_pb2.RouterServiceConnectResponse(fleet=self.fleet))
+        first = router_service_pb2.RouterServiceConnectResponse(fleet=self.fleet, router_address=self.own_address)
+        connection.frames.put_nowait(first)
         await self._tell()
         reader = asyncio.create_task(self._read(connection, context))
         try:
@@ -167,7 +174,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         return router_service_pb2.PlanResponse(picked_shard_id="shard-0", num_prompt_tokens=3)
 
     async def Cancel(self, request, context):
-        self.cancelled_ids.append(request.request_id)
+        self.cancels.append(request)
         return router_service_pb2.CancelResponse(found=request.request_id == "known")
 
     async def ListModels(self, request, context):

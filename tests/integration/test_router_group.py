@@ -13,6 +13,7 @@ from kvloom.router_group import MAX_LOSSES, RouterGroup
 from kvloom.router_link import LinkRequest
 from kvloom.v1 import generation_pb2, router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import CancelRequest, LostRequest
 from tests.fakes.fake_router import TIMEOUT_SECONDS, Connection, FakeRouter, serve_fake_router, text_of
 from tests.fakes.router_world import Answer, eventually
 
@@ -133,6 +134,34 @@ async def test_the_same_router_takes_it_up_when_it_is_the_only_one() -> None:
         router.finish(other, again.choices[0].slot)
         await eventually(lambda: answer.done, "the end")
         assert answer.token_ids == [[7, 8]]
+
+
+async def test_a_router_at_a_shared_address_is_told_at_its_own_what_it_lost() -> None:
+    """The next connection may go to another one. Its link has another name: the settlement, which may be late, must not
+    hit the same request when it comes back to the same router. Without an address of its own, as ever."""
+    async with serve_fake_router() as (owner, own_address), routers(1) as fabric:
+        (router,) = fabric.routers
+        answer = Answer()
+        fabric.group.submit(request([1, 2]), answer)
+        _, connection, submit = await fabric.taken("r")
+        router.tokens(connection, (submit.choices[0].slot, [7, 8]))
+        await eventually(lambda: len(answer.token_ids[0]) == 2, "tokens")
+        router.own_address = own_address
+        lose(connection)
+        _, second, submit = await fabric.taken("r", 2)
+        assert second.hello.link_id == connection.hello.link_id
+        assert second.hello.lost == [LostRequest(request_id="r", num_received_tokens=2)]
+        router.tokens(second, (submit.choices[0].slot, [9]))
+        await eventually(lambda: len(answer.token_ids[0]) == 3, "another token")
+        assert not fabric.group._lost.num_waiting
+        lose(second)
+        _, third, _ = await fabric.taken("r", 3)
+        link_id = second.hello.link_id
+        assert third.hello.link_id != link_id
+        assert third.hello.lost == [LostRequest(request_id="r", num_received_tokens=1, link_id=link_id)]
+        await eventually(lambda: owner.cancels, "the settlement")
+        assert owner.cancels == [CancelRequest(request_id="r", num_received_tokens=1, link_id=link_id)]
+        await eventually(lambda: not fabric.group._lost.num_waiting, "its answer")
 
 
 async def test_nobody_takes_it_within_the_bound() -> None:

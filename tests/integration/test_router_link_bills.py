@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from kvloom.router_group import RouterGroup
 from kvloom.router_link import LinkRequest
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from tests.fakes.breaking_proxy import BreakingProxy
-from tests.fakes.router_processes import MODEL, ready_routers, router_processes
+from tests.fakes.router_processes import MODEL, RouterProcess, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
 from tools.chaos.ledger import parse_bill
 
@@ -46,28 +47,73 @@ async def test_bills_add_up_when_only_connections_break(tmp_path: Path, model_di
         await group.close()
         for proxy in proxies:
             await proxy.stop()
-        bills: dict[str, int] = {}
-        num_credited = 0
-        for router in routers:
-            router.send(signal.SIGTERM)
-            _, log = await router.wait()
-            for bill in filter(None, map(parse_bill, log.encode().splitlines())):
-                tokens = bill.num_output_tokens - bill.num_credited_tokens
-                bills[bill.request_id] = bills.get(bill.request_id, 0) + tokens
-                num_credited += bill.num_credited_tokens
-    for i, answer in enumerate(got):
-        assert bills[f"broken-{i}"] == sum(map(len, answer.token_ids)), i
+        await _assert_billed(routers, broken=got)
+
+
+async def test_bills_add_up_at_an_address_that_routers_share(tmp_path: Path, model_dir: Path, redis_url: str) -> None:
+    """A router hangs under a client that only knows the address that all share: its next connection goes to another
+    router, and still the hung one, once awake, hears what had come of it."""
+    async with router_processes(tmp_path, model_dir, redis_url) as world:
+        world.config.log.format = "json"
+        hung, other = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
+        await world.link(2)
+        shared = BreakingProxy(hung.address)
+        group = RouterGroup("bills", [await shared.start()], reattach_seconds=20.0)
+        await group.start()
+        await eventually(lambda: ready_routers(group), "the router")
+        answers = _submit(group, "hung")
+        await eventually(lambda: all(answer.token_ids[0] for answer in answers), "first tokens", 20.0)
+        shared.freeze(True)
+        await asyncio.sleep(0.1)  # tokens are metered, and on their way
+        hung.send(signal.SIGSTOP)
+        shared.redirect(other.address)
+        shared.reset()
+        await eventually(lambda: all(answer.done for answer in answers), "all ends", 60.0)
+        assert all(len(ids) == NUM_TOKENS for answer in answers for ids in answer.token_ids)
+        assert group.num_reattached == NUM_REQUESTS
+        assert group._lost.num_waiting == NUM_REQUESTS
+        hung.send(signal.SIGCONT)
+        await eventually(lambda: not group._lost.num_waiting, "the settlements", 20.0)
+        # Where its next connection is one to the router that it had lost, the same names are other attempts.
+        again = _submit(group, "again")
+        await eventually(lambda: all(answer.token_ids[0] for answer in again), "first tokens", 20.0)
+        shared.reset()
+        await eventually(lambda: all(answer.done for answer in again), "all ends", 60.0)
+        await group.close()
+        await shared.stop()
+        await _assert_billed([hung, other], hung=answers, again=again)
+
+
+async def _assert_billed(routers: Sequence[RouterProcess], **answers: Sequence[Answer]) -> None:
+    """By the logs of all routers, which end; `answers` by the prefix of their requests' names."""
+    bills: dict[str, int] = {}
+    num_credited = 0
+    for router in routers:
+        router.send(signal.SIGTERM)
+        _, log = await router.wait()
+        for bill in filter(None, map(parse_bill, log.encode().splitlines())):
+            tokens = bill.num_output_tokens - bill.num_credited_tokens
+            bills[bill.request_id] = bills.get(bill.request_id, 0) + tokens
+            num_credited += bill.num_credited_tokens
+    for prefix, some in answers.items():
+        for i, answer in enumerate(some):
+            assert bills[f"{prefix}-{i}"] == sum(map(len, answer.token_ids)), (prefix, i)
     assert num_credited, "nothing was lost on its way: the test shows nothing"
 
 
-async def _ask(group: RouterGroup, prefix: str, proxies: list[BreakingProxy]) -> list[Answer]:
-    rng = random.Random(7)
+def _submit(group: RouterGroup, prefix: str) -> list[Answer]:
     answers = [Answer(1 + i % 2) for i in range(NUM_REQUESTS)]
     for i, answer in enumerate(answers):
         stop = StopConditions(max_tokens=NUM_TOKENS)
         prompt = [10 + i, *range(20, 40)]
         request = LinkRequest(f"{prefix}-{i}", MODEL, prompt, "", SamplingParams(seed=i), stop, 1 + i % 2, 90.0)
         group.submit(request, answer)
+    return answers
+
+
+async def _ask(group: RouterGroup, prefix: str, proxies: list[BreakingProxy]) -> list[Answer]:
+    rng = random.Random(7)
+    answers = _submit(group, prefix)
     if proxies:
         await eventually(lambda: all(answer.token_ids[0] for answer in answers), "first tokens", 20.0)
     for number in range(NUM_BREAKS if proxies else 0):

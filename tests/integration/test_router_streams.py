@@ -121,6 +121,32 @@ async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) ->
     assert credited == lost.finish.num_output_tokens - 3
 
 
+async def test_an_attempt_is_settled_by_the_name_of_its_link(world: RouterWorld) -> None:
+    """Its client may be connected to another router by now: it ends, the rest of its bill is credited, once, and nothing
+    else of that name or over that link is touched."""
+    shard = await world.start_shard("shard-0", step_seconds=0.005)
+    await world.start_router()
+    left, other = await world.connect("sdk-0"), await world.connect("sdk-1")
+    await world.wait_for_shards(other, 1)
+    lost, stays = Answer(), Answer()
+    left.submit(link_request([1], 4000, request_id="lost"), lost)
+    left.submit(link_request([2], 60, request_id="stays"), stays)
+    await eventually(lambda: len(lost.token_ids[0]) >= 5, "tokens")
+    of_another = router_service_pb2.CancelRequest(request_id="lost", link_id=other.identity.link_id)
+    stub = await world.stub()
+    assert not (await stub.Cancel(of_another)).found
+    settlement = router_service_pb2.CancelRequest(
+        request_id="lost", link_id=left.identity.link_id, num_received_tokens=3
+    )
+    assert [(await stub.Cancel(settlement)).found for _ in range(2)] == [True, False]
+    await eventually(lambda: lost.done and stays.done, "both ends")
+    assert lost.finish.reason == generation_pb2.FINISH_REASON_CANCELLED
+    assert stays.token_ids[0] == expected_tokens([2], 0, 60)
+    assert len(shard.cancelled_slots) == 1
+    credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    assert credited == lost.finish.num_output_tokens - 3
+
+
 async def test_a_seed_is_drawn_once_and_travels_with_the_request(world: RouterWorld) -> None:
     """Without a fixed seed a second attempt could not continue the first one's answer."""
     shard = await world.start_shard("shard-0")

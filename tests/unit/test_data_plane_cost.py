@@ -116,7 +116,6 @@ def router_half(num_streams: int) -> Callable[[], None]:
         dispatcher,
         cast(Any, None),
         cast(Any, stream_of(RouterServiceConnectRequest, transport)),
-        {},
         cast(Any, NobodyLooks()),
     )
     dispatcher.add_client("c", client)
