@@ -183,7 +183,7 @@ class RouterGroup:
             self._park(tracked)
 
     def _note_lost(self, link: GrpcRouterLink, request_id: str, num_tokens: int) -> None:
-        """The router is told by the link's next connection, and where that may go to another one, at its own address."""
+        """The router is told by the link's next connection, and at its own address if that may go to another one."""
         link.identity.note_lost(request_id, num_tokens)
         if link.owner_address and not self._closed:
             link_id = link.identity.link_id

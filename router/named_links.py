@@ -55,7 +55,7 @@ class NamedLinks:
         link = self._open.get(link_id)
         if link is not None and link is not speaker:
             self._dispatcher.dispatch(RequestCancelled(request_id, link.client_id))
-        credits = self._bills.settle(link_id, {request_id: num_received_tokens})
-        for credit in credits:
+        found = self._bills.settle(link_id, {request_id: num_received_tokens})
+        for credit in found:
             self._dispatcher.credited(credit)
-        return bool(credits)
+        return bool(found)

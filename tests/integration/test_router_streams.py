@@ -122,7 +122,7 @@ async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) ->
 
 
 async def test_an_attempt_is_settled_by_the_name_of_its_link(world: RouterWorld) -> None:
-    """Its client may be connected to another router by now: it ends, the rest of its bill is credited, once, and nothing
+    """Its client may be at another router by now: it ends, the rest of its bill is credited, once, and nothing
     else of that name or over that link is touched."""
     shard = await world.start_shard("shard-0", step_seconds=0.005)
     await world.start_router()
