@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Final
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.registry import Collector
 
 from edge_http.answer import Answer
+from kvloom.tallies import Count, CountFamily, Distribution, DistributionFamily
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST
@@ -44,8 +45,8 @@ class EdgeMetrics:
         registry = self._registry
         prometheus_client.ProcessCollector(registry=registry)
         prometheus_client.GCCollector(registry=registry)
-        self._requests = Counter(
-            "kvloom_edge_requests", "HTTP requests by route and status.", ("route", "status"), registry=registry
+        self._requests = CountFamily(
+            "kvloom_edge_requests", "HTTP requests by route and status.", ("route", "status"), registry
         )
         self._disconnects = Counter(
             "kvloom_edge_client_disconnects", "Clients that went away before their answer ended.", registry=registry
@@ -53,10 +54,10 @@ class EdgeMetrics:
         self._slow_clients = Counter(
             "kvloom_edge_slow_clients", "Streams ended because the client read too slowly.", registry=registry
         )
-        self.output_tokens = Counter(
-            "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry=registry
+        self.output_tokens = CountFamily(
+            "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry
         )
-        self._events = Counter("kvloom_edge_sse_events", "Server-sent events written.", registry=registry)
+        self._events = CountFamily("kvloom_edge_sse_events", "Server-sent events written.", (), registry).labels()
         self._resumed = Counter(
             "kvloom_edge_resumed_streams", "Streams taken up again by their client.", registry=registry
         )
@@ -83,38 +84,38 @@ class EdgeMetrics:
         running.set_function(num_running)
         connected = Gauge("kvloom_edge_router_connected", "1 while the link to the router is up.", registry=registry)
         connected.set_function(lambda: float(is_connected()))
-        self._duration = Histogram(
+        self._duration = DistributionFamily(
             "gen_ai_server_request_duration_seconds",
             "From the prompt's submission to the last token.",
             (*_GEN_AI_LABELS, "error_type"),
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
-        self.ttft = Histogram(
+        self.ttft = DistributionFamily(
             "gen_ai_server_time_to_first_token_seconds",
             "From the prompt's submission to the first token.",
             _GEN_AI_LABELS,
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
-        self.tpot = Histogram(
+        self.tpot = DistributionFamily(
             "gen_ai_server_time_per_output_token_seconds",
             "Mean time between the tokens of an answer, after the first.",
             _GEN_AI_LABELS,
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
+            _TOKEN_SECONDS,
+            registry,
         )
-        self.usage = Histogram(
+        self.usage = DistributionFamily(
             "gen_ai_client_token_usage",
             "Tokens of a request.",
             (*_GEN_AI_LABELS, "gen_ai_token_type"),
-            buckets=_TOKENS,
-            registry=registry,
+            _TOKENS,
+            registry,
         )
 
         self._of_model: dict[tuple[str, str], _OfModel] = {}
-        self._durations: dict[tuple[str, str, str], Histogram] = {}
-        self._responses: dict[tuple[str, int], Counter] = {}
+        self._durations: dict[tuple[str, str, str], Distribution] = {}
+        self._responses: dict[tuple[str, int], Count] = {}
 
     def add(self, collector: Collector) -> None:
         self._registry.register(collector)
@@ -124,7 +125,7 @@ class EdgeMetrics:
         series = self._responses.get((route, status))
         if series is None:
             series = self._responses[route, status] = self._requests.labels(route, str(status))
-        series.inc()
+        series.total += 1
 
     def on_disconnect(self) -> None:
         self._disconnects.inc()
@@ -172,10 +173,10 @@ class EdgeMetrics:
         series = self._of_model.get((operation, model))
         if series is None:
             series = self._of_model[operation, model] = _OfModel(self, operation, model)
-        series.output_tokens.inc(answer.num_output_tokens)
+        series.output_tokens.total += answer.num_output_tokens
         series.input_usage.observe(num_prompt_tokens)
         series.output_usage.observe(answer.num_output_tokens)
-        self._events.inc(num_events)
+        self._events.total += num_events
         if answer.first_token_at is not None:
             series.ttft.observe(answer.first_token_at - answer.started_at)
             tokens_per_choice = answer.num_output_tokens / answer.num_choices

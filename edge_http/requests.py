@@ -108,22 +108,28 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _decode(_CHAT_DECODER, raw)
-    unsupported.refuse(body, unsupported.CHAT)
+    body = _plain(_PLAIN_CHAT_DECODER, raw)
+    is_plain = body is not None
+    if body is None:
+        body = _decode(_CHAT_DECODER, raw)
+        unsupported.refuse(body, unsupported.CHAT)
     _check_shared(body)
     if not body.messages:
         raise invalid_argument("messages must hold at least one message.", "messages")
     if len(body.messages) > max_messages:
         raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
-    for i, message in enumerate(body.messages):
-        unsupported.refuse(message, unsupported.MESSAGE, f"messages[{i}].")
+    if not is_plain:
+        for i, message in enumerate(body.messages):
+            unsupported.refuse(message, unsupported.MESSAGE, f"messages[{i}].")
     return body
 
 
 def decode_completion(raw: bytes) -> CompletionBody:
     """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
-    body = _decode(_COMPLETION_DECODER, raw)
-    unsupported.refuse(body, unsupported.COMPLETION)
+    body = _plain(_PLAIN_COMPLETION_DECODER, raw)
+    if body is None:
+        body = _decode(_COMPLETION_DECODER, raw)
+        unsupported.refuse(body, unsupported.COMPLETION)
     _check_shared(body)
     return body
 
@@ -176,11 +182,13 @@ def _with_refused_fields(base: type[_T], harmless: Harmless, **replaced: Any) ->
 
 
 _CONTENT_PART = _with_refused_fields(ContentPart, unsupported.CONTENT_PART)
-_MESSAGE = _with_refused_fields(
-    Message,
-    unsupported.MESSAGE,
-    content=(str | list[_CONTENT_PART] | None, None),  # pyright: ignore[reportInvalidTypeForm]
+_CONTENT: Final = (str | list[_CONTENT_PART] | None, None)  # pyright: ignore[reportInvalidTypeForm]
+_MESSAGE = _with_refused_fields(Message, unsupported.MESSAGE, content=_CONTENT)
+_PLAIN_MESSAGE = _with_refused_fields(Message, {}, content=_CONTENT)
+_PLAIN_CHAT_DECODER: Final = msgspec.json.Decoder(
+    _with_refused_fields(ChatBody, {}, messages=(list[_PLAIN_MESSAGE],))  # pyright: ignore
 )
+_PLAIN_COMPLETION_DECODER: Final = msgspec.json.Decoder(CompletionBody)
 _CHAT_DECODER: Final = msgspec.json.Decoder(
     _with_refused_fields(ChatBody, unsupported.CHAT, messages=(list[_MESSAGE],))  # pyright: ignore
 )
@@ -189,6 +197,15 @@ _COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(Completio
 _AT: Final = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+
+
+def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:
+    """A body that names no field which might have to be refused, as nearly all do: there is nothing to look for. None:
+    it does, or is faulty."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:

@@ -7,10 +7,11 @@ which tokenizers that is known):
 * before a special token that takes no whitespace along;
 * before a space that stands between two visible ASCII characters: every pre-tokenizer of the GPT-2 kind begins a
   pre-token there, whatever else the text holds, as its expression looks ahead only and no alternative of it has
-  a space behind anything else.
+  a space behind anything else;
+* between a digit and a visible ASCII character, where the tokenizer takes digits one by one.
 
 Texts that others have sent (system prompts, documents, the conversation so far) are found as blocks of some 2,000
-characters, new ones as words. What is not known is encoded by the tokenizer itself.
+characters, new ones as words, new numbers as digits. What is not known is encoded by the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -40,13 +40,15 @@ _BLOCK_OVERHEAD_BYTES: Final = 250
 
 _CUT: Final = re.compile(r"(?<=[!-~]) (?=[!-~])")
 _FUSING: Final = re.compile(r"[!-~] ")
+_DIGIT_CUT: Final = re.compile(r"(?<=[!-~])(?=[0-9])|(?<=[0-9])(?=[!-~])")
 _WORDS_AND_SIGNS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_SPLIT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}"
 _KNOWN_SPLITS: Final = frozenset(
     (
         # GPT-2; cl100k and Llama 3; Qwen 2
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}{1,3}",
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}",
+        _QWEN_SPLIT,
     )
 )
 
@@ -65,7 +67,7 @@ class PieceRules:
         if is_plain and cuts:
             # All raw tokens, longest first, find the same matches as the tokenizer's own leftmost-longest search.
             contents = sorted((token["content"] for token in raw), key=len, reverse=True)
-            self._special = re.compile("|".join(map(re.escape, contents)))
+            self._special = re.compile(f"({'|'.join(map(re.escape, contents))})")
         self.cuts_words = (
             is_plain
             and _is_byte_preserving(description["normalizer"])
@@ -73,29 +75,32 @@ class PieceRules:
             and not description["model"].get("dropout")
             and not any(_FUSING.search(token["content"]) or token["lstrip"] or token["rstrip"] for token in added)
         )
+        self.cuts_digits = (
+            self.cuts_words
+            and any(map(_takes_single_digits, _steps(description["pre_tokenizer"])))
+            and not any(_DIGIT_CUT.search(token["content"]) for token in added)
+        )
 
-    def sections(self, text: str) -> list[str]:
-        """Parts that can be encoded apart: each but the first begins with a special token."""
+    def blocks(self, text: str) -> list[str]:
+        """Parts that can be encoded apart: cut before special tokens, and into about BLOCK_CHARS where words are. The
+        same beginning gives the same blocks."""
+        sections = self._sections(text)
+        if not self.cuts_words or len(text) <= BLOCK_CHARS:
+            return sections
+        return [block for section in sections for block in _word_blocks(section)]
+
+    def _sections(self, text: str) -> list[str]:
+        """Each but the first begins with a special token."""
         if self._special is None:
             return [text]
-        starts = [match.start() for match in self._special.finditer(text) if match.group() in self._cuts]
-        bounds = [0, *(start for start in starts if start), len(text)]
-        return [text[begin:end] for begin, end in pairwise(bounds)]
-
-    def blocks(self, section: str) -> list[str]:
-        """A section in parts of about BLOCK_CHARS, cut where words are; the same beginning gives the same blocks."""
-        if not self.cuts_words or len(section) <= BLOCK_CHARS:
-            return [section]
-        found: list[str] = []
-        begin = 0
-        while len(section) - begin > BLOCK_CHARS:
-            cut = _CUT.search(section, begin + BLOCK_CHARS)
-            if cut is None:
-                break
-            found.append(section[begin : cut.start()])
-            begin = cut.start()
-        found.append(section[begin:])
-        return found
+        parts = self._special.split(text)
+        found = parts[:1]
+        for token, behind in zip(parts[1::2], parts[2::2], strict=True):
+            if token in self._cuts:
+                found.append(token + behind)
+            else:
+                found[-1] += token + behind
+        return found if found[0] else found[1:]
 
 
 class PieceCache:
@@ -110,6 +115,8 @@ class PieceCache:
         self._num_bytes = 0
         self._words: dict[str, bytes] = {}
         """Without the space before them, which counts as theirs."""
+        self._others: dict[str, bytes] = {}
+        """Short pieces that begin with no space: of a section, or of a number behind its first digit."""
 
     @property
     def num_bytes(self) -> int:
@@ -124,19 +131,18 @@ class PieceCache:
 
     def fill(self, plan: Plan, text: str) -> Iterator[None]:
         """Make a plan in turns of some 100 microseconds."""
-        for section in self._rules.sections(text):
-            for block in self._rules.blocks(section):
-                known = self._blocks.get(block)
-                if known is not None:
-                    self._blocks.move_to_end(block)
-                    plan.parts.append((block, known, []))
-                elif self._rules.cuts_words:
-                    plan.parts.append((block, None, self._pieces(block, plan)))
-                else:
-                    plan.miss(block)
-                    plan.parts.append((block, None, [block]))
-                if len(plan.parts) % BLOCKS_PER_TURN == 0:
-                    yield
+        for number, block in enumerate(self._rules.blocks(text), 1):
+            known = self._blocks.get(block)
+            if known is not None:
+                self._blocks.move_to_end(block)
+                plan.parts.append((block, known, ()))
+            elif self._rules.cuts_words:
+                plan.parts.append((block, None, self._pieces(block, plan)))
+            else:
+                plan.miss(block)
+                plan.parts.append((block, None, (block,)))
+            if not number % BLOCKS_PER_TURN:
+                yield
 
     def note(self, block: str, ids: bytes) -> None:
         """Remember a block, and forget the ones that were not used for longest if there are too many."""
@@ -148,11 +154,18 @@ class PieceCache:
             forgotten, its_ids = self._blocks.popitem(last=False)
             self._num_bytes -= _size_bytes(forgotten, its_ids)
 
-    def note_word(self, piece: str, ids: bytes) -> None:
-        if piece[0] == " " and len(piece) <= MAX_WORD_CHARS:
-            if len(self._words) >= self._max_words:
-                self._words.clear()  # rare, and the common ones are back at once
-            self._words[piece[1:]] = ids
+    def note_piece(self, piece: str, ids: bytes) -> None:
+        if len(piece) > MAX_WORD_CHARS:
+            return
+        if piece[0] != " ":
+            self._remember(self._others, piece, ids)
+        elif len(piece) > 1 and _is_word(piece):
+            self._remember(self._words, piece[1:], ids)
+
+    def _remember(self, pieces: dict[str, bytes], piece: str, ids: bytes) -> None:
+        if len(pieces) >= self._max_words:
+            pieces.clear()  # rare, and the common ones are back at once
+        pieces[piece] = ids
 
     def _pieces(self, block: str, plan: Plan) -> list[str | bytes]:
         """Known words' ids, and texts to be encoded, in order."""
@@ -173,11 +186,22 @@ class PieceCache:
                 ):
                     end += 1
                 piece = " ".join(words[begin:end])
-                piece = piece if begin == 0 else " " + piece
-                found.append(piece)
-                plan.miss(piece)
+                found += self._split_unknown(piece if begin == 0 else " " + piece, plan)
             begin = end
         return found
+
+    def _split_unknown(self, piece: str, plan: Plan) -> Iterator[str | bytes]:
+        """No word that is known, but perhaps made of digits, or of a section's usual beginning."""
+        parts = _DIGIT_CUT.split(piece) if self._rules.cuts_digits else [piece]
+        known = list(map(self._others.get, parts))
+        if piece[0] == " ":
+            known[0] = self._words.get(parts[0][1:])
+        for part, ids in zip(parts, known, strict=True):
+            if ids is None:
+                plan.miss(part)
+                yield part
+            else:
+                yield ids
 
 
 class Plan:
@@ -197,14 +221,15 @@ class Plan:
 
     def ids(self, encoded: Sequence[Sequence[int]]) -> array[int]:
         """All ids of the text, which is remembered. `encoded`: ids of each of the misses."""
-        new = {piece: token_array(ids).tobytes() for piece, ids in zip(self.misses, encoded, strict=True)}
-        for piece, ids in new.items():
-            if len(piece) > 1 and _is_word(piece):
-                self._cache.note_word(piece, ids)
+        new: dict[str | bytes, bytes] = {}
+        for piece, its_ids in zip(self.misses, encoded, strict=True):
+            new[piece] = packed = token_array(its_ids).tobytes()
+            self._cache.note_piece(piece, packed)
         found: list[bytes] = []
         for block, known, pieces in self.parts:
             if known is None:
-                known = b"".join([new[piece] if isinstance(piece, str) else piece for piece in pieces])
+                # What is not new is ids itself.
+                known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
                 self._cache.note(block, known)
             found.append(known)
         return array("I", b"".join(found))
@@ -216,6 +241,17 @@ def _index_of_none(known: Sequence[bytes | None], begin: int) -> int:
         return known.index(None, begin)
     except ValueError:
         return len(known)
+
+
+def _word_blocks(section: str) -> Iterator[str]:
+    begin = 0
+    while len(section) - begin > BLOCK_CHARS:
+        cut = _CUT.search(section, begin + BLOCK_CHARS)
+        if cut is None:
+            break
+        yield section[begin : cut.start()]
+        begin = cut.start()
+    yield section[begin:]
 
 
 def _begins_visible(word: str) -> bool:
@@ -243,12 +279,15 @@ def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:
     return normalizer["type"] == "NFC"
 
 
-def _cuts_before_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     if pre_tokenizer is None:
-        return False
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+        return []
+    return pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+
+
+def _cuts_before_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
     cuts = False
-    for step in steps:
+    for step in _steps(pre_tokenizer):
         match step:
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
                 cuts = cuts or use_regex
@@ -261,3 +300,9 @@ def _cuts_before_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
             case _:
                 return False
     return cuts
+
+
+def _takes_single_digits(step: dict[str, Any]) -> bool:
+    return (step["type"] == "Digits" and step["individual_digits"]) or (
+        step["type"] == "Split" and step["pattern"].get("Regex") == _QWEN_SPLIT
+    )

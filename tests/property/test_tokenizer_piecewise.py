@@ -16,7 +16,7 @@ from kvloom.piecewise import _KNOWN_SPLITS, PieceCache, PieceRules
 PARTS = [
     *" \n\t.,'5é\u0301\u200b中ßA-!<|>", "  ", " \n", "the", " quick", "brown ", "fox's", " 1234", "it'S", "a.b", "...",
     "<|im_start|>", "<|im_end|>", "<|im_", "start|>", "user\n", "ﬁ", " a", " b", "c", "x y", "\u00a0", "\r\n",
-    "end. The",
+    "end. The", "2024-11-21", "12", "1a2", "\u0661", "é1",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(PARTS), max_size=60).map("".join)
 
@@ -91,6 +91,7 @@ def test_the_built_in_models_tokenizer_agrees(model_dir: Path, several: list[str
     """The one that most tests and demos use, with its own vocabulary and special tokens."""
     tokenizer, rules = built_in(model_dir)
     assert rules.cuts_words
+    assert rules.cuts_digits
     cache = PieceCache(rules)
     for text in several:
         assert ids_by_pieces(cache, tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
@@ -120,4 +121,4 @@ def test_what_is_not_known_to_be_safe_is_not_cut(change: dict[str, object]) -> N
     tokenizer = Tokenizer.from_str(json.dumps(description))
     rules = PieceRules(tokenizer)
     assert not rules.cuts_words
-    assert rules.sections("a<|im_end|>b") == ["a", "<|im_end|>b"]
+    assert rules.blocks("a<|im_end|>b") == ["a", "<|im_end|>b"]
