@@ -64,7 +64,7 @@ class Rate:
         self._at = now
 
     def per_second(self, now: float) -> float:
-        return self._sum * math.exp((self._at - now) / RATE_SECONDS) / RATE_SECONDS
+        return self._sum * math.exp((self._at - now) / RATE_SECONDS) / RATE_SECONDS if self._sum else 0.0
 
 
 class LoadView:
@@ -175,6 +175,8 @@ class LoadView:
     def queue_seconds(self, now: float) -> float:
         """How long until the prefill that is queued there is done, less what must have been done since the last first
         token (never more than the first in line needs: its first token has not come)."""
+        if not (self.queued or self.foreign_queued_tokens):
+            return 0.0
         num_context_tokens = self.num_context_tokens
         seconds = self.foreign_queued_tokens * self.speed.seconds_per_token
         if self.queued:

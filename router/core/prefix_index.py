@@ -168,7 +168,7 @@ class PrefixIndex:
     def num_stored(self, shard_id: str) -> int:
         """Blocks that the shard is known to have cached."""
         shard = self._shards[shard_id]
-        return shard.num_stored + shard.num_unread
+        return shard.num_stored + (shard.num_unread if shard.unread else 0)
 
     def tail_age_seconds(self, shard_id: str, now: float) -> float:
         """How old the blocks are that the shard would evict next, by Little's law: blocks held / blocks stored a

@@ -108,6 +108,12 @@ class SpeedModel:
             + t[2] * s[2] * work.num_pairs
         )
 
+    def request_seconds(self, num_tokens: int, num_cached_tokens: int, num_context_tokens: int) -> float:
+        """`seconds` of one request's work, to the last bit; placement asks for it once a shard."""
+        t, s = self._known(), _SCALE
+        num_pairs = num_tokens * (num_cached_tokens + num_tokens / 2)
+        return t[0] * s[0] + t[3] * s[3] * num_context_tokens + t[1] * s[1] * num_tokens + t[2] * s[2] * num_pairs
+
     def num_tokens_within(self, seconds: float, num_cached_tokens: int, num_context_tokens: int) -> int:
         """How many tokens behind `num_cached_tokens` others can be computed in that time. At least 1."""
         t, s = self._known(), _SCALE

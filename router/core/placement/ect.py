@@ -67,6 +67,6 @@ class Ect(Policy):
             w.lost_capacity * own,
             own * (c.num_held_behind + w.delay_of_waiting * num_waiting + w.delay_of_running * c.num_running),
             own * w.delay_of_coming * num_coming,
-            own * w.eviction * num_lost_blocks / c.num_new_blocks,
+            own * w.eviction * num_lost_blocks / c.num_new_blocks if num_lost_blocks else 0.0,
             w.memory_wait * c.memory_wait_seconds,
         )

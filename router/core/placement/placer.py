@@ -19,7 +19,6 @@ from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Hold
 from router.core.prefix_index import PrefixIndex
 from router.core.reuse_curve import ReuseCurve
-from router.core.speed_model import PrefillWork
 
 COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""
@@ -68,14 +67,17 @@ class Placer:
         just failed, if there is another."""
         window = live.min_window
         shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
-        if len(shards) > 1 and any(shard.is_suspected for shard in shards):
-            shards = [shard for shard in shards if not shard.is_suspected] or shards
+        shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
             return [shard for shard in shards if shard.shard_id != live.avoid_shard_id]
         return shards
 
     def can_run(self, live: LiveRequest) -> bool:
         """Whether a shard that could run it has room."""
+        model = live.request.model
+        for shard in self._fleet.shards.values():  # nearly always the first one that is looked at
+            if shard.has_room and not shard.is_draining and shard.description.model == model and self.fits(live, shard):
+                return True
         return any(shard.has_room for shard in self.eligible(live))
 
     def pick(self, live: LiveRequest, now: float) -> tuple[Shard, Candidate] | None:
@@ -190,34 +192,42 @@ class Placer:
         shard_id = shard.shard_id
         description = shard.description
         # The last token is always computed: its logits are what the first output token is drawn from.
-        num_overlap_tokens = min(num_overlap_blocks * description.block_size, num_tokens - 1)
+        num_overlap_tokens = (
+            min(num_overlap_blocks * description.block_size, num_tokens - 1) if num_overlap_blocks else 0
+        )
         num_prefill_tokens = num_tokens - num_overlap_tokens
         view = self._ledger.view(shard_id)
+        speed = view.speed
         num_context_tokens = view.num_context_tokens
         num_new_blocks = -(-num_prefill_tokens // description.block_size)
-        num_free_blocks = max(0, description.num_blocks - self._index.num_stored(shard_id))
-        return Candidate(
-            shard_id=shard_id,
-            turn=shard.turn,
-            block_size=description.block_size,
-            num_blocks=description.num_blocks,
-            num_overlap_tokens=num_overlap_tokens,
-            num_prefill_tokens=num_prefill_tokens,
-            num_queued_prefill_tokens=view.num_queued_prefill_tokens,
-            num_running=view.num_running,
-            num_waiting=view.num_waiting,
-            num_context_tokens=num_context_tokens,
-            num_used_blocks=view.num_used_blocks,
-            num_evicted_blocks=max(0, num_new_blocks - num_free_blocks),
-            reuse_probability=self._reuse.probability(self._index.tail_age_seconds(shard_id, now)),
-            queue_seconds=view.queue_seconds(now),
-            memory_wait_seconds=view.memory_wait_seconds(num_new_blocks),
-            own_seconds=view.speed.seconds(PrefillWork.of(num_prefill_tokens, num_overlap_tokens), num_context_tokens),
-            seconds_per_token=view.speed.seconds_per_token,
-            bound_arrival_rate=view.bound_arrivals.per_second(now),
-            utilisation=view.busy.per_second(now),
-            held_seconds=list(view.held.values()) if view.held else (),
+        num_free_blocks = description.num_blocks - self._index.num_stored(shard_id)
+        num_evicted_blocks = num_new_blocks - max(0, num_free_blocks) if num_free_blocks < num_new_blocks else 0
+        return Candidate(  # in the order of its fields: by name it would take three times as long, for every shard
+            shard_id,
+            shard.turn,
+            description.block_size,
+            description.num_blocks,
+            num_overlap_tokens,
+            num_prefill_tokens,
+            view.num_queued_prefill_tokens,
+            view.num_running,
+            view.num_waiting,
+            num_context_tokens,
+            view.num_used_blocks,
+            num_evicted_blocks,
+            self._reuse_probability(shard_id, now) if num_evicted_blocks else 0.0,
+            view.queue_seconds(now),
+            view.memory_wait_seconds(num_new_blocks),
+            speed.request_seconds(num_prefill_tokens, num_overlap_tokens, num_context_tokens),
+            speed.seconds_per_token,
+            view.bound_arrivals.per_second(now),
+            view.busy.per_second(now),
+            list(view.held.values()) if view.held else (),
         )
+
+    def _reuse_probability(self, shard_id: str, now: float) -> float:
+        """Of the blocks that the shard would evict next."""
+        return self._reuse.probability(self._index.tail_age_seconds(shard_id, now))
 
     def _cheapest(self, costs: Sequence[float], candidates: Sequence[Candidate], live: LiveRequest) -> int:
         """Index of the lowest cost. Equal ones are decided by a hash of request, shard and seed: even over requests,

@@ -34,7 +34,7 @@ class Candidate:
     num_evicted_blocks: int
     """Cached blocks that the request would push out."""
     reuse_probability: float
-    """That those would have been used again."""
+    """That those would have been used again; 0 where there are none."""
     queue_seconds: float
     """Until the prefill before this request is done."""
     memory_wait_seconds: float
@@ -57,11 +57,15 @@ class Candidate:
     @property
     def held_ahead_seconds(self) -> float:
         """Of those that wait in the router, those that go before this request: the shorter ones."""
+        if not self.held_seconds:
+            return 0.0
         own = self.own_seconds
         return sum(seconds for seconds in self.held_seconds if seconds <= own)
 
     @property
     def num_held_behind(self) -> int:
+        if not self.held_seconds:
+            return 0
         own = self.own_seconds
         return sum(seconds > own for seconds in self.held_seconds)
 
