@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -119,6 +120,8 @@ class GrpcRouterLink:
         self.owner_address = ""
         """Where the router listens that the connection goes to, and no other does; "" while that is not known, or where
         the link connects: then the next connection goes to the same router."""
+        self._heard_at = 0.0
+        """Of a frame, or when there began to be something to wait for."""
         self._by_slot: dict[int, _Open] = {}
         self._slots_by_handle: dict[int, list[int]] = {}
         self._free_slots: list[int] = []
@@ -128,6 +131,7 @@ class GrpcRouterLink:
         self._cancels: list[int] = []
         self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
         self._fleet_changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -142,6 +146,11 @@ class GrpcRouterLink:
     def connected(self) -> bool:
         return self._connected
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long the router has owed news of something and said nothing; 0 while it owes none."""
+        return time.monotonic() - self._heard_at if self._by_slot else 0.0
+
     async def wait_fleet_change(self) -> None:
         """Return after the next change of `fleet` (or of the connection)."""
         await self._fleet_changed.wait()
@@ -151,6 +160,8 @@ class GrpcRouterLink:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached.", retry_after_seconds=1.0
             )
+        if not self._by_slot:
+            self._heard_at = time.monotonic()
         self._next_handle += 1
         handle = self._next_handle
         choices = self._choices(request)
@@ -188,6 +199,7 @@ class GrpcRouterLink:
         self._wake_writer()
 
     async def close(self) -> None:
+        self._closed = True  # gRPC loses a cancellation that comes just as its call ends
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -216,7 +228,7 @@ class GrpcRouterLink:
 
     async def _run(self) -> None:
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            while True:
+            while not self._closed:
                 try:
                     await self._serve_one_connection(channel)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -275,6 +287,7 @@ class GrpcRouterLink:
         return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
 
     def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
+        self._heard_at = time.monotonic()
         if frame.HasField("fleet"):
             self._fleet = frame.fleet
             if not self._connected:

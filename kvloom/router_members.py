@@ -114,7 +114,10 @@ class RouterMembers:
         takers = self.takers
         if len(takers) < 2:
             return takers[0] if takers else None
-        views = [RouterView(m.address, m.salt, model in m.ready_models, len(m.attempts)) for m in takers]
+        views = [
+            RouterView(m.address, m.salt, model in m.ready_models, len(m.attempts), m.link.silent_seconds)
+            for m in takers
+        ]
         picked = pick_router(views, affinity_key)
         return None if picked is None else self._members[picked.address]
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvloom import router_choice
 from kvloom.errors import KvloomError
 from kvloom.router_group import MAX_LOSSES, RouterGroup
 from kvloom.router_link import LinkRequest
@@ -196,6 +197,31 @@ async def test_without_patience_a_loss_is_an_error_at_once() -> None:
         lose(connection)
         await eventually(lambda: answer.done, "the end")
         assert answer.finish.error.reason == LOST
+
+
+async def test_what_is_new_goes_around_a_router_that_is_silent_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung router is given up after 15 s only; what is new need not wait for that. One that merely has nothing to say
+    is as good as ever, and so is one that is heard of again."""
+    async with routers() as fabric:
+        first = Answer()
+        fabric.group.submit(request([1], session_key="chat", name="r0"), first)
+        router, connection, submit = await fabric.taken("r0")
+        monkeypatch.setattr(router_choice, "MAX_SILENT_SECONDS", 0.05)
+        link = fabric.group._members._members[router.address].link
+        await eventually(lambda: link.silent_seconds > 0.05, "the silence")
+        fabric.group.submit(request([1], session_key="chat", name="r1"), Answer())
+        other, around, slots = await fabric.taken("r1")
+        assert other is not router
+        other.finish(around, slots.choices[0].slot)
+        monkeypatch.setattr(router_choice, "MAX_SILENT_SECONDS", 5.0)
+        router.tokens(connection, (submit.choices[0].slot, [7]))
+        await eventually(lambda: first.token_ids[0], "a token")
+        assert link.silent_seconds < 5.0
+        fabric.group.submit(request([1], session_key="chat", name="r2"), Answer())
+        assert (await fabric.taken("r2"))[0] is router
+        for name in ("r0", "r2"):
+            router.finish(connection, (await fabric.taken(name))[2].choices[0].slot)
+        await eventually(lambda: not link.silent_seconds, "nothing to answer")
 
 
 async def test_a_draining_router_keeps_what_it_runs_and_gets_nothing_new() -> None:

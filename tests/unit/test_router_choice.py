@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.router_choice import SLACK_REQUESTS, RouterView, pick_router, salt_of
+from kvloom.router_choice import MAX_SILENT_SECONDS, SLACK_REQUESTS, RouterView, pick_router, salt_of
 
 
 def view(name: str, num_in_flight: int = 0, is_ready: bool = True) -> RouterView:
@@ -29,6 +29,21 @@ def test_a_router_without_a_shard_for_the_model_is_the_last_choice() -> None:
     only = pick_router([view("a", 0, is_ready=False)], b"key")
     assert only is not None
     assert only.address == "a"
+
+
+def test_a_router_that_owes_news_for_long_gets_nothing_new() -> None:
+    """It may hang, and what is new would wait as long as it takes to notice. If all are silent, or the others have no
+    shard, that says nothing."""
+    silent, well = view("a")._replace(silent_seconds=MAX_SILENT_SECONDS + 0.1), view("b", 100)
+    for routers, picked in (
+        ([silent, well], "b"),
+        ([silent._replace(silent_seconds=MAX_SILENT_SECONDS), well], "a"),
+        ([silent, well._replace(silent_seconds=9.0)], "a"),
+        ([silent, well._replace(is_ready=False)], "a"),
+    ):
+        found = pick_router(routers, b"")
+        assert found is not None
+        assert found.address == picked
 
 
 def test_a_key_stays_where_it_is_and_only_a_lost_router_s_keys_move() -> None:
