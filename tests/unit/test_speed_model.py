@@ -82,3 +82,14 @@ def test_what_the_shard_says_counts_until_something_is_observed() -> None:
     default = model.seconds(PrefillWork.of(1000, 0), 0)
     model.tell(1_000.0)
     assert model.seconds(PrefillWork.of(1000, 0), 0) > 5 * default
+
+
+def test_the_short_way_for_one_request_says_the_same_to_the_last_bit() -> None:
+    """Placement asks it of every shard; a difference in the last bit would decide ties otherwise than before."""
+    rng = random.Random(7)
+    model = SpeedModel(SpeedModel())
+    for _ in range(200):
+        num_tokens, num_cached, num_context = rng.randrange(1, 9000), rng.randrange(9000), rng.randrange(100_000)
+        work = PrefillWork.of(num_tokens, num_cached)
+        assert model.request_seconds(num_tokens, num_cached, num_context) == model.seconds(work, num_context)
+        model.observe(work, num_context, rng.random())
