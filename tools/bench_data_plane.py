@@ -63,7 +63,7 @@ from tools.page_table import write_between
     metavar="ExRxS",
     help="Of --scale-out, only this many edges, routers and shards. Repeatable.",
 )
-@click.option("--peers", is_flag=True, help="Other gateways beside ours, in turns; they are installed from PyPI.")
+@click.option("--peers", is_flag=True, help="Other gateways beside ours, in turns; they are fetched first.")
 @click.option("--peer", "peer_names", multiple=True, type=click.Choice(list(PEERS)), help="Only this one. Repeatable.")
 @click.option(
     "--page",
@@ -138,7 +138,7 @@ def bench_data_plane(
     if peers or peer_names:
         wanted = [PEERS[name] for name in peer_names or PEERS]
         reports, missing = run_with_peers(plan, wanted, home / "peers", report_progress)
-        options = "".join(f" --peer {name}" for name in peer_names)
+        options = "".join(f" --peer {name}" for name in peer_names) + (f" --scale {scale:g}" if scale < 1 else "")
         table = peers_table(
             reports, missing, f"kvloom bench data-plane --peers{options} --workload {names} --runs {num_runs}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ BEGIN: Final = "<!-- peers: written by kvloom bench data-plane --peers --page --
 END: Final = "<!-- end of peers -->"
 _CPU_PER_TOKEN: Final = ("W1", "W1x512", "W2")
 _CPU_PER_REQUEST: Final = ("W3", "W4")
+_NUM_SHOWN_ERRORS: Final = 2
 
 
 def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str], command: str) -> str:
@@ -29,7 +30,11 @@ def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str]
     for system, own in by_system.items():
         cells = [show(own) for _, show in columns]
         num_errors = sum(report["num_errors"] for report in own.values())
-        lines.append(f"| {_label(system)} | " + " | ".join(cells) + f" | {num_errors:,} |")
+        version = next(iter(own.values()))["version"]
+        lines.append(f"| {_label(system, version)} | " + " | ".join(cells) + f" | {num_errors:,} |")
+    lines += [
+        f"\n{report['system']}, {report['workload']}: {_errors(report)}." for report in reports if _errors(report)
+    ]
     lines += [f"\n{name}: not measured. {reason}" for name, reason in missing.items()]
     return "\n".join(lines)
 
@@ -68,17 +73,22 @@ def _columns(workload: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _label(system: str) -> str:
+def _label(system: str, version: str) -> str:
     peer = PEERS.get(system)
-    if peer is None:
-        return f"**{system}** {importlib.metadata.version('kvloom')}"
-    _, _, version = peer.requirement.partition("==")
-    return f"{peer.name} {version} ({peer.about})".replace("  ", " ")
+    return f"**{system}** {version}" if peer is None else f"{system} {version} ({peer.about})"
+
+
+def _errors(report: Mapping[str, Any]) -> str:
+    """Which, and how often, over all its runs; "" if there were none."""
+    counts = Counter[str]()
+    for run in report["runs"]:
+        counts.update(run["errors"])
+    return "; ".join(f"{count:,} times `{error[:120]}`" for error, count in counts.most_common(_NUM_SHOWN_ERRORS))
 
 
 def _conditions(reports: Sequence[Mapping[str, Any]], command: str) -> str:
     num_runs = max((report["num_runs"] for report in reports), default=0)
     return (
-        f"{conditions(command, num_runs)}; all systems up at once, taking turns. CPU of the gateway's processes, all "
-        "threads, engines and client excluded."
+        f"{conditions(command, num_runs)}; all systems up at once, taking turns, every other "
+        "run in the opposite order. CPU of the gateway's processes, all threads, engines and client excluded."
     )

@@ -32,9 +32,9 @@ def _argv(site: Site) -> Sequence[str]:
 LITELLM = Peer(
     name="litellm",
     about="Python proxy",
-    requirement="litellm[proxy]==1.106.0",
+    requirements=("litellm[proxy]==1.106.0",),
     argv=_argv,
-    env={
+    env=lambda _: {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_LOG": "ERROR",
         "LITELLM_MODE": "PRODUCTION",

@@ -28,7 +28,7 @@ http {{
 }}
 """
     )
-    return ("nginx", "-c", str(path))
+    return (str(site.bin_dir / "nginx"), "-p", str(site.work_dir), "-e", "stderr", "-c", str(path))
 
 
-NGINX = Peer(name="nginx", about="plain proxy, the system's", requirement="", program="nginx", argv=_argv)
+NGINX = Peer(name="nginx", about="plain proxy", program="nginx", debian_package="nginx", argv=_argv)
