@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+
+if TYPE_CHECKING:
+    from shard_server.engines.torch_engine.tile_attention import TileAttention
 
 _ROWS_PER_TILE = 32
 """The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
@@ -100,8 +104,31 @@ class AttentionPlan:
         return max(part.block_rows.shape[1] for plan in plans for part in (*plan.decode_groups, *plan.prefills))
 
 
+MakeAttention = Callable[[LlamaConfig, KvCache], "PagedAttention | TileAttention"]
+
+
+def make_attention(
+    config: LlamaConfig, cache: KvCache, on_progress: Callable[[str], None] = lambda _message: None
+) -> PagedAttention | TileAttention:
+    """The compiled kernels where they can run, else torch's: then `on_progress` hears why."""
+    try:
+        from shard_server.engines.torch_engine.tile_attention import TileAttention, why_not_tiles
+    except ImportError as error:
+        reason: str | None = str(error)
+    else:
+        reason = why_not_tiles(config, cache)
+        if reason is None:
+            on_progress("attention: compiled kernels (some seconds when they are compiled first)")
+            return TileAttention(config, cache)
+    on_progress(f"attention: torch's kernel, the compiled ones are left out: {reason}")
+    return PagedAttention(config, cache)
+
+
 class PagedAttention:
     """Attention of one model over one KV cache."""
+
+    multiplies_single_rows = True
+    """Whether several rows of one sequence are cheaper as if each were another sequence's."""
 
     def __init__(self, config: LlamaConfig, cache: KvCache) -> None:
         self._cache = cache

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from shard_server.engines.torch_engine.attention import Extent, PagedAttention
+from shard_server.engines.torch_engine.attention import Extent, MakeAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.linear import Linear, row_granularity
 
-_BLOCK_SIZE = 16
 _NUM_TOKENS = 640
 """More than the 512 keys that the attention kernel takes at a time."""
 _PROBED_WINDOW = 100
@@ -30,14 +29,14 @@ def common_row_granularity(linears: Sequence[Linear], dtype: torch.dtype) -> int
     return max(granularity for granularity in granularities if granularity is not None)
 
 
-def attention_is_invariant(config: LlamaConfig, dtype: torch.dtype) -> bool:
+def attention_is_invariant(config: LlamaConfig, dtype: torch.dtype, block_size: int, make: MakeAttention) -> bool:
     """Compare prefill of a whole sequence with prefill in chunks, and with decoding it in batches."""
-    return all(_window_is_invariant(config, dtype, window) for window in set(config.layer_windows))
-
-
-def _window_is_invariant(config: LlamaConfig, dtype: torch.dtype, window: int | None) -> bool:
     # A narrow one, so that the last tokens do not see the first of the keys that the kernel takes at a time.
-    probe = _AttentionProbe(config, dtype, None if window is None else min(window, _PROBED_WINDOW))
+    windows = {None if window is None else min(window, _PROBED_WINDOW) for window in config.layer_windows}
+    return all(_is_invariant(_AttentionProbe(config, dtype, window, block_size, make)) for window in windows)
+
+
+def _is_invariant(probe: _AttentionProbe) -> bool:
     whole = probe.attend([], [probe.extent(0, _NUM_TOKENS)])
     chunk_ends = (77, 80, 177, 435, _NUM_TOKENS)
     start = 0
@@ -55,12 +54,14 @@ def _window_is_invariant(config: LlamaConfig, dtype: torch.dtype, window: int | 
 class _AttentionProbe:
     """One layer's attention over one random sequence."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, window: int | None) -> None:
+    def __init__(
+        self, config: LlamaConfig, dtype: torch.dtype, window: int | None, block_size: int, make: MakeAttention
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        num_blocks = _NUM_TOKENS // _BLOCK_SIZE
+        num_blocks = -(-_NUM_TOKENS // block_size)
         one_layer = dataclasses.replace(config, num_layers=1, layer_windows=(window,))
-        self._cache = KvCache(one_layer, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype)
-        self._attention = PagedAttention(one_layer, self._cache)
+        self._cache = KvCache(one_layer, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self._attention = make(one_layer, self._cache)
         kv = torch.randn(_NUM_TOKENS, 2 * config.kv_size, generator=generator)
         self._cache.write(self._cache.token_rows(range(_NUM_TOKENS))[0], kv.to(dtype))
         self._queries = torch.randn(_NUM_TOKENS, config.query_size, generator=generator).mul_(2).to(dtype)

@@ -52,7 +52,8 @@ class KvCache:
         )
         """[num_blocks, num_layers, block_size * 2 * kv_size]"""
         self._block_rows = self.pool.view(-1, block_size * token_size)
-        self._token_rows = self.pool.view(-1, token_size)
+        self.all_token_rows = self.pool.view(-1, token_size)
+        """[num_blocks * num_layers * block_size, 2 * kv_size]: what `token_rows` counts"""
         self._layers = torch.arange(config.num_layers, device=device)[:, None]
 
     def block_rows(self, blocks: Sequence[int]) -> torch.Tensor:
@@ -68,7 +69,7 @@ class KvCache:
 
     def write(self, token_rows: torch.Tensor, keys_and_values: torch.Tensor) -> None:
         """Store `keys_and_values` [tokens, 2 * kv_size]: the keys of all heads, then the values."""
-        self._token_rows.index_copy_(0, token_rows, keys_and_values)
+        self.all_token_rows.index_copy_(0, token_rows, keys_and_values)
 
     def gather(self, block_rows: torch.Tensor, out: torch.Tensor) -> None:
         """Copy blocks into `out` [blocks, block_size * 2 * kv_size]."""

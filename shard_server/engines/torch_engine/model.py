@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -46,12 +48,14 @@ class LlamaModel:
         max_model_len: int,
         max_rows: int | None,
         int8_weights: bool = False,
+        compiled_kernels: bool = False,
         on_progress: OnProgress = lambda _message: None,
         device: torch.device = _CPU,
     ) -> None:
         """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
 
         `max_rows`: of one matrix product, see linear.py. `int8_weights`: of all linear layers, see int8_linear.py.
+        `compiled_kernels`: for what is computed row by row, where they can run, see row_kernels.py.
         """
         self._config = config
         # A copy, so that nothing refers to the mapped file any more.
@@ -59,6 +63,7 @@ class LlamaModel:
         head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype)
         # Logits are float32 in the end, so the head has no reason to round them before.
         self._head = Int8Linear(head, None, torch.float32) if int8_weights else make_linear(head, None, max_rows)
+        self._row_kernels = _row_kernels() if compiled_kernels and dtype == torch.bfloat16 else None
         self._norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
         self._layers: list[_Layer] = []
 
@@ -93,30 +98,59 @@ class LlamaModel:
         Returns float32 logits [len(logit_rows), vocab_size].
         """
         config = self._config
-        cos, sin = self._cos[positions, None], self._sin[positions, None]
-        num_tokens = token_rows.shape[1]
-        rotated_size = config.query_size + config.kv_size
         x = F.embedding(token_ids, self._embedding)
+        rotate_and_store = self._rotation(positions, cache)
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normalise(x, layer.attention_norm))
             if layer.query_key_norms is not None:
                 self._normalise_heads_(qkv, *layer.query_key_norms)
-            rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
-            cache.write(token_rows[index], qkv[:num_tokens, config.query_size :])
+            rotate_and_store(qkv, token_rows[index])
             attended = attend(index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
             x = layer.down.add(gated(layer.gate, layer.up, self._normalise(x, layer.mlp_norm)), x)
         return self._head(self._normalise(x[logit_rows], self._norm)).float()
+
+    def _rotation(self, positions: torch.Tensor, cache: KvCache) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """What each layer does to `qkv`, rows at `positions`, given the places of the first rows' KV."""
+        config, kernels = self._config, self._row_kernels
+        if kernels is not None:
+            return functools.partial(
+                kernels.rotate_and_store,
+                positions=positions,
+                cos=self._cos,
+                sin=self._sin,
+                query_size=config.query_size,
+                pool=cache.all_token_rows,
+            )
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
+        rotated_size = config.query_size + config.kv_size
+
+        def rotate_and_store(qkv: torch.Tensor, token_rows: torch.Tensor) -> None:
+            rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
+            cache.write(token_rows, qkv[: token_rows.shape[0], config.query_size :])
+
+        return rotate_and_store
 
     def _normalise_heads_(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:
         config = self._config
         queries, keys, _ = qkv.split([config.query_size, config.kv_size, config.kv_size], dim=-1)
         for heads, weight in ((queries, query_norm), (keys, key_norm)):
             heads = heads.unflatten(-1, (-1, config.head_dim))
-            heads.copy_(self._normalise(heads, weight))
+            heads.copy_(F.rms_norm(heads, weight.shape, weight, self._config.rms_norm_eps))
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._row_kernels is not None:
+            return self._row_kernels.normalised(x, weight, self._config.rms_norm_eps)
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+
+def _row_kernels() -> ModuleType | None:
+    """None where numba is not installed."""
+    try:
+        from shard_server.engines.torch_engine import row_kernels
+    except ImportError:
+        return None
+    return row_kernels
 
 
 def _take_layer(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.attention import Extent, PagedAttention
+from shard_server.engines.torch_engine.attention import Extent, PagedAttention, make_attention
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.int8_linear import check_int8_products
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
@@ -55,12 +55,14 @@ class ModelRunner:
         num_threads: int,
         wants_batch_invariance: bool = True,
         int8_weights: bool = False,
+        compiled_kernels: bool = True,
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
         `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
         larger products: faster by half or more, but the last bits then depend on the batch. With `int8_weights`
-        the linear layers are quantised (int8_linear.py). `on_progress` hears a sentence at every stage of loading.
+        the linear layers are quantised (int8_linear.py). Without `compiled_kernels` all is computed with torch's, as
+        where those cannot run. `on_progress` hears a sentence at every stage of loading.
         Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -90,6 +92,7 @@ class ModelRunner:
                 max_model_len=self.max_model_len,
                 max_rows=max_rows,
                 int8_weights=int8_weights,
+                compiled_kernels=compiled_kernels,
                 on_progress=on_progress,
             )
             return_freed_memory()
@@ -99,12 +102,18 @@ class ModelRunner:
             )
             on_progress(f"KV cache: {self.num_blocks} blocks of {block_size} tokens")
             self._cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
-            self._attention = PagedAttention(config, self._cache)
+            self._attention = (
+                make_attention(config, self._cache, on_progress)
+                if compiled_kernels
+                else PagedAttention(config, self._cache)
+            )
             granularity: int | None = None
             if wants_batch_invariance:
                 granularity = common_row_granularity(self._model.distinct_linears, torch_dtype)
             self._row_granularity = granularity or 1
-            self.batch_invariant = granularity is not None and attention_is_invariant(config, torch_dtype)
+            self.batch_invariant = granularity is not None and attention_is_invariant(
+                config, torch_dtype, block_size, type(self._attention)
+            )
             """Whether logits do not depend on the batch, bit for bit: measured on this machine at the start."""
         return_freed_memory()
 
@@ -118,7 +127,9 @@ class ModelRunner:
         decodes: list[tuple[int, int]] = []  # (sequence, token in it): each a row that attends by itself
         prefills: list[int] = []
         for index, sequence in enumerate(batch):
-            if len(sequence.token_ids) == 1 or _attends_row_by_row(sequence):
+            if len(sequence.token_ids) == 1 or (
+                self._attention.multiplies_single_rows and _attends_row_by_row(sequence)
+            ):
                 decodes += [(index, offset) for offset in range(len(sequence.token_ids))]
             else:
                 prefills.append(index)
@@ -144,8 +155,7 @@ class ModelRunner:
             token_ids += sequence.token_ids
             positions += range(num_past, num_past + num_new)
         plan = self._attention.plan(decode_extents, prefill_extents)
-        plan.num_rows = self._rounded(plan.num_rows)
-        padding = [0] * (plan.num_rows - len(token_ids))
+        padding = [0] * (self._rounded(plan.num_rows) - len(token_ids))
         logit_rows = [
             row_of[index, offset]
             for index, sequence in enumerate(batch)

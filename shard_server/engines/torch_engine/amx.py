@@ -1,0 +1,187 @@
+"""Intel's matrix tiles (AMX) for compiled kernels: eight registers of 16 rows of 64 bytes, and a product of bf16.
+
+`tile_dot(c, a, b)` adds to the float32 [16, 16] in c the product of bf16 [16, 32] in a and [32, 16] in b; b's rows 2i
+and 2i+1 lie in one row of the register as pairs. Every sum runs in the order of the 32, in float32, whatever the other
+rows and columns hold: this is why rows have the same bits in any batch.
+
+The register numbers are part of the instructions, so they must be literals. oneDNN uses the same registers with a
+configuration of its own: a kernel puts back the one that it found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES = _I8.as_pointer()
+_SIXTEEN_WORDS, _SIXTEEN_FLOATS = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+
+
+def request_amx() -> bool:
+    """Whether this CPU has AMX for bf16 and Linux lets this process use it."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    features = llvmlite.binding.get_host_cpu_features()
+    if not (features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def tile_configuration() -> np.ndarray[Any, Any]:
+    """uint8 [64]: all eight registers have 16 rows of 64 bytes."""
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1
+    configuration[16:32:2] = 64
+    configuration[48:56] = 16
+    return configuration
+
+
+@intrinsic
+def load_tile_configuration(_typing: Any, array: Any) -> Any:
+    return types.void(array), _with_address("ldtilecfg")
+
+
+@intrinsic
+def store_tile_configuration(_typing: Any, array: Any) -> Any:
+    return types.void(array), _with_address("sttilecfg")
+
+
+@intrinsic
+def tile_zero(_typing: Any, register: Any) -> Any:
+    return _on_registers("tilezero", register)
+
+
+@intrinsic
+def tile_dot(_typing: Any, c: Any, a: Any, b: Any) -> Any:
+    return _on_registers("tdpbf16ps", c, a, b)
+
+
+@intrinsic
+def tile_load(_typing: Any, register: Any, array: Any, first: Any, stride_bytes: Any) -> Any:
+    """16 rows, the first from element `first` of `array` on."""
+    return _on_memory("tileloadd64", register, array)
+
+
+@intrinsic
+def tile_store(_typing: Any, register: Any, array: Any, first: Any, stride_bytes: Any) -> Any:
+    return _on_memory("tilestored64", register, array)
+
+
+@intrinsic
+def transpose_words(_typing: Any, source: Any, first: Any, stride: Any, target: Any, target_first: Any) -> Any:
+    """16 rows of 16 words, the first from `source[first]` on, `stride` words apart, become the 16 columns of what is
+    written from `target[target_first]` on."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, first, stride, target, target_first = args
+        rows: list[Any] = []
+        for row in range(16):
+            index = builder.add(first, builder.mul(stride, ir.Constant(_I64, row)))
+            address = _address(context, builder, signature.args[0], source, index, _SIXTEEN_WORDS)
+            rows.append(builder.load(address, align=4))
+        # Swap the squares beside the diagonal, of 8 x 8 words, then within each of 4 x 4, 2 x 2 and 1 x 1.
+        for half in (8, 4, 2, 1):
+            for row in range(16):
+                if not row & half:
+                    pair = rows[row], rows[row + half]
+                    upper = [16 + lane - half if lane & half else lane for lane in range(16)]
+                    lower = [16 + lane if lane & half else lane + half for lane in range(16)]
+                    rows[row] = builder.shuffle_vector(*pair, ir.Constant(_SIXTEEN_WORDS, upper))
+                    rows[row + half] = builder.shuffle_vector(*pair, ir.Constant(_SIXTEEN_WORDS, lower))
+        for column, words in enumerate(rows):
+            index = builder.add(target_first, ir.Constant(_I64, 16 * column))
+            address = _address(context, builder, signature.args[3], target, index, _SIXTEEN_WORDS)
+            builder.store(words, address, align=4)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, types.int64, target, types.int64), generate
+
+
+@intrinsic
+def largest_of_32(_typing: Any, array: Any, first: Any) -> Any:
+    """Of float32 from `array[first]` on; a loop would go through them one by one."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        array, first = args
+        halves = [
+            builder.load(_address(context, builder, signature.args[0], array, index, _SIXTEEN_FLOATS), align=4)
+            for index in (first, builder.add(first, ir.Constant(_I64, 16)))
+        ]
+        larger = builder.select(builder.fcmp_ordered(">", *halves), *halves)
+        name = "llvm.vector.reduce.fmax.v16f32"
+        reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_SIXTEEN_FLOATS]), name)
+        return builder.call(reduce, [larger], fastmath=("nnan", "nsz"))
+
+    return types.float32(array, types.int64), generate
+
+
+@intrinsic
+def prefetch(_typing: Any, array: Any, first: Any, num_bytes: Any) -> Any:
+    """Ask for `num_bytes` from `array[first]` on, to be in the second cache soon."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        array, first, num_bytes = args
+        start = _address(context, builder, signature.args[0], array, first, _I8)
+        function_type = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        read, second_cache, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), num_bytes, ir.Constant(_I64, 64)) as (offset, _):
+            builder.call(function, [builder.gep(start, [offset]), read, second_cache, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
+
+
+def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
+    function_type = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
+
+
+def _address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
+
+
+def _with_address(name: str) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _call(builder, name, [_address(context, builder, signature.args[0], args[0], ir.Constant(_I64, 0), _I8)])
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _on_registers(name: str, *registers: Any) -> Any:
+    """None, which makes numba try again with literals, unless all are."""
+    if not all(isinstance(register, types.IntegerLiteral) for register in registers):
+        return None
+    numbers = [ir.Constant(_I8, register.literal_value) for register in registers]
+
+    def generate(context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
+        _call(builder, name, numbers)
+        return context.get_dummy_value()
+
+    return types.void(*registers), generate
+
+
+def _on_memory(name: str, register: Any, array: Any) -> Any:
+    if not isinstance(register, types.IntegerLiteral):
+        return None
+    number = ir.Constant(_I8, register.literal_value)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _, data, first, stride_bytes = args
+        _call(builder, name, [number, _address(context, builder, signature.args[1], data, first, _I8), stride_bytes])
+        return context.get_dummy_value()
+
+    return types.void(register, array, types.int64, types.int64), generate

@@ -1,0 +1,83 @@
+"""What the compiled kernels share: how they are compiled, and bf16 numbers, which numba does not know.
+
+numba compiles them when they are first called and keeps the code beside this file, or in the user's cache directory
+where that is read-only. Kept code is compiled anew when the kernel's own file changes, not when what it imports does:
+after an edit here or in amx.py remove `__pycache__/*.nb*`.
+
+No kernel may reorder the sums of a row in a way that depends on other rows; within one it may, since the code is the
+same for every row of every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_Function = Callable[..., Any]
+
+
+def jit(*fastmath: str, inline: bool = False) -> Callable[[_Function], _Function]:
+    """Compile for this CPU, without the interpreter's lock. `fastmath`: LLVM's flags for floating point."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+    if inline:
+        options["inline"] = "always"
+
+    def decorate(function: _Function) -> _Function:
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # nowhere to keep the code: each start compiles
+            return numba.njit(**options)(function)
+
+    return decorate
+
+
+def _bitcast(source: types.Type, target: types.Type, target_ir: ir.Type) -> Any:
+    @intrinsic
+    def cast(_typing: Any, _value: Any) -> Any:
+        def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], target_ir)
+
+        return target(source), generate
+
+    return cast
+
+
+_float_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
+_bits_of_float = _bitcast(types.float32, types.uint32, ir.IntType(32))
+
+# numba computes with integers of 64 bits; each step says 32, so that vectors hold twice as many.
+
+
+@jit(inline=True)
+def float_of_bf16(bits: Any) -> Any:
+    return _float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@jit(inline=True)
+def bf16_of_float(value: Any) -> Any:
+    """The nearest one, ties to even; NaN is not minded."""
+    bits = _bits_of_float(value)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+
+
+@jit("contract", inline=True)
+def exp2(x: Any) -> Any:
+    """2**x for x <= 0, to 1e-6 of it; 0 below -126. (A polynomial of the fraction, fitted on [0, 1].)"""
+    clamped = max(x, np.float32(-126.0))
+    whole = np.floor(clamped)
+    fraction = clamped - whole
+    power = np.float32(1.8775767e-3)
+    power = power * fraction + np.float32(8.9893397e-3)
+    power = power * fraction + np.float32(5.5826318e-2)
+    power = power * fraction + np.float32(2.4015361e-1)
+    power = power * fraction + np.float32(6.9315308e-1)
+    power = power * fraction + np.float32(9.9999994e-1)
+    scale = _float_of_bits(np.uint32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23)))
+    return power * scale if x >= np.float32(-126.0) else np.float32(0.0)
