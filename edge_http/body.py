@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Final
 
 import xxhash
@@ -26,15 +24,9 @@ class BodyBudget:
         self.num_bytes = 0
         self.num_leases = 0
 
-    @contextlib.contextmanager
-    def lease(self) -> Iterator[BodyLease]:
+    def lease(self) -> BodyLease:
         self.num_leases += 1
-        lease = BodyLease(self)
-        try:
-            yield lease
-        finally:
-            self.num_leases -= 1
-            self.num_bytes -= lease.num_bytes
+        return BodyLease(self)
 
     def take(self, num_bytes: int) -> None:
         """Raises KvloomError (OVERLOADED)."""
@@ -48,11 +40,20 @@ class BodyBudget:
 
 
 class BodyLease:
-    """One body's part of the budget."""
+    """One body's part of the budget, given back at the end of the `with` block."""
+
+    __slots__ = ("_budget", "num_bytes")
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
+
+    def __enter__(self) -> BodyLease:
+        return self
+
+    def __exit__(self, *_fault: object) -> None:
+        self._budget.num_leases -= 1
+        self._budget.num_bytes -= self.num_bytes
 
     def take(self, num_bytes: int) -> None:
         """Raises KvloomError (OVERLOADED)."""
@@ -67,7 +68,8 @@ async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: Bo
     length = request.content_length
     if length is not None and length > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
-    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+    expected = request.headers.get("Expect")
+    if expected is not None and expected.lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
         if request.content.is_eof():  # it came with its head, as most do: no timer for it
@@ -97,11 +99,14 @@ def digest_of(raw: bytes) -> str:
 
 
 def _check_headers(request: web.BaseRequest) -> None:
-    if request.content_type != "application/json" or "Content-Type" not in request.headers:
-        raise _unsupported_media("The body must be sent with Content-Type: application/json.")
-    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise _unsupported_media("The body must be UTF-8.")
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+    headers = request.headers
+    if headers.get("Content-Type") != "application/json":  # else there is nothing to take apart
+        if request.content_type != "application/json" or "Content-Type" not in headers:
+            raise _unsupported_media("The body must be sent with Content-Type: application/json.")
+        if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+            raise _unsupported_media("The body must be UTF-8.")
+    encoding = headers.get("Content-Encoding")
+    if encoding is not None and encoding.lower() != "identity":
         raise _unsupported_media("The body must not be compressed.")
 
 

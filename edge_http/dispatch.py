@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
@@ -103,6 +104,6 @@ def _handler(request: web.BaseRequest, route: str) -> Handler:
 
 
 def _check_header_size(request: web.BaseRequest, max_bytes: int) -> None:
-    size_bytes = sum(len(name) + len(value) for name, value in request.raw_headers)
+    size_bytes = sum(map(len, itertools.chain.from_iterable(request.raw_headers)))
     if size_bytes > max_bytes:
         raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, f"The headers are larger than {max_bytes} bytes.")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from edge_http.body import BodyBudget
@@ -49,13 +48,21 @@ class LossReports(Protocol):
 
 
 class Place:
-    """One of the places for running requests. Whoever sets `handed_over` has to give it up."""
+    """One of the places for running requests, given up at the end of the `with` block. Whoever sets `handed_over` has
+    to give it up instead."""
 
     __slots__ = ("give_up", "handed_over")
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self.give_up = give_up
         self.handed_over = False
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_fault: object) -> None:
+        if not self.handed_over:
+            self.give_up()
 
 
 class Edge:
@@ -100,8 +107,7 @@ class Edge:
         """Return once no request runs."""
         await self._idle.wait()
 
-    @contextlib.contextmanager
-    def admitted(self) -> Iterator[Place]:
+    def admitted(self) -> Place:
         """Holds one of the places for running requests. Raises KvloomError (DRAINING, QUEUE_FULL)."""
         if self._draining:
             raise KvloomError(
@@ -112,12 +118,7 @@ class Edge:
         self.check_room()
         self.num_running += 1
         self._idle.clear()
-        place = Place(self._give_up_place)
-        try:
-            yield place
-        finally:
-            if not place.handed_over:
-                place.give_up()
+        return Place(self._give_up_place)
 
     def check_room(self) -> None:
         """Whoever is still sending a body takes nobody's place, and is counted once it is there. Raises KvloomError
@@ -146,7 +147,10 @@ class Edge:
 
     def model_info(self, name: str) -> ModelInfo | None:
         """What the router said of a model; None while it knows of no shard that serves it."""
-        return next((model for model in self.link.fleet.models if model.name == name), None)
+        for model in self.link.fleet.models:
+            if model.name == name:
+                return model
+        return None
 
     def window(self, name: str) -> int:
         """The longest prompt and answer of a model, in tokens; 0 while it is not known."""

@@ -206,7 +206,8 @@ class Elsewhere:
                 return stream
             task = self._taking.get(response_id)
             if task is None:
-                task = asyncio.create_task(self._take(response_id, claim, after), name=f"take over {response_id}")
+                job = self._take(response_id, claim, source, after)
+                task = asyncio.create_task(job, name=f"take over {response_id}")
                 self._taking[response_id] = task
                 task.add_done_callback(lambda _: self._taking.pop(response_id, None))
             taken = await asyncio.shield(task)
@@ -216,11 +217,13 @@ class Elsewhere:
             return await self._replay(request, response, taken, after)
         return taken
 
-    async def _take(self, response_id: str, claim: Claim, after: int) -> ResumableStream | AnswerState | None:
+    async def _take(
+        self, response_id: str, claim: Claim, source: str, after: int
+    ) -> ResumableStream | AnswerState | None:
         """The stream that goes on here now; what there is of an answer that has ended; None: another edge was faster.
-        Raises KvloomError (EVENTS_GONE, QUEUE_FULL, DRAINING), RedisError."""
+        `source`: the tag of the edge that wrote it. Raises KvloomError (EVENTS_GONE, QUEUE_FULL, DRAINING),
+        RedisError."""
         with self._edge.admitted() as place:
-            _, source = await self._row(response_id, claim)
             wanted = Claim(self._tag, source)
             before = None if claim.holder == tag_of(response_id) == claim.source else claim
             now = await self._claims.claim(response_id, before, wanted, claim.holder)

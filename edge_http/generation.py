@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from edge_http.caller import caller_of
@@ -44,8 +44,7 @@ from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """What a body asks for, checked and tokenized."""
 
     operation: str
@@ -92,11 +91,11 @@ async def generate(
     edge: Edge, request: web.BaseRequest, place: Place, job: Job, shape: Shape, name: str
 ) -> web.StreamResponse:
     """Submit the job under `name` and deliver its answer. Raises KvloomError as long as nothing was sent."""
-    info = edge.model_info(job.model.name)
-    if info is not None and info.max_model_len:
+    window = edge.window(job.model.name)
+    if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
         for prompt in job.prompts:
-            check_window(len(prompt.token_ids), max_tokens, info.max_model_len, prompt.field, job.max_tokens_field)
+            check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
     if not job.stream:
         return await _collect(edge, request, job, shape, name)
     if edge.resume.is_wanted(wants_resume(request)):

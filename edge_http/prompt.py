@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from edge_http.requests import ChatBody, CompletionBody, Message, message_text
 from edge_http.sampling import check_text_size
@@ -20,8 +19,7 @@ _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "ass
 _UNSUPPORTED_ROLES: Final = frozenset(("tool", "function"))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     token_ids: Sequence[int]
     text: str
     """For the safety service; "" when the client sent token ids (the router decodes them)."""
@@ -31,10 +29,11 @@ class Prompt:
 
 async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Prompt:
     """`max_model_len`: the model's window in tokens; 0: not known. Raises KvloomError."""
-    messages = [_chat_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    check_text_size(sum(len(message.content) for message in messages), max_model_len, "messages")
+    messages = [_chat_message(message, i) for i, message in enumerate(body.messages)]
+    contents = [message.content for message in messages]
+    check_text_size(sum(map(len, contents)), max_model_len, "messages")
     token_ids, _ = await tokenizer.encode_chat(messages)
-    return Prompt(token_ids, "\n".join(message.content for message in messages), "messages")
+    return Prompt(token_ids, "\n".join(contents), "messages")
 
 
 async def completion_prompts(
@@ -65,14 +64,14 @@ async def completion_prompts(
     return [await _text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
 
 
-def _chat_message(message: Message, at: str) -> ChatMessage:
+def _chat_message(message: Message, number: int) -> ChatMessage:
     role = _ROLES.get(message.role)
     if role is None:
-        field = f"{at}.role"
+        field = f"messages[{number}].role"
         if message.role in _UNSUPPORTED_ROLES:
             raise unsupported(f"{field}: messages of role '{message.role}' are not supported.", field)
         raise invalid_argument(f"{field} must be one of {', '.join(_ROLES)}.", field)
-    return ChatMessage(role, message_text(message, at))
+    return ChatMessage(role, message_text(message, number))
 
 
 async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int) -> Prompt:

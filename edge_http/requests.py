@@ -134,14 +134,15 @@ def decode_completion(raw: bytes) -> CompletionBody:
     return body
 
 
-def message_text(message: Message, at: str) -> str:
-    """The text of a message; parts are joined in order. `at` is its path, e.g. "messages[2]"."""
+def message_text(message: Message, number: int) -> str:
+    """The text of the body's message of that number; parts are joined in order."""
     content = message.content
-    if content is None:
-        raise invalid_argument(f"{at}.content is missing.", f"{at}.content")
     if isinstance(content, str):
         return content
-    return "".join(_part_text(part, f"{at}.content[{i}]") for i, part in enumerate(content))
+    field = f"messages[{number}].content"
+    if content is None:
+        raise invalid_argument(f"{field} is missing.", field)
+    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(content))
 
 
 def _part_text(part: ContentPart, at: str) -> str:

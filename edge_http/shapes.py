@@ -22,8 +22,7 @@ Json = dict[str, Any]
 encode_json: Final = msgspec.json.Encoder().encode
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True):
     """What all objects of one answer have in common."""
 
     id: str
@@ -31,7 +30,7 @@ class Envelope:
     system_fingerprint: str
     num_choices: int
     include_usage: bool = False
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> Json:
         return {
@@ -133,8 +132,8 @@ class ChatShape(Shape):
         self._tokenizer = tokenizer
 
     def opening(self, index: int) -> bytes | None:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null' % index
+        return self._head + delta + self.suffix
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:  # noqa: ARG002
         return {"content": chat_logprobs(self._tokenizer, token_ids, entries), "refusal": None}

@@ -24,15 +24,22 @@ _HEAD: Final = (
     b"Cache-Control: no-cache, no-transform\r\n"
     b"X-Accel-Buffering: no\r\n"  # nginx would collect the events otherwise
 )
-_EVENT_BYTES: Final = len(b"id: \ndata: \n\n")
 _DATA: Final = b"\ndata: "
-_CHUNK_END: Final = b"\n\n\r\n"
+_EVENT_END: Final = b"\n\n\r\n"
+"""With the end of its chunk."""
 # Formatting them costs more than all else that is done for a token here.
 _MAX_NUMBERS: Final = 4096
 _MAX_SIZES: Final = 1024
 _NUMBERS: Final = [b"%d" % number for number in range(_MAX_NUMBERS)]
-_CHUNK_HEADS: Final = [b"%x\r\nid: " % size for size in range(_MAX_SIZES)]
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def _chunk_head(num_bytes: int) -> bytes:
+    """Of an event's chunk. `num_bytes`: from the event's number to the end of the chunk."""
+    return b"%x\r\nid: " % (len(b"id: ") + num_bytes - len(b"\r\n"))
+
+
+_CHUNK_HEADS: Final = [_chunk_head(num_bytes) for num_bytes in range(_MAX_SIZES)]
 
 
 class EventSink(Protocol):
@@ -149,9 +156,9 @@ class EventStream:
         self._num_events = number = self._num_events + 1
         if self._chunked:
             event_id = _NUMBERS[number] if number < _MAX_NUMBERS else b"%d" % number
-            size = _EVENT_BYTES + len(event_id) + len(prefix) + len(payload) + len(suffix)
-            head = _CHUNK_HEADS[size] if size < _MAX_SIZES else b"%x\r\nid: " % size
-            event = b"".join((head, event_id, _DATA, prefix, payload, suffix, _CHUNK_END))
+            event = b"".join((event_id, _DATA, prefix, payload, suffix, _EVENT_END))
+            size = len(event)
+            event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
         else:
             event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
         if self._corked is None:
@@ -193,7 +200,7 @@ class EventStream:
     def response(self) -> web.StreamResponse:
         """What the handler returns once the stream has ended."""
         self._uncork()  # whoever has the connection next must not be first
-        return WrittenResponse(keep_alive=self._keep_alive)
+        return _STAYS_OPEN if self._keep_alive else _CLOSES
 
     def _write(self, data: bytes) -> None:
         if self._corked is not None:
@@ -218,3 +225,7 @@ class WrittenResponse(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:  # noqa: ARG002
         return None
+
+
+_STAYS_OPEN: Final = WrittenResponse(keep_alive=True)
+_CLOSES: Final = WrittenResponse(keep_alive=False)

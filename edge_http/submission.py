@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 import structlog
 
 from edge_http.answer import Answer, PromptSink
@@ -25,8 +25,7 @@ ROUTER_GRACE_SECONDS: Final = 5.0
 """The router ends a request at its deadline; this much later the edge stops to believe that it will."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True):
     operation: str
     """OpenTelemetry's name: "chat" or "text_completion"."""
     model: str

@@ -103,7 +103,8 @@ class ChatTemplate:
     def _render_bounded(self, variables: dict[str, Any], max_chars: int) -> str:
         pieces: list[str] = []
         num_chars = 0
-        for piece in self._template.generate(variables):
+        template = self._template
+        for piece in template.root_render_func(template.new_context(variables)):
             num_chars += len(piece)
             if num_chars > max_chars:
                 raise invalid_argument(f"The rendered messages are longer than {max_chars} characters.", "messages")

@@ -33,7 +33,8 @@ class SpecialStrings:
         # Longest first: an alternation takes the first that fits, the tokenizer the longest.
         self._pattern = re.compile("|".join(map(re.escape, self._strings)) if self._strings else r"(?!)")
         self._max_chars = max(map(len, self._strings), default=0)
-        self._firsts = frozenset(text[0] for text in self._strings)
+        firsts = {text[0] for text in self._strings}
+        self._first = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else r"(?!)")
         self._prefixes = frozenset(text[:length] for text in self._strings for length in range(1, len(text)))
 
     def mark(self, contents: Sequence[str]) -> tuple[list[str], str]:
@@ -52,6 +53,8 @@ class SpecialStrings:
         return self._pattern.sub(lambda match: aliases[match.group()], text)
 
     def _positions(self, content: str) -> list[int]:
+        if self._first.search(content) is None:  # as it is with nearly all
+            return []
         found: set[int] = set()
         match = self._pattern.search(content)
         while match is not None:
@@ -60,7 +63,7 @@ class SpecialStrings:
             match = self._pattern.search(content, match.start() + 1)
         stripped = content.rstrip()  # templates like to trim
         for text in (content, stripped):
-            if self._firsts.isdisjoint(text[-self._max_chars :]):
+            if self._first.search(text, max(0, len(text) - self._max_chars)) is None:
                 continue  # none begins so late
             for length in range(1, min(self._max_chars, len(text) + 1)):
                 if text[len(text) - length :] in self._prefixes:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from edge_http.peers import Peers, join_peers
 from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
-from tests.fakes.fake_router_link import FakeRequest
+from tests.fakes.fake_router_link import FakeRequest, answer
 from tests.fakes.resuming_client import ResumingClient
 
 CHAT = "/v1/chat/completions"
@@ -75,6 +75,19 @@ async def die(world: EdgeWorld, peers: Peers) -> None:
     peers._publisher._task = None
     world.edge.resume.publish_with(peers._publisher.gate, lambda _: None)
     await world.server.stop()
+
+
+async def left_by_a_dead_edge(redis: RedisConfig) -> tuple[ResumingClient, int]:
+    """Who has read an answer to its end, and the port of the edge that had it."""
+    async with edge_world() as world:
+        peers = join(world, redis)
+        world.link.script = answer("Hel", "lo")
+        whole = client(world)
+        await whole.begin(chat_body(stream=True))
+        await published(peers)
+        await die(world, peers)
+        await peers.close()
+    return whole, world.address[1]
 
 
 async def nothing() -> None:

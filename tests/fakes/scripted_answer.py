@@ -108,3 +108,13 @@ async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: 
 async def kill(world: EdgeWorld, peers: Peers, reading: asyncio.Task[Any]) -> None:
     await die(world, peers)
     await asyncio.gather(reading, return_exceptions=True)
+
+
+async def end_at(world: EdgeWorld, path: str, streamed: ResumingClient, script: Script, begin: int) -> None:
+    """The client comes to another edge, which goes on behind the step `begin`, up to the end."""
+    streamed.url = world.url + path
+    back = asyncio.create_task(streamed.resume())
+    rest = await world.link.next_request()
+    script.check(rest, begin)
+    script.play(rest, begin)
+    assert await back == 200

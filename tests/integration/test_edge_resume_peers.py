@@ -13,7 +13,7 @@ import redis.asyncio
 
 from edge_http.peers import Peers
 from kvloom.config import RedisConfig
-from tests.fakes.edge_peers import CHAT, begin, client, die, edges, join, published, until
+from tests.fakes.edge_peers import CHAT, begin, client, die, edges, join, left_by_a_dead_edge, published, until
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 from tests.fakes.redis_server import redis_server
@@ -136,15 +136,8 @@ async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, Pee
 async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str) -> None:
     """A supervisor starts a dead edge again at its address: with nothing in memory, it still has its journal."""
     redis = RedisConfig(url=redis_url, key_prefix="edge-resume-restarted")
-    async with edge_world() as before:
-        peers = join(before, redis)
-        before.link.script = answer("Hel", "lo")
-        whole = client(before)
-        await whole.begin(chat_body(stream=True))
-        await published(peers)
-        await die(before, peers)
-        await peers.close()
-    async with edge_world(port=before.address[1]) as after:
+    whole, port = await left_by_a_dead_edge(redis)
+    async with edge_world(port=port) as after:
         peers = join(after, redis)
         streamed = client(after)
         streamed.response_id = whole.response_id

@@ -13,9 +13,8 @@ import pytest
 from edge_http.edge import ServedModel
 from edge_http.process import Doors, serve_edge
 from kvloom.config import KvloomConfig, RedisConfig
-from tests.fakes.edge_peers import CHAT, client, die, join, published
-from tests.fakes.edge_world import chat_body, edge_world
-from tests.fakes.fake_router_link import FakeRouterLink, answer
+from tests.fakes.edge_peers import CHAT, left_by_a_dead_edge
+from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 NUM_WAITING = 16
@@ -38,27 +37,14 @@ async def edge_process(redis: RedisConfig, doors: Doors) -> AsyncIterator[None]:
         await asyncio.wait_for(serving, 10)
 
 
-async def left_by_a_dead_edge(redis: RedisConfig) -> str:
-    """The id of an answer."""
-    async with edge_world() as world:
-        peers = join(world, redis)
-        world.link.script = answer("Hel", "lo")
-        whole = client(world)
-        await whole.begin(chat_body(stream=True))
-        await published(peers)
-        await die(world, peers)
-        await peers.close()
-    return whole.response_id
-
-
 @pytest.mark.parametrize("peer_port", [None, 0])
 async def test_who_waits_at_the_door_finds_what_a_dead_edge_left(redis_url: str, peer_port: int | None) -> None:
     """Requests that are there before the edge is must not meet one that does not know of the others yet: to it every
     answer but its own is unknown (404), which clients take as final."""
     redis = RedisConfig(url=redis_url, key_prefix=f"edge-start-{peer_port}")
-    response_id = await left_by_a_dead_edge(redis)
+    whole, _ = await left_by_a_dead_edge(redis)
     headers = ("Host: edge", "Authorization: Bearer secret", "Connection: close")
-    asked = "\r\n".join((f"GET {CHAT}/{response_id}?stream=true HTTP/1.1", *headers, "", ""))
+    asked = "\r\n".join((f"GET {CHAT}/{whole.response_id}?stream=true HTTP/1.1", *headers, "", ""))
     with socket.create_server(("127.0.0.1", 0), backlog=NUM_WAITING) as listener:
         waiting = [await asyncio.open_connection(*listener.getsockname()) for _ in range(NUM_WAITING)]
         for _, writer in waiting:

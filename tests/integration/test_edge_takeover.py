@@ -20,6 +20,7 @@ from tests.fakes.scripted_answer import (
     COMPLETIONS,
     begin_live,
     client,
+    end_at,
     kill,
     kinds,
     same_but_names,
@@ -79,12 +80,7 @@ async def test_two_edges_die_in_a_row(redis_url: str) -> None:
         stream = second.edge.resume.streams[streamed.response_id]
         await until(lambda: len(streamed.events) == stream.num_events)
         await kill(second, two, reading)
-        streamed.url = third.url + path
-        back = asyncio.create_task(streamed.resume())
-        rest = await third.link.next_request()
-        script.check(rest, 12)
-        script.play(rest, 12)
-        assert await back == 200
+        await end_at(third, path, streamed, script, 12)
         assert same_but_names(streamed.events) == expected
 
 
@@ -101,12 +97,7 @@ async def test_second_edge_dies_before_it_has_written_anything(redis_url: str) -
         second.edge.resume.publish_with(two._publisher.gate, lambda _: None)
         await second.server.stop()
         await asyncio.gather(reading, return_exceptions=True)
-        streamed.url = third.url + path
-        back = asyncio.create_task(streamed.resume())
-        rest = await third.link.next_request()
-        script.check(rest, 4)
-        script.play(rest, 4)
-        assert await back == 200
+        await end_at(third, path, streamed, script, 4)
         assert streamed.done
 
 
