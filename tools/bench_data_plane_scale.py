@@ -30,8 +30,8 @@ from tools.process_counters import cpu_microseconds, rss_bytes
 
 MAX_SHARD_PROCESSES: Final = 4
 """Of more shards than that, all are in one process: what hundreds of processes need is another question."""
-IDLE_SECONDS: Final = 3.0
-"""Several of the heartbeats and looks at the registry that come once a second."""
+IDLE_SECONDS: Final = 2.0
+"""Some of the heartbeats and looks at the registry that come once a second."""
 GRID: Final = tuple(
     "1x1x1 1x1x2 1x1x4 2x1x2 2x2x2 4x1x4 1x4x4 2x2x4 4x4x4 1x1x16 1x1x64 1x1x256".split()  # noqa: SIM905
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -44,8 +45,14 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
         _max_position_embeddings(model_dir),
-        stamps=stamp_token_ids(tokenizer.token_texts) if config.shard.sim.stamp_tokens else (),
+        stamps=_stamps(tokenizer) if config.shard.sim.stamp_tokens else (),
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _stamps(tokenizer: ModelTokenizer) -> tuple[int, ...]:
+    """Found once: hundreds of engines may share a process and its tokenizer."""
+    return stamp_token_ids(tokenizer.token_texts)
 
 
 def _max_position_embeddings(model_dir: Path) -> int:
