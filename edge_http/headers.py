@@ -37,15 +37,15 @@ def request_id(request: web.BaseRequest) -> str:
     if known is not None:
         return known
     given = request.headers.get(REQUEST_ID) or request.headers.get("x-correlation-id") or ""
-    chosen = given if _SAFE_ID.fullmatch(given) else f"req-{random_hex(12)}"
+    chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{random_hex(12)}"
     request[_REQUEST_ID_KEY] = chosen
     return chosen
 
 
 def traceparent(request: web.BaseRequest) -> str:
     """W3C trace context to pass on; "" when there is none or it is malformed."""
-    given = request.headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
+    given = request.headers.get("traceparent")
+    return given if given and _TRACEPARENT.fullmatch(given) else ""
 
 
 def session_key(request: web.BaseRequest, prompt_cache_key: str | None) -> str:
@@ -53,7 +53,9 @@ def session_key(request: web.BaseRequest, prompt_cache_key: str | None) -> str:
     (INVALID_ARGUMENT) for a key that is too long or not printable."""
     field, key = "prompt_cache_key", prompt_cache_key
     if not key:
-        field, key = SESSION_ID, request.headers.get(SESSION_ID, "")
+        field, key = SESSION_ID, request.headers.get(SESSION_ID)
+    if not key:
+        return ""
     if not key.isprintable():  # nor are lone surrogates, which could not be sent on
         raise invalid_argument(f"{field} must be printable text.", field)
     if len(key) > MAX_SESSION_KEY_CHARS:
@@ -62,11 +64,13 @@ def session_key(request: web.BaseRequest, prompt_cache_key: str | None) -> str:
 
 
 def wants_details(request: web.BaseRequest) -> bool:
-    return request.headers.get(DETAILS, "").lower() == "true"
+    given = request.headers.get(DETAILS)
+    return given is not None and given.lower() == "true"
 
 
 def wants_explanation(request: web.BaseRequest) -> bool:
-    return request.headers.get(EXPLAIN, "").lower() in ("1", "true")
+    given = request.headers.get(EXPLAIN)
+    return given is not None and given.lower() in ("1", "true")
 
 
 def wants_resume(request: web.BaseRequest) -> bool | None:

@@ -35,7 +35,8 @@ class RecordedAnswer(StreamedAnswer):
         self.num_open -= len(finishes)
         for choice in choices:
             self.num_output_tokens += len(choice.token_ids)
-            self._opened[choice.index] = bool(choice.index in starts or choice.token_ids or choice.is_done)
+            if choice.index in starts or choice.token_ids or choice.is_done:
+                self._prefixes[choice.index] = self._shape.prefixes[choice.index]
             self._shape.skip(choice.index, choice.token_ids)
 
     def on_start(self, index: int, start: SequenceStart) -> None:

@@ -129,12 +129,10 @@ class EventStream:
     def begin(self, headers: Mapping[str, str]) -> None:
         """Send status 200 and the headers. Values must be free of line breaks."""
         self.begun = True
-        lines = [_HEAD, _date_line(int(time.time()))]
-        lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
-        lines.append(b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
-        lines.append(b"" if self._keep_alive else b"Connection: close\r\n")
-        lines.append(b"\r\n")
-        self._write(b"".join(lines))
+        lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+        lines.append("Transfer-Encoding: chunked\r\n" if self._chunked else "")
+        lines.append("\r\n" if self._keep_alive else "Connection: close\r\n\r\n")
+        self._write(_HEAD + _date_line(int(time.time())) + "".join(lines).encode())
 
     def cork(self) -> None:
         if self._corked is None:

@@ -24,7 +24,6 @@ class StreamedAnswer(Answer):
         "_events",
         "_headers",
         "_include_usage",
-        "_opened",
         "_prefixes",
         "_shape",
         "_suffix",
@@ -46,24 +45,24 @@ class StreamedAnswer(Answer):
     ) -> None:
         super().__init__(prompt_sizes, n)
         self._shape = shape
-        self._prefixes = shape.prefixes
         self._suffix = shape.suffix
         self._events = events
         self._headers = headers
         self._include_usage = include_usage
         self._with_details = with_details
         self._with_explanation = with_explanation
-        self._opened = [False] * self.num_choices
-        """Which choices have begun; none once the answer has failed."""
+        self._prefixes: list[bytes | None] = [None] * self.num_choices
+        """The shape's, of the choices that have begun; of none once the answer has failed."""
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """The hot path: plain text of a choice that has begun."""
-        if logprobs or not self._opened[index]:
+        prefix = self._prefixes[index]
+        if logprobs or prefix is None:
             super().on_tokens(index, delta, token_ids, logprobs)
             return
         self.num_output_tokens += len(token_ids)
         try:
-            if delta and not self._events.send(self._prefixes[index], encode_json(delta), self._suffix):
+            if delta and not self._events.send(prefix, encode_json(delta), self._suffix):
                 self._on_slow_reader()
         except Exception:
             self._on_bug()
@@ -84,25 +83,25 @@ class StreamedAnswer(Answer):
             else:
                 self._events.send(b"", payload, b"")
                 self._events.end()
-        self._opened = [False] * self.num_choices
+        self._prefixes = [None] * self.num_choices
         super().fail(error)
 
     def _take_start(self, index: int) -> None:
-        if not self._opened[index]:
+        if self._prefixes[index] is None:
             self._open(index)
 
     def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        if not self._opened[index]:
+        if self._prefixes[index] is None:
             self._open(index)
         shape = self._shape
         if logprobs:
             entries = shape.logprobs(index, token_ids, logprobs)
             self._send(shape.delta_with_logprobs(index, delta, entries))
-        elif delta and not self._events.send(self._prefixes[index], encode_json(delta), self._suffix):
+        elif delta and not self._events.send(shape.prefixes[index], encode_json(delta), self._suffix):
             self._on_slow_reader()
 
     def _take_finish(self, index: int, finish_reason: str) -> None:
-        if not self._opened[index]:
+        if self._prefixes[index] is None:
             self._open(index)
         self._events.cork()
         is_last_chunk = not self.num_open and not self._include_usage
@@ -117,7 +116,7 @@ class StreamedAnswer(Answer):
 
     def _open(self, index: int) -> None:
         """The first news of a choice."""
-        self._opened[index] = True
+        self._prefixes[index] = self._shape.prefixes[index]
         self._note_first_token()
         self._events.cork()  # the first token comes with the head
         if not self._events.begun:

@@ -131,16 +131,17 @@ class PieceCache:
 
     def fill(self, plan: Plan, text: str) -> Iterator[None]:
         """Make a plan in turns of some 100 microseconds."""
+        blocks, parts = self._blocks, plan.parts
         for number, block in enumerate(self._rules.blocks(text), 1):
-            known = self._blocks.get(block)
+            known = blocks.get(block)
             if known is not None:
-                self._blocks.move_to_end(block)
-                plan.parts.append((block, known, ()))
+                blocks.move_to_end(block)
+                parts.append((block, known, ()))
             elif self._rules.cuts_words:
-                plan.parts.append((block, None, self._pieces(block, plan)))
+                parts.append((block, None, self._pieces(block, plan)))
             else:
                 plan.miss(block)
-                plan.parts.append((block, None, (block,)))
+                parts.append((block, None, (block,)))
             if not number % BLOCKS_PER_TURN:
                 yield
 
