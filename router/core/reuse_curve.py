@@ -14,7 +14,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate, islice
-from operator import add
 from typing import Final
 
 MAX_REMEMBERED_PROMPTS: Final = 65_536
@@ -37,10 +36,13 @@ class ReuseCurve:
     def __init__(self) -> None:
         self._last_used: OrderedDict[int, float] = OrderedDict()
         """Hash of a prompt's last full block → when the prompt came."""
-        self._gaps = [0.0] * NUM_BINS
+        self._gaps: list[float] = []
+        """Reuses by their gap, of the bins that ever had one: the latest bin first."""
+        self._num_bins_from = [0] * (NUM_BINS + 1)
+        """Of each bin: how many of those lie there or later."""
         self._num_prompts = 0.0
-        self._longer = [PRIOR_REUSES] * NUM_BINS
-        """Reuses with a gap in a bin or in a later one, with the prior."""
+        self._longer = [0.0]
+        """Sums of the first so many of `_gaps`."""
         self._ends = PRIOR_ENDS
         self._is_stale = False
 
@@ -58,7 +60,7 @@ class ReuseCurve:
         self._num_prompts += 1.0
         known = next(filter(last_used.__contains__, islice(reversed(block_hashes), MAX_NEW_BLOCKS)), None)
         if known is not None:
-            self._gaps[_bin(now - last_used.pop(known))] += 1.0
+            self._note_gap(_bin(now - last_used.pop(known)))
         last_used[block_hashes[-1]] = now
         if len(last_used) > MAX_REMEMBERED_PROMPTS:
             last_used.popitem(last=False)
@@ -68,20 +70,29 @@ class ReuseCurve:
         """That blocks idle for so long are used again."""
         if self._is_stale:
             self._sum_up()
-        longer = self._longer[_bin(age_seconds)]
+        if not self._num_prompts:
+            return PRIOR_REUSES / (PRIOR_REUSES + PRIOR_ENDS)
+        index = _bin(age_seconds)
+        longer = self._longer[self._num_bins_from[index]] + _PRIOR_LONGER[index]
         return longer / (longer + self._ends)
 
+    def _note_gap(self, index: int) -> None:
+        num_bins_from = self._num_bins_from
+        if num_bins_from[index] > num_bins_from[index + 1]:
+            self._gaps[num_bins_from[index] - 1] += 1.0
+            return
+        self._gaps.insert(num_bins_from[index], 1.0)
+        for earlier in range(index + 1):
+            num_bins_from[earlier] += 1
+
     def _decay(self) -> None:
-        # Scaling the newest up would be cheaper, but 40 multiplications are little beside hashing a prompt.
+        # Scaling the newest up would be cheaper, but so few multiplications are little beside hashing a prompt.
         self._gaps = [count * DECAY for count in self._gaps]
         self._num_prompts *= DECAY
 
     def _sum_up(self) -> None:
-        longer = list(accumulate(reversed(self._gaps)))
-        num_reuses = longer[-1]
-        self._ends = PRIOR_ENDS + max(0.0, self._num_prompts - num_reuses)
-        longer.reverse()
-        self._longer = list(map(add, longer, _PRIOR_LONGER))
+        self._longer = [0.0, *accumulate(self._gaps)]
+        self._ends = PRIOR_ENDS + max(0.0, self._num_prompts - self._longer[-1])
         self._is_stale = False
 
 

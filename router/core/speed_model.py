@@ -12,9 +12,10 @@ unstable. Every observation is weighted by the inverse of its duration: relative
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Final
+
+import msgspec
 
 DEFAULT_PREFILL_TOKENS_PER_SECOND: Final = 10_000.0
 FORGETTING: Final = 0.98
@@ -41,8 +42,7 @@ _LOWEST: Final = (0.0, 0.01, 0.0, 0.0)
 """Of a coefficient, relative to its prior: a token is never free."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefillWork:
+class PrefillWork(msgspec.Struct, frozen=True):
     """What prefill computes, for one request or a sum over several. Adding is exact, as the model is linear."""
 
     num_requests: int = 0
@@ -73,53 +73,55 @@ class SpeedModel:
     """One shard's coefficients, or those of a whole fleet, which its shards have as their prior: so a new shard is
     thought to be like its peers, and gets work by which it can be told apart."""
 
-    __slots__ = ("_moments", "_prior", "_products", "num_observations", "theta")
+    __slots__ = ("_known", "_moments", "_prior", "_products", "num_observations", "theta")
 
     def __init__(self, prior: SpeedModel | None = None) -> None:
         self.num_observations = 0
         self._prior = prior
-        self.theta = [1.0, 1.0, 1.0, 1.0]
-        """Coefficients as multiples of _SCALE, so that all are of the order of 1."""
-        self._products = [[0.0] * 4 for _ in range(4)]
-        self._moments = [0.0] * 4
+        self._products = (0.0,) * 10
+        """The symmetric matrix's upper half, row by row."""
+        self._moments = (0.0,) * 4
+        self._set_theta(_ONES)
 
     def tell(self, prefill_tokens_per_second: float) -> None:
         """A shard's own figure; counts until there are observations. 0 = not known."""
         if prefill_tokens_per_second > 0 and not self.num_observations:
-            self.theta = [DEFAULT_PREFILL_TOKENS_PER_SECOND / prefill_tokens_per_second] * 4
+            factor = DEFAULT_PREFILL_TOKENS_PER_SECOND / prefill_tokens_per_second
+            self._set_theta((factor, factor, factor, factor))
 
     @property
     def seconds_per_token(self) -> float:
         """Of a short prompt on a shard that decodes nothing."""
-        return self._known()[1] * _SCALE[1]
+        return self._in_seconds()[1]
 
     @property
     def coefficients(self) -> dict[str, float]:
         """In seconds: of a request, of a token, of a pair of attention, and, per request, of a token of context."""
-        c0, c1, c2, c3 = (t * s for t, s in zip(self._known(), _SCALE, strict=True))
-        return {"request": c0, "token": c1, "attention_pair": c2, "context_token": c3}
+        return dict(zip(("request", "token", "attention_pair", "context_token"), self._in_seconds(), strict=True))
 
     def seconds(self, work: PrefillWork, num_context_tokens: int) -> float:
         """What `work` takes, while sequences with so many tokens of context decode."""
-        t, s = self._known(), _SCALE
+        per_request, per_token, per_pair, per_context_token = self._in_seconds()
         return (
-            work.num_requests * (t[0] * s[0] + t[3] * s[3] * num_context_tokens)
-            + t[1] * s[1] * work.num_tokens
-            + t[2] * s[2] * work.num_pairs
+            work.num_requests * (per_request + per_context_token * num_context_tokens)
+            + per_token * work.num_tokens
+            + per_pair * work.num_pairs
         )
 
     def request_seconds(self, num_tokens: int, num_cached_tokens: int, num_context_tokens: int) -> float:
         """`seconds` of one request's work, to the last bit; placement asks for it once a shard."""
-        t, s = self._known(), _SCALE
-        num_pairs = num_tokens * (num_cached_tokens + num_tokens / 2)
-        return t[0] * s[0] + t[3] * s[3] * num_context_tokens + t[1] * s[1] * num_tokens + t[2] * s[2] * num_pairs
+        per_request, per_token, per_pair, per_context_token = self._in_seconds()
+        return (
+            (per_request + per_context_token * num_context_tokens)
+            + per_token * num_tokens
+            + per_pair * (num_tokens * (num_cached_tokens + num_tokens / 2))
+        )
 
     def num_tokens_within(self, seconds: float, num_cached_tokens: int, num_context_tokens: int) -> int:
         """How many tokens behind `num_cached_tokens` others can be computed in that time. At least 1."""
-        t, s = self._known(), _SCALE
-        rest = seconds - t[0] * s[0] - t[3] * s[3] * num_context_tokens
-        per_pair = t[2] * s[2]
-        per_token = t[1] * s[1] + per_pair * num_cached_tokens
+        per_request, per_token, per_pair, per_context_token = self._in_seconds()
+        rest = seconds - per_request - per_context_token * num_context_tokens
+        per_token += per_pair * num_cached_tokens
         # Half of per_pair x the square, plus per_token x the number, is what may be spent.
         root = math.sqrt(per_token * per_token + 2 * per_pair * max(rest, 0.0))
         return max(1, int(2 * max(rest, 0.0) / (per_token + root)))
@@ -128,34 +130,75 @@ class SpeedModel:
         """`work` was all that the shard prefilled in `seconds`."""
         predicted = max(self.seconds(work, num_context_tokens), MIN_SECONDS)
         seconds = min(max(seconds, predicted / MAX_SURPRISE), MAX_SURPRISE * predicted)
-        s = _SCALE
+        s0, s1, s2, s3 = _SCALE
         weight = 1.0 / max(seconds, predicted)
-        x = (
-            weight * s[0] * work.num_requests,
-            weight * s[1] * work.num_tokens,
-            weight * s[2] * work.num_pairs,
-            weight * s[3] * num_context_tokens * work.num_requests,
-        )
+        x0 = weight * s0 * work.num_requests
+        x1 = weight * s1 * work.num_tokens
+        x2 = weight * s2 * work.num_pairs
+        x3 = weight * s3 * num_context_tokens * work.num_requests
         y = weight * seconds
-        for i in range(4):
-            row = self._products[i]
-            for j in range(4):
-                row[j] = FORGETTING * row[j] + x[i] * x[j]
-            self._moments[i] = FORGETTING * self._moments[i] + x[i] * y
+        p00, p01, p02, p03, p11, p12, p13, p22, p23, p33 = self._products
+        self._products = (
+            FORGETTING * p00 + x0 * x0,
+            FORGETTING * p01 + x0 * x1,
+            FORGETTING * p02 + x0 * x2,
+            FORGETTING * p03 + x0 * x3,
+            FORGETTING * p11 + x1 * x1,
+            FORGETTING * p12 + x1 * x2,
+            FORGETTING * p13 + x1 * x3,
+            FORGETTING * p22 + x2 * x2,
+            FORGETTING * p23 + x2 * x3,
+            FORGETTING * p33 + x3 * x3,
+        )
+        m0, m1, m2, m3 = self._moments
+        self._moments = (
+            FORGETTING * m0 + x0 * y,
+            FORGETTING * m1 + x1 * y,
+            FORGETTING * m2 + x2 * y,
+            FORGETTING * m3 + x3 * y,
+        )
         self._descend()
         self.num_observations += 1
 
-    def _known(self) -> list[float]:
-        if self.num_observations or self._prior is None:
-            return self.theta
-        return self._prior.theta if self._prior.num_observations else self.theta
+    def _in_seconds(self) -> tuple[float, float, float, float]:
+        """Coefficients, of the prior as long as that alone has seen anything."""
+        prior = self._prior
+        if self.num_observations or prior is None or not prior.num_observations:
+            return self._known
+        return prior._known
+
+    def _set_theta(self, theta: tuple[float, float, float, float]) -> None:
+        self.theta = theta
+        """Coefficients as multiples of _SCALE, so that all are of the order of 1."""
+        t0, t1, t2, t3 = theta
+        s0, s1, s2, s3 = _SCALE
+        self._known = (t0 * s0, t1 * s1, t2 * s2, t3 * s3)
 
     def _descend(self) -> None:
-        theta = self.theta
-        prior = _ONES if self._prior is None else self._prior.theta
+        """Each coefficient in turn is what is best, given the others. Written out, as it runs twice a request."""
+        t0, t1, t2, t3 = self.theta
+        q0, q1, q2, q3 = _ONES if self._prior is None else self._prior.theta
+        p00, p01, p02, p03, p11, p12, p13, p22, p23, p33 = self._products
+        m0, m1, m2, m3 = self._moments
+        m0, m1, m2, m3 = m0 + PRIOR_WEIGHT * q0, m1 + PRIOR_WEIGHT * q1, m2 + PRIOR_WEIGHT * q2, m3 + PRIOR_WEIGHT * q3
+        d0, d1, d2, d3 = p00 + PRIOR_WEIGHT, p11 + PRIOR_WEIGHT, p22 + PRIOR_WEIGHT, p33 + PRIOR_WEIGHT
+        low0, low1, low2, low3 = _LOWEST
         for _ in range(NUM_SWEEPS):
-            for i in range(4):
-                row = self._products[i]
-                others = row[0] * theta[0] + row[1] * theta[1] + row[2] * theta[2] + row[3] * theta[3]
-                gradient = self._moments[i] + PRIOR_WEIGHT * prior[i] - (others - row[i] * theta[i])
-                theta[i] = max(gradient / (row[i] + PRIOR_WEIGHT), _LOWEST[i])
+            # `own` is added and taken off again so that sums are rounded as ever: recorded runs repeat to the last bit.
+            own = p00 * t0
+            t0 = (m0 - (own + p01 * t1 + p02 * t2 + p03 * t3 - own)) / d0
+            if t0 < low0:
+                t0 = low0
+            own = p11 * t1
+            t1 = (m1 - (p01 * t0 + own + p12 * t2 + p13 * t3 - own)) / d1
+            if t1 < low1:
+                t1 = low1
+            own = p22 * t2
+            t2 = (m2 - (p02 * t0 + p12 * t1 + own + p23 * t3 - own)) / d2
+            if t2 < low2:
+                t2 = low2
+            own = p33 * t3
+            t3 = (m3 - (p03 * t0 + p13 * t1 + p23 * t2 + own - own)) / d3
+            if t3 < low3:
+                t3 = low3
+        self._set_theta((t0, t1, t2, t3))
