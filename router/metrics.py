@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
+from kvloom.tallies import Count, CountFamily, DistributionFamily
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import ModelState, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.health import HealthState
@@ -29,7 +30,7 @@ class _OfModel:
     __slots__ = ("attempts", "cached_input", "duration", "ended", "input", "output", "queue_time", "tpot", "ttft")
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
-        self.ended: dict[tuple[int, int], tuple[Counter, str, str]] = {}
+        self.ended: dict[tuple[int, int], tuple[Count, str, str]] = {}
         """(reason, error reason) → the series, and what the two are called."""
         self.attempts = metrics.attempts.labels(model)
         self.input = metrics.tokens.labels(model, "input")
@@ -55,11 +56,11 @@ class RouterMetrics:
         self._model_names: set[str] = set()
         self._of_model: dict[str, _OfModel] = {}
         self._registry = registry
-        self._requests = Counter(
+        self._requests = CountFamily(
             "kvloom_router_requests",
             "Requests that ended, by how and why.",
             ("gen_ai_request_model", "outcome", "error_type"),
-            registry=registry,
+            registry,
         )
         self._refused = Counter(
             "kvloom_router_requests_invalid",
@@ -67,11 +68,11 @@ class RouterMetrics:
             ("error_type",),
             registry=registry,
         )
-        self.tokens = Counter(
+        self.tokens = CountFamily(
             "kvloom_router_tokens",
             "Tokens of requests that ended; output tokens are those that were delivered.",
             ("gen_ai_request_model", "gen_ai_token_type"),
-            registry=registry,
+            registry,
         )
         self._credited = Counter(
             "kvloom_router_tokens_credited",
@@ -79,8 +80,8 @@ class RouterMetrics:
             ("gen_ai_request_model",),
             registry=registry,
         )
-        self.attempts = Counter(
-            "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry=registry
+        self.attempts = CountFamily(
+            "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry
         )
         self._trips = Counter(
             "kvloom_router_shard_trips", "Times that a shard was suspected, by why.", ("symptom",), registry=registry
@@ -113,11 +114,11 @@ class RouterMetrics:
         if counted is None:
             counted = outcomes[ended.reason, ended.error_reason] = self._outcome(ended)
         count, outcome, error_type = counted
-        count.inc()
-        series.attempts.inc(ended.num_attempts)
-        series.input.inc(ended.num_prompt_tokens)
-        series.cached_input.inc(ended.num_cached_tokens)
-        series.output.inc(ended.num_output_tokens)
+        count.total += 1
+        series.attempts.total += ended.num_attempts
+        series.input.total += ended.num_prompt_tokens
+        series.cached_input.total += ended.num_cached_tokens
+        series.output.total += ended.num_output_tokens
         series.duration.observe(ended.e2e_latency_seconds)
         if ended.num_attempts:
             series.queue_time.observe(ended.queue_time_seconds)
@@ -155,8 +156,8 @@ class RouterMetrics:
         """Read these (by name) and the fleet at every scrape."""
         self._registry.register(_FleetCollector(gauges, self._models, self._shards))
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, documentation, ("gen_ai_request_model",), buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> DistributionFamily:
+        return DistributionFamily(name, documentation, ("gen_ai_request_model",), buckets, self._registry)
 
     def _series(self, model: str) -> _OfModel:
         series = self._of_model.get(model)
@@ -167,7 +168,7 @@ class RouterMetrics:
                 series = self._of_model[label] = _OfModel(self, label)
         return series
 
-    def _outcome(self, ended: RequestEnded) -> tuple[Counter, str, str]:
+    def _outcome(self, ended: RequestEnded) -> tuple[Count, str, str]:
         outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
         error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
         return self._requests.labels(self._model_label(ended.model), outcome, error_type), outcome, error_type

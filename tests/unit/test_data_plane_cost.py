@@ -8,11 +8,7 @@ change is meant to cost what it costs, and say in the commit what it buys.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any, Final, cast
 
 import aiohttp
@@ -37,27 +33,18 @@ from router.dispatcher import Dispatcher
 from router.prefilter import Prefilter
 from router.shard_link import ShardLink
 from tests.fakes.core_rig import CoreRig, only
+from tests.fakes.cost_counting import (
+    NUM_ROUNDS,
+    CountingTransport,
+    Counts,
+    NobodyLooks,
+    assert_no_dearer,
+    bytecodes_of,
+    calls_of,
+    print_baseline,
+)
 
-BASELINE: Final = Path(__file__).parents[1] / "baselines" / "data_plane_cost.json"
-TOLERANCE: Final = 1.05
 NUM_STREAMS: Final = 32
-NUM_STEPS: Final = 20
-
-
-class CountingTransport:
-    """Takes what is written."""
-
-    def __init__(self) -> None:
-        self.num_writes = 0
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def write(self, data: bytes) -> None:
-        self.num_writes += bool(data)
 
 
 class ConnectedRequest:
@@ -68,13 +55,6 @@ class ConnectedRequest:
 
     def __init__(self, transport: CountingTransport) -> None:
         self.transport = transport
-
-
-class NobodyLooks:
-    """A router's observer, and who owns the edge's requests."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_args: None
 
 
 def stream_of(in_type: type[Any], transport: CountingTransport) -> LocalStream[Any, Any]:
@@ -135,7 +115,7 @@ def router_half(num_streams: int) -> Callable[[], None]:
         kv_events = KvEventBatch(number=number, events=blocks)
         return framed(ShardServiceConnectResponse(step=step, load=load, kv_events=kv_events))
 
-    frames = [frame(number) for number in range(NUM_STEPS + 1, 0, -1)]
+    frames = [frame(number) for number in range(NUM_ROUNDS + 1, 0, -1)]
 
     def relay() -> None:
         before = transport.num_writes
@@ -178,48 +158,9 @@ def edge_half(num_streams: int) -> Callable[[], None]:
     return relay
 
 
-def calls_of(relay: Callable[[], None]) -> float:
-    """Of Python functions and of C functions."""
-    relay()
-    count = 0
-
-    def note(_frame: FrameType, event: str, _arg: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        for _ in range(NUM_STEPS):
-            relay()
-    finally:
-        sys.setprofile(None)
-    return count / NUM_STEPS
-
-
-def bytecodes_of(relay: Callable[[], None]) -> float:
-    relay()
-    count = 0
-
-    def trace(frame: FrameType, event: str, _arg: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for _ in range(NUM_STEPS):
-            relay()
-    finally:
-        sys.settrace(before)
-    return count / NUM_STEPS
-
-
-async def counts() -> dict[str, dict[str, float]]:
+async def counts() -> Counts:
     """What a frame costs with no more than one token in it, and each further token."""
-    counted: dict[str, dict[str, float]] = {}
+    counted: Counts = {}
     for name, half in {"router": router_half, "edge": edge_half}.items():
         for unit, count in {"calls": calls_of, "bytecodes": bytecodes_of}.items():
             small, large = count(half(1)), count(half(NUM_STREAMS))
@@ -230,14 +171,8 @@ async def counts() -> dict[str, dict[str, float]]:
 
 async def test_frames_and_tokens_cost_no_more_than_they_did() -> None:
     """A call, an object or a look-up more per frame or token is noticed by whoever adds it, on any machine."""
-    baseline = json.loads(BASELINE.read_text())
-    measured = await counts()
-    for name, limits in baseline["counts"].items():
-        assert measured[name]["calls"] <= limits["calls"] * TOLERANCE, (name, measured)
-        if baseline["python"] == f"{sys.version_info.major}.{sys.version_info.minor}":  # bytecodes are a version's own
-            assert measured[name]["bytecodes"] <= limits["bytecodes"] * TOLERANCE, (name, measured)
+    assert_no_dearer("data_plane_cost", await counts())
 
 
 if __name__ == "__main__":
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sys.stdout.write(json.dumps({"python": python, "counts": asyncio.run(counts())}, indent=2) + "\n")
+    print_baseline(counts)
