@@ -28,6 +28,9 @@ M = TypeVar("M")
 PLAUSIBLE: Final = (1e-6, 1e9)
 """Of speeds and times that shards measure. What lies outside would make sums infinite, and costs not a number."""
 
+MAX_SINGLES: Final = 8
+"""Blocks of different sequences in one change: no more than the index keeps together without their being neighbours."""
+
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -161,19 +164,29 @@ def _plausible(measured: float) -> float:
 
 
 def kv_events_from_proto(shard_id: str, batch: kv_event_pb2.KvEventBatch) -> KvEventsArrived:
-    return KvEventsArrived(shard_id, batch.number, [_kv_change(event) for event in batch.events])
-
-
-def _kv_change(event: kv_event_pb2.KvEvent) -> KvChange:
-    match event.WhichOneof("event"):
-        case "block_stored":
-            return KvChange(stored=event.block_stored.block_hashes[:])
-        case "block_removed":
-            return KvChange(removed=event.block_removed.block_hashes[:])
-        case "all_blocks_cleared":
-            return KvChange(cleared=True)
-        case _:  # a kind of a later version: says nothing to us
-            return KvChange()
+    """Blocks that are stored one at a time, as by sequences that decode, become few changes."""
+    changes: list[KvChange] = []
+    singles: list[int] | None = None
+    for event in batch.events:
+        kind = event.WhichOneof("event")
+        if kind == "block_stored":
+            stored = event.block_stored.block_hashes[:]
+            if len(stored) != 1:
+                singles = None
+            elif singles is not None and len(singles) < MAX_SINGLES:
+                singles += stored
+                continue
+            else:
+                singles = stored
+            changes.append(KvChange(stored))
+            continue
+        singles = None
+        if kind == "block_removed":
+            changes.append(KvChange(removed=event.block_removed.block_hashes[:]))
+        elif kind == "all_blocks_cleared":
+            changes.append(KvChange(cleared=True))
+        # Else a kind of a later version: says nothing to us.
+    return KvEventsArrived(shard_id, batch.number, changes)
 
 
 def _choice_to_proto(choice: ChoiceSpec) -> generation_pb2.Choice:

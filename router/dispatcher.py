@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -123,6 +124,20 @@ class Dispatcher:
         self._num_live_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        carry_out: dict[type, Callable[[Any], None]] = {
+            SendStep: self._send_step,
+            SubmitAttempt: self._submit,
+            CancelOnShard: self._cancel,
+            WantKvSnapshot: self._want_kv_snapshot,
+            CheckPrompt: self._check_prompt,
+            ScreenAnswers: self._screen_answers,
+            RequestEnded: self._note_end,
+            FleetChanged: self._tell_fleet,
+            PlacementDecided: observer.placement_decided,
+            ShardHealthChanged: observer.shard_health_changed,
+            RequestsMoved: observer.requests_moved,
+        }
+        self._carry_out = carry_out
 
     def now(self) -> float:
         """Monotonic seconds, as the core counts them."""
@@ -161,21 +176,24 @@ class Dispatcher:
         A call from within (a peer that reacts to an action) is queued behind the event at hand. Raises what the core
         raised: the caller owns the peer that the event came from, and breaks with it.
         """
-        self._pending.append(event)
-        if isinstance(event, RequestArrived):
+        if type(event) is RequestArrived:
             self._num_live_requests += 1
             self._idle.clear()
         if self._dispatching:
+            self._pending.append(event)
             return
         self._dispatching = True
+        carry_out, pending = self._carry_out, self._pending
+        next_event: Event | None = event
         fault: Exception | None = None
         try:
-            while self._pending:
+            while next_event is not None:
                 try:
-                    for action in self.core.handle(self._pending.popleft(), self._loop.time()):
-                        self._apply(action)
+                    for action in self.core.handle(next_event, self._loop.time()):
+                        carry_out[type(action)](action)
                 except Exception as error:  # the events behind it belong to other peers: they are handled first
                     fault = fault or error
+                next_event = pending.popleft() if pending else None
         finally:
             self._dispatching = False
             self._arm_timer()
@@ -205,45 +223,46 @@ class Dispatcher:
             self._timer.cancel()
             self._timer = None
 
-    def _apply(self, action: Action) -> None:
-        match action:
-            case SendStep():
-                client = self._clients.get(action.client_id)
-                if client is not None:
-                    client.send_step(action.step)
-            case ScreenAnswers():
-                if self._safety is not None:
-                    self._safety.screen_answers(action)
-            case SubmitAttempt():
-                shard = self._shards.get(action.shard_id)
-                if shard is not None:
-                    shard.submit(action)
-            case PlacementDecided():
-                self._observer.placement_decided(action)
-            case CancelOnShard():
-                shard = self._shards.get(action.shard_id)
-                if shard is not None:
-                    shard.cancel(action)
-            case ShardHealthChanged():
-                self._observer.shard_health_changed(action)
-            case RequestsMoved():
-                self._observer.requests_moved(action)
-            case RequestEnded():
-                self._num_live_requests -= 1
-                if not self._num_live_requests:
-                    self._idle.set()
-                self._observer.request_ended(action)
-            case CheckPrompt():
-                if self._safety is not None:
-                    self._safety.check_prompt(action)
-            case WantKvSnapshot():
-                shard = self._shards.get(action.shard_id)
-                if shard is not None:
-                    shard.want_kv_snapshot()
-            case FleetChanged():
-                for client in list(self._clients.values()):
-                    client.send_fleet(action)
-                self._observer.fleet_changed()
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _send_step(self, action: SendStep) -> None:
+        client = self._clients.get(action.client_id)
+        if client is not None:
+            client.send_step(action.step)
+
+    def _submit(self, action: SubmitAttempt) -> None:
+        shard = self._shards.get(action.shard_id)
+        if shard is not None:
+            shard.submit(action)
+
+    def _cancel(self, action: CancelOnShard) -> None:
+        shard = self._shards.get(action.shard_id)
+        if shard is not None:
+            shard.cancel(action)
+
+    def _want_kv_snapshot(self, action: WantKvSnapshot) -> None:
+        shard = self._shards.get(action.shard_id)
+        if shard is not None:
+            shard.want_kv_snapshot()
+
+    def _check_prompt(self, action: CheckPrompt) -> None:
+        if self._safety is not None:
+            self._safety.check_prompt(action)
+
+    def _screen_answers(self, action: ScreenAnswers) -> None:
+        if self._safety is not None:
+            self._safety.screen_answers(action)
+
+    def _note_end(self, action: RequestEnded) -> None:
+        self._num_live_requests -= 1
+        if not self._num_live_requests:
+            self._idle.set()
+        self._observer.request_ended(action)
+
+    def _tell_fleet(self, action: FleetChanged) -> None:
+        for client in list(self._clients.values()):
+            client.send_fleet(action)
+        self._observer.fleet_changed()
 
     def _arm_timer(self) -> None:
         """Tick when the core's next deadline is due. A timer that is early is left alone: a tick too many costs less

@@ -245,6 +245,8 @@ def _check_choices(submit: Submit) -> None:
 
 def _check_names(**names: str) -> None:
     """By field."""
+    if max(map(len, names.values())) <= MAX_NAME_CHARS:
+        return
     for field, value in names.items():
         if len(value) > MAX_NAME_CHARS:
             raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS}.", field)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+
+import msgspec
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
@@ -13,8 +14,7 @@ from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SubmitAttempt:
+class SubmitAttempt(msgspec.Struct, frozen=True):
     """Dispatch a request to a shard. The slots in `choices` are the shard stream's."""
 
     shard_id: str
@@ -28,8 +28,7 @@ class SubmitAttempt:
     then, and nobody hears of the token that ends it)."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlacementDecided:
+class PlacementDecided(msgspec.Struct, frozen=True):
     """Why an attempt went where it went: for explanations and the decision log. Comes before its SubmitAttempt, for
     the share of requests that CoreConfig.decision_sample_share says."""
 
@@ -49,8 +48,7 @@ class PlacementDecided:
         return self.pick.plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CancelOnShard:
+class CancelOnShard(msgspec.Struct, frozen=True):
     shard_id: str
     slots: Sequence[int]
     num_output_tokens: Sequence[int] = ()
@@ -58,30 +56,26 @@ class CancelOnShard:
     elsewhere."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WantKvSnapshot:
+class WantKvSnapshot(msgspec.Struct, frozen=True):
     """KV event numbers had a gap."""
 
     shard_id: str
 
 
-@dataclasses.dataclass(slots=True)
-class SendStep:
+class SendStep(msgspec.Struct):
     """News for a client; slots are the client stream's. At most one per client and handled event."""
 
     client_id: str
     step: Step
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckPrompt:
+class CheckPrompt(msgspec.Struct, frozen=True):
     check_id: int
     text: str
     tenant: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScreenAnswers:
+class ScreenAnswers(msgspec.Struct, frozen=True):
     """Text for the safety service; slots are screening slots, chosen by the core."""
 
     slots: Sequence[int]
@@ -91,24 +85,21 @@ class ScreenAnswers:
     """(slot, characters, the last of them) that were cleared without it, before the slot's delta."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelState:
+class ModelState(msgspec.Struct, frozen=True):
     name: str
     num_ready_shards: int
     max_model_len: int
     capabilities: frozenset[str]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FleetChanged:
+class FleetChanged(msgspec.Struct, frozen=True):
     """To be told to every client."""
 
     models: Sequence[ModelState]
     draining: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestEnded:
+class RequestEnded(msgspec.Struct, frozen=True):
     """The request's one and only end: what metering and metrics are made of. billed tokens = delivered tokens."""
 
     request_id: str
@@ -135,8 +126,7 @@ class RequestEnded:
     """Which client stream it came over."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardHealthChanged:
+class ShardHealthChanged(msgspec.Struct, frozen=True):
     """A shard is suspected, probed with a trickle of work, or healthy again."""
 
     shard_id: str
@@ -145,8 +135,7 @@ class ShardHealthChanged:
     """Why it is not healthy; "" when it is."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestsMoved:
+class RequestsMoved(msgspec.Struct, frozen=True):
     """Requests were taken off a shard and go on elsewhere."""
 
     shard_id: str

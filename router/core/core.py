@@ -14,7 +14,7 @@ from typing import Any
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged
@@ -159,10 +159,9 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When a Tick is needed at the latest; None: not before another event."""
-        earliest, verdict = self._deadlines.next(), self._verdicts.next_deadline()
         at = min(
-            math.inf if earliest is None else earliest,
-            math.inf if verdict is None else verdict,
+            self._deadlines.next(),
+            self._verdicts.next_deadline(),
             self._dispatcher.queue.next_deadline(),
             self._health.next_deadline(),
         )
@@ -223,10 +222,13 @@ class RouterCore:
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
         said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
         needs_shard = len(said) < len(live.choices)
-        can_run = not needs_shard or self._placer.can_run(live)
-        waits_for_others = self._dispatcher.queue.lines.num_waiting(request.model) > 0
-        is_parked = request.tier is not Tier.INTERACTIVE and needs_shard and (waits_for_others or not can_run)
-        has_room = can_run and not is_parked
+        open_shards = self._placer.open_shards(live) if needs_shard else []
+        is_parked = (
+            request.tier is not Tier.INTERACTIVE
+            and needs_shard
+            and (not open_shards or self._dispatcher.queue.lines.num_waiting(request.model) > 0)
+        )
+        has_room = not is_parked and (bool(open_shards) or not needs_shard)
         if not has_room and not self._make_queue_place(request, now):
             self._refuse(request, client, self._overload.full(request, now), now)
             return
@@ -236,21 +238,21 @@ class RouterCore:
         self._lifecycle.add(live, client)
         self._verdicts.begin(live)
         for choice in said:
-            self._lifecycle.end(choice, FinishReason.FINISH_REASON_LENGTH, None, now)
+            self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
         if not live.num_open_choices:
             return
         self._deadlines.add(live.deadline, live)
         if is_parked:
             self._dispatcher.queue.park(live)
         else:
-            self._dispatcher.queue.enter(live, now)
+            self._dispatcher.queue.place(live, open_shards, now)
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
             # Under a policy that holds requests back one may wait although there is room: that shows only now.
             is_over = has_room and self._dispatcher.queue.lines.num_untouched > self._config.max_queued_requests
             if is_over and not self._make_queue_place(request, now):
                 error = self._overload.full(request, now)
-                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
+                self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
     def _refusal(self, request: Request) -> KvloomError | None:
@@ -268,7 +270,7 @@ class RouterCore:
         if victim is None:
             return False
         error = self._overload.full(victim.request, now)
-        self._lifecycle.end_request(victim, FinishReason.FINISH_REASON_ERROR, error, now)
+        self._lifecycle.end_request(victim, FINISH_REASON_ERROR, error, now)
         return True
 
     def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
@@ -276,9 +278,9 @@ class RouterCore:
         num_prompt_tokens = len(request.prompt_token_ids)
         for slot in dict.fromkeys(choice.slot for choice in request.choices):
             if slot not in client.choices:
-                step.finishes.append(Finish(slot, FinishReason.FINISH_REASON_ERROR, num_prompt_tokens, error=error))
+                step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
         rejected = LiveRequest(request, client, now)
-        rejected.note_end(FinishReason.FINISH_REASON_ERROR, error)
+        rejected.note_end(FINISH_REASON_ERROR, error)
         self._outbox.add(request_ended(rejected, now))
 
     def _on_slots_cancelled(self, event: ev.SlotsCancelled, now: float) -> None:
@@ -288,19 +290,19 @@ class RouterCore:
         for slot in event.slots:
             choice = client.choices.get(slot)
             if choice is not None:
-                self._lifecycle.end(choice, FinishReason.FINISH_REASON_CANCELLED, None, now)
+                self._lifecycle.end(choice, FINISH_REASON_CANCELLED, None, now)
 
     def _on_request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
         live = self._lifecycle.requests.get(event.request_id)
         if live is not None and event.client_id in ("", live.request.client_id):
-            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_CANCELLED, None, now)
+            self._lifecycle.end_request(live, FINISH_REASON_CANCELLED, None, now)
 
     def _on_client_gone(self, event: ev.ClientGone, now: float) -> None:
         client = self._lifecycle.clients.get(event.client_id)
         if client is None:
             return
         for choice in list(client.choices.values()):
-            self._lifecycle.end(choice, FinishReason.FINISH_REASON_CANCELLED, None, now)
+            self._lifecycle.end(choice, FINISH_REASON_CANCELLED, None, now)
         self._outbox.drop_client(client)
         del self._lifecycle.clients[event.client_id]
 
@@ -359,7 +361,7 @@ class RouterCore:
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:
-                self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
+                self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
             else:
                 self._outage.expire(live, now)
 
@@ -376,12 +378,12 @@ class RouterCore:
 
     def _on_drain_ended(self, now: float) -> None:
         for request_id, live in list(self._lifecycle.requests.items()):
-            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, draining(request_id), now)
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, draining(request_id), now)
 
     def _serve_queue(self, now: float) -> None:
         """Whoever waits may have a shard now, or none ever."""
         queue = self._dispatcher.queue
-        if queue.lines:
+        if queue.lines.num_requests:
             if queue.check_hopeless:
                 self._outage.look(now)
             queue.serve(now)

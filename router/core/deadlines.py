@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from router.core.live import LiveRequest
@@ -37,8 +38,9 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].num_open_choices]
             heapq.heapify(self._heap)
 
-    def next(self) -> float | None:
-        """The earliest deadline of a live request."""
-        while self._heap and not self._heap[0][2].num_open_choices:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+    def next(self) -> float:
+        """The earliest deadline of a live request; infinity: there is none."""
+        heap = self._heap
+        while heap and not heap[0][2].num_open_choices:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else math.inf

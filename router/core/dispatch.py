@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
+import msgspec
 import xxhash
 
 from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt
@@ -52,13 +53,14 @@ class Dispatcher:
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+        hashes = self._placer.hashes(live, candidate.block_size)
         if not live.num_ready_tokens:
-            self._tell_decision(live, shard, live.num_attempts, now)
+            self._tell_decision(live, shard, live.num_attempts, hashes, now)
         self._num_dispatches += 1
         attempt = Attempt(
             request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending), now
         )
-        self._reserve(live, shard, candidate, attempt, now)
+        self._reserve(live, shard, candidate, attempt, hashes, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
         live.hashes = {}
@@ -69,14 +71,15 @@ class Dispatcher:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
+        block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
+        hashes = self._placer.hashes(live, block_size)
         is_first = not live.num_ready_tokens
         if is_first:
-            self._tell_decision(live, shard, 1, now)
+            self._tell_decision(live, shard, 1, hashes, now)
         live.num_portions += 1
         live.num_ready_tokens = num_tokens
-        block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
-        hashes = self._placer.hashes(live, block_size)[: num_tokens // block_size]
-        request = dataclasses.replace(
+        hashes = hashes[: num_tokens // block_size]
+        request = msgspec.structs.replace(
             live.request,
             request_id=f"{live.request.request_id}~{live.num_portions}",
             client_id=PORTION_CLIENT_ID,
@@ -169,20 +172,27 @@ class Dispatcher:
             if live is not None and live.portion is not None and live.portion[0] is attempt:
                 live.portion = None
 
-    def _tell_decision(self, live: LiveRequest, shard: Shard, attempt_id: int, now: float) -> None:
+    def _tell_decision(
+        self, live: LiveRequest, shard: Shard, attempt_id: int, hashes: Sequence[int], now: float
+    ) -> None:
         request = live.request
         if not self._decision_sample_limit:
             return
         if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
             return
         pick = self._placer.explain_pick(live, shard.shard_id, now)
-        block_size = shard.description.block_size
-        hashes = self._placer.hashes(live, block_size)
-        self._outbox.add(PlacementDecided(request, attempt_id, pick, block_size, hashes, now))
+        self._outbox.add(PlacementDecided(request, attempt_id, pick, shard.description.block_size, hashes, now))
 
-    def _reserve(self, live: LiveRequest, shard: Shard, candidate: Candidate, attempt: Attempt, now: float) -> None:
-        block_size = candidate.block_size
-        num_prompt_blocks = -(-live.num_context_tokens // block_size)
+    def _reserve(
+        self,
+        live: LiveRequest,
+        shard: Shard,
+        candidate: Candidate,
+        attempt: Attempt,
+        hashes: Sequence[int],
+        now: float,
+    ) -> None:
+        num_prompt_blocks = -(-live.num_context_tokens // candidate.block_size)
         reservation = Reservation(
             shard_id=shard.shard_id,
             num_sequences=len(live.pending),
@@ -193,8 +203,8 @@ class Dispatcher:
             is_arrival=not live.num_ready_tokens,
         )
         self._ledger.reserve(attempt.key, reservation)
-        self._index.place(shard.shard_id, self._placer.hashes(live, block_size), now)
-        self._placer.note_placed(live, shard, now)
+        self._index.place(shard.shard_id, hashes, now)
+        self._placer.note_placed(live, shard, hashes, now)
 
     def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:
         slot = shard.slots.allocate()

@@ -64,11 +64,15 @@ class DispatchQueue:
 
     def enter(self, live: LiveRequest, now: float) -> None:
         """Place it: it goes at once, or waits for its shard, or for any."""
-        picked = self._placer.pick(live, now)
-        if picked is None:
+        self.place(live, self._placer.open_shards(live), now)
+
+    def place(self, live: LiveRequest, open_shards: list[Shard], now: float) -> None:
+        """`enter`, for who knows the shards that could run it and have room."""
+        if not open_shards:
             self.lines.push(live, LineId(live.request.model))
             return
-        self._settle(live, *picked, now)
+        shard, candidate = self._placer.pick(open_shards, live, now)
+        self._settle(live, shard, candidate, now)
 
     def park(self, live: LiveRequest) -> None:
         """It is not placed until nobody more urgent waits."""
@@ -121,7 +125,7 @@ class DispatchQueue:
 
     def next_deadline(self) -> float:
         """When `serve` has something to do at the latest; infinity: not before another event."""
-        if not self.lines:
+        if not self.lines.num_requests:
             return math.inf
         return min(min(self._opens_at.values(), default=math.inf), self._replace_at)
 
@@ -298,8 +302,7 @@ class DispatchQueue:
             if live.line_id is None:  # one before it opened its line
                 continue
             live.placed_at = now
-            open_shards = [shard for shard in self._placer.eligible(live) if shard.has_room]
-            shard, candidate = self._pick_anew(live, open_shards, now)
+            shard, candidate = self._pick_anew(live, self._placer.open_shards(live), now)
             if shard.shard_id == live.line_id.shard_id:
                 self._ledger.view(shard.shard_id).held[live.request.request_id] = candidate.own_seconds
                 live.own_seconds = candidate.own_seconds

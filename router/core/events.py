@@ -5,10 +5,11 @@ Every event goes through `RouterCore.handle(event, now)`, in one order, with `no
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from router.core.frames import Step
 
@@ -20,8 +21,7 @@ class Tier(enum.IntEnum):
     BATCH = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChoiceSpec:
+class ChoiceSpec(msgspec.Struct, frozen=True):
     """One wanted answer. `slot` is the client stream's."""
 
     slot: int
@@ -30,8 +30,7 @@ class ChoiceSpec:
     num_delivered_chars: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A request as admitted: checked, tokenized, its seed drawn. The core never looks into `sampling` and `stop`."""
 
     request_id: str
@@ -57,8 +56,7 @@ class Request:
     tier: Tier = Tier.INTERACTIVE
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardDescription:
+class ShardDescription(msgspec.Struct, frozen=True):
     shard_id: str
     incarnation_id: str
     """Differs for every start of the process (frames of an earlier one must never be mixed in)."""
@@ -70,8 +68,7 @@ class ShardDescription:
     capabilities: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(slots=True)
-class ShardLoad:
+class ShardLoad(msgspec.Struct):
     """See LoadReport in shard_service.proto."""
 
     num_running: int = 0
@@ -94,21 +91,18 @@ class ShardLoad:
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestArrived:
+class RequestArrived(msgspec.Struct, frozen=True):
     request: Request
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SlotsCancelled:
+class SlotsCancelled(msgspec.Struct, frozen=True):
     """A client cancels some of its sequences. Slots not in use are ignored (their end is already on its way)."""
 
     client_id: str
     slots: Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestCancelled:
+class RequestCancelled(msgspec.Struct, frozen=True):
     """By name, from any client. `RouterCore.has_request` says whether it is there."""
 
     request_id: str
@@ -116,8 +110,7 @@ class RequestCancelled:
     """Only if it came over this client stream; "": whichever it came over."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientGone(msgspec.Struct, frozen=True):
     """The stream broke: all its requests are cancelled, nothing more is sent to it."""
 
     client_id: str
@@ -126,57 +119,49 @@ class ClientGone:
 # -- shards -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardUp:
+class ShardUp(msgspec.Struct, frozen=True):
     """The stream to a shard stands. A snapshot follows."""
 
     shard: ShardDescription
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardDown:
+class ShardDown(msgspec.Struct, frozen=True):
     """The stream to a shard broke: what ran there is lost."""
 
     shard_id: str
 
 
-@dataclasses.dataclass(slots=True)
-class StepArrived:
+class StepArrived(msgspec.Struct):
     shard_id: str
     step: Step
 
 
-@dataclasses.dataclass(slots=True)
-class KvChange:
-    """One KV event: blocks stored, blocks removed, or (`cleared`) all of them gone."""
+class KvChange(msgspec.Struct):
+    """Blocks stored (neighbours, or a few of different sequences), blocks removed, or (`cleared`) all of them gone."""
 
     stored: Sequence[int] = ()
     removed: Sequence[int] = ()
     cleared: bool = False
 
 
-@dataclasses.dataclass(slots=True)
-class KvEventsArrived:
+class KvEventsArrived(msgspec.Struct):
     shard_id: str
     number: int
     changes: Sequence[KvChange]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KvSnapshotArrived:
+class KvSnapshotArrived(msgspec.Struct, frozen=True):
     shard_id: str
     number: int
     block_hashes: Sequence[int]
 
 
-@dataclasses.dataclass(slots=True)
-class LoadReported:
+class LoadReported(msgspec.Struct):
     shard_id: str
     load: ShardLoad
 
 
-@dataclasses.dataclass(slots=True)
-class FrameArrived:
+class FrameArrived(msgspec.Struct):
     """What a shard has sent at once: the parts take effect in order, at one time."""
 
     shard_id: str
@@ -194,8 +179,7 @@ class TextFilter(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SafetyUp:
+class SafetyUp(msgspec.Struct, frozen=True):
     """The stream to the safety service stands, or its policy changed."""
 
     screens_prompts: bool
@@ -206,27 +190,23 @@ class SafetyUp:
     """The prompts that it lets pass would be allowed; None: all have to be checked."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SafetyDown:
+class SafetyDown(msgspec.Struct, frozen=True):
     """The stream broke: open checks and screenings get no verdict."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptVerdict:
+class PromptVerdict(msgspec.Struct, frozen=True):
     check_id: int
     allowed: bool
     message: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnswerHalt:
+class AnswerHalt(msgspec.Struct, frozen=True):
     slot: int
     num_clear_chars: int
     message: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnswersScreened:
+class AnswersScreened(msgspec.Struct, frozen=True):
     """See ScreenResponse in safety_service.proto. `slots` are screening slots."""
 
     slots: Sequence[int]
@@ -238,18 +218,15 @@ class AnswersScreened:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time went on: expire deadlines, retry what waits."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DrainStarted:
+class DrainStarted(msgspec.Struct, frozen=True):
     """The router stops: new requests are refused, what runs goes on."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DrainEnded:
+class DrainEnded(msgspec.Struct, frozen=True):
     """The router waits no longer: what still runs ends as DRAINING, so that clients take it to another router."""
 
 

@@ -5,14 +5,13 @@ The same shape comes in (slots are the shard stream's) and goes out (slots are t
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import FinishReason
 
 
-@dataclasses.dataclass(slots=True)
-class Start:
+class Start(msgspec.Struct):
     """A sequence's first token is in this step."""
 
     slot: int
@@ -22,8 +21,7 @@ class Start:
     """Filled in by the router."""
 
 
-@dataclasses.dataclass(slots=True)
-class Finish:
+class Finish(msgspec.Struct):
     """A sequence ended; nothing follows for its slot."""
 
     slot: int
@@ -35,18 +33,17 @@ class Finish:
     error: KvloomError | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """One entry per sequence with news in `slots`, `num_tokens` (empty: one each) and `deltas`; the rest is sparse."""
 
-    slots: list[int] = dataclasses.field(default_factory=list)
-    num_tokens: list[int] = dataclasses.field(default_factory=list)
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    deltas: list[str] = dataclasses.field(default_factory=list)
-    logprobs: list[tuple[int, object]] = dataclasses.field(default_factory=list)
+    slots: list[int] = msgspec.field(default_factory=list)
+    num_tokens: list[int] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    deltas: list[str] = msgspec.field(default_factory=list)
+    logprobs: list[tuple[int, object]] = msgspec.field(default_factory=list)
     """(slot, one token's logprobs): the second is opaque to the core. In the order of token_ids."""
-    starts: list[Start] = dataclasses.field(default_factory=list)
-    finishes: list[Finish] = dataclasses.field(default_factory=list)
+    starts: list[Start] = msgspec.field(default_factory=list)
+    finishes: list[Finish] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.slots or self.finishes or self.starts)

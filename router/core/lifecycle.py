@@ -7,13 +7,18 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CONTENT_FILTER,
+    FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+    FinishReason,
+)
 from router.core.actions import RequestEnded
 from router.core.admission import no_shard_ready
 from router.core.dispatch import Dispatcher
 from router.core.fleet import Fleet
 from router.core.frames import Finish, Start
-from router.core.live import Choice, Client, LiveRequest
+from router.core.live import Choice, Client, Hold, LiveRequest
 from router.core.outbox import Outbox
 from router.core.screening import Screening
 
@@ -88,15 +93,20 @@ class Lifecycle:
             return
         clear = hold.take_clear()
         all_clear = not hold.entries and hold.num_clear_chars is None
-        if hold.start is not None and (clear is not None or all_clear):
-            self._send_start(choice, hold.start, now)
-            hold.start = None
+        if clear is not None or all_clear:
+            self.release_start(choice, hold, now)
         if clear is not None:
             self._outbox.add_tokens(choice, *clear)
         if all_clear:
             choice.hold = None
             if hold.finish is not None:
                 self._end(choice, hold.finish, now)
+
+    def release_start(self, choice: Choice, hold: Hold, now: float) -> None:
+        """Text that may be shown lies behind it."""
+        if hold.start is not None:
+            self._send_start(choice, hold.start, now)
+            hold.start = None
 
     def finish(self, choice: Choice, finish: Finish, now: float) -> None:
         """No shard will say more about it. What is held is sent first, the finish behind it."""
@@ -114,7 +124,7 @@ class Lifecycle:
         """The safety service stops an answer: nothing behind `num_clear_chars` may be shown."""
         self._leave_shard(choice)
         self._screening.forget(choice)
-        finish = Finish(choice.client_slot, FinishReason.FINISH_REASON_CONTENT_FILTER, error=error)
+        finish = Finish(choice.client_slot, FINISH_REASON_CONTENT_FILTER, error=error)
         hold = choice.hold
         if hold is None:
             self._end(choice, finish, now)
@@ -140,9 +150,9 @@ class Lifecycle:
         if error.reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
             choice.num_moves += 1  # a shard that stops is no failed attempt
         if choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens:
-            self.finish(choice, Finish(choice.client_slot, FinishReason.FINISH_REASON_LENGTH), now)
+            self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
         elif choice.num_attempts - choice.num_moves >= self._max_attempts:
-            self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)
+            self.end(choice, FINISH_REASON_ERROR, error, now)
         else:
             live.avoid_shard_id = shard_id
             live.failure = error
@@ -155,7 +165,7 @@ class Lifecycle:
         """End what of it waits for a shard that does not exist."""
         error = live.failure or no_shard_ready(live.request.model, live.request.request_id)
         for choice in list(live.pending):
-            self.end(choice, FinishReason.FINISH_REASON_ERROR, error, now)
+            self.end(choice, FINISH_REASON_ERROR, error, now)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvloom.errors import KvloomError
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CANCELLED,
+    FINISH_REASON_CONTENT_FILTER,
+    FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FinishReason,
+)
 from router.core.events import ChoiceSpec, Request, TextFilter
 from router.core.frames import Finish, Start, Step
 from router.core.load_ledger import ReservationKey
@@ -16,11 +23,11 @@ HeldEntry = tuple[Sequence[int], str, int, Sequence[object]]
 """Token ids, their text, the number of characters up to its end, logprobs."""
 
 _SEVERITY: Final[dict[int, int]] = {
-    FinishReason.FINISH_REASON_STOP: 0,
-    FinishReason.FINISH_REASON_LENGTH: 1,
-    FinishReason.FINISH_REASON_CANCELLED: 2,
-    FinishReason.FINISH_REASON_CONTENT_FILTER: 3,
-    FinishReason.FINISH_REASON_ERROR: 4,
+    FINISH_REASON_STOP: 0,
+    FINISH_REASON_LENGTH: 1,
+    FINISH_REASON_CANCELLED: 2,
+    FINISH_REASON_CONTENT_FILTER: 3,
+    FINISH_REASON_ERROR: 4,
 }
 
 
@@ -282,7 +289,7 @@ class LiveRequest:
         self.num_output_tokens = 0
         self.prompt_verdict_open = False
         self.check_id = 0
-        self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FinishReason.FINISH_REASON_STOP, None)
+        self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
         """The gravest end among its choices."""
 
     def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
@@ -301,13 +308,16 @@ class LiveRequest:
     @property
     def num_context_tokens(self) -> int:
         """Prompt and the longest answer so far: what the next attempt prefills."""
-        longest = max((len(choice.output_token_ids) for choice in self.pending), default=0)
-        return len(self.request.prompt_token_ids) + longest
+        num_tokens = len(self.request.prompt_token_ids)
+        pending = self.pending
+        if len(pending) == 1:
+            return num_tokens + len(pending[0].output_token_ids)
+        return num_tokens + max((len(choice.output_token_ids) for choice in pending), default=0)
 
     @property
     def min_window(self) -> int:
         """Window that a shard needs to run it."""
-        num_prompt_tokens = len(self.request.prompt_token_ids)
-        if self.request.max_tokens is not None:
-            return num_prompt_tokens + self.request.max_tokens
+        request = self.request
+        if request.max_tokens is not None:
+            return len(request.prompt_token_ids) + request.max_tokens
         return self.num_context_tokens + 1

@@ -7,10 +7,11 @@ matters, and with several each sees the others' work as of the last report.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from router.core.events import ShardLoad
 from router.core.speed_model import PrefillWork, SpeedModel
@@ -26,8 +27,7 @@ SHARING_SMOOTHING: Final = 0.2
 """Weight of a new report in the moving average of how much KV sequences share."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     shard_id: str
     num_sequences: int
     num_prefill_tokens: int
@@ -232,11 +232,12 @@ class LoadLedger:
         view = self._views[reservation.shard_id]
         self._reservations[key] = reservation
         view.queued[key] = reservation
-        view.queued_work += reservation.work
+        work = reservation.work
+        view.queued_work += work
         if reservation.is_arrival:
             share = reservation.num_cached_tokens / reservation.num_context_tokens
             view.bound_arrivals.add(share, reservation.placed_at)
-        view.busy.add(view.speed.seconds(reservation.work, view.num_context_tokens), reservation.placed_at)
+        view.busy.add(view.speed.seconds(work, view.num_context_tokens), reservation.placed_at)
         view.own_waiting += reservation.num_sequences
         view.own_blocks += reservation.num_blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import CancelOnShard, RequestsMoved
 from router.core.dispatch import Dispatcher
 from router.core.fleet import Shard
@@ -50,7 +50,7 @@ class Mover:
             self._dispatcher.queue.enter(live, now)
         for choice in moved:
             if choice not in open_choices:
-                self._lifecycle.finish(choice, Finish(choice.client_slot, FinishReason.FINISH_REASON_LENGTH), now)
+                self._lifecycle.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
         return True
 
     def _has_place(self, live: LiveRequest, shard: Shard) -> bool:

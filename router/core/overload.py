@@ -17,8 +17,8 @@ import xxhash
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
-from router.core.actions import Action, RequestEnded, SendStep, SubmitAttempt
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.core.actions import Action, RequestEnded, SubmitAttempt
 from router.core.dispatch_queue import DispatchQueue
 from router.core.events import Request, Tier
 
@@ -39,7 +39,7 @@ MAX_RETRY_SECONDS: Final = 60.0
 MAX_MODELS: Final = 64
 
 _HASH_RANGE: Final = 2.0**64
-_WELL: Final = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
+_WELL: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,14 +170,12 @@ class OverloadGuard:
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """An event was handled; that is what came of it."""
-        is_quiet = not self._somebody_waited and not self._lines
+        is_quiet = not (self._somebody_waited or self._lines.num_requests)
         for action in actions:
-            if isinstance(action, SendStep):
-                continue
-            if isinstance(action, SubmitAttempt):
+            if type(action) is SubmitAttempt:
                 is_quiet = False
                 self._model(action.request.model).num_dispatched += action.attempt_id == 1
-            elif isinstance(action, RequestEnded) and action.num_attempts == 1 and action.reason in _WELL:
+            elif type(action) is RequestEnded and action.num_attempts == 1 and action.reason in _WELL:
                 self._model(action.model).learn(action)
         if is_quiet:  # there is nothing to measure: as with nearly all steps
             return

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.admission import safety_unavailable
 from router.core.dispatch import Dispatcher
 from router.core.fleet import Shard
@@ -95,12 +95,13 @@ class Relay:
                 and delta
                 and hold.num_clear_chars == num_chars
                 and not hold.entries
-                and hold.start is None
                 and choice.is_screened
                 and (choice.screening_slot is None or choice.prefilter is cleared_by)
                 and not choice.request.prompt_verdict_open
             ):
                 # What nearly all tokens are, and what `_passes` would do: all of it clear, by this filter.
+                if hold.start is not None:
+                    self._lifecycle.release_start(choice, hold, now)
                 hold.num_clear_chars = end
                 hold.last_shown_char = choice.last_skipped_char = delta[-1]
                 choice.num_skipped_chars += end - num_chars
@@ -171,7 +172,7 @@ class Relay:
             return
         if self._safety_required:
             error = safety_unavailable(live.request.request_id)
-            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:
             self._lifecycle.stop_screening(live, now)
 
@@ -181,15 +182,15 @@ class Relay:
             shard.detach(choice)
         is_known = self._dispatcher.end_slot(shard, finish.slot, now)
         if shard.health is not None and is_known:
-            is_failure = finish.reason == FinishReason.FINISH_REASON_ERROR and (
+            is_failure = finish.reason == FINISH_REASON_ERROR and (
                 finish.error is None or finish.error.reason == ErrorReason.ERROR_REASON_ENGINE_FAILED
             )
-            is_good = finish.reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
+            is_good = finish.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
             shard.health.note_end(finish.slot, now, is_good=is_good, is_failure=is_failure)
         if choice is None:
             return
         error = finish.error
-        if finish.reason == FinishReason.FINISH_REASON_ERROR:
+        if finish.reason == FINISH_REASON_ERROR:
             error = error or KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed.")
             if error.reason in RETRYABLE_REASONS:
                 self._lifecycle.retry(choice, error, shard.shard_id, now)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from router.core.admission import safety_unavailable
 from router.core.core_config import CoreConfig
 from router.core.events import AnswersScreened, PromptVerdict
@@ -61,7 +63,7 @@ class Verdicts:
                 self._lifecycle.settle(choice, now)
             return
         error = _content_filtered(verdict.message)
-        self._lifecycle.end_request(live, FinishReason.FINISH_REASON_CONTENT_FILTER, error, now)
+        self._lifecycle.end_request(live, FINISH_REASON_CONTENT_FILTER, error, now)
 
     def on_answers(self, answers: AnswersScreened, now: float) -> None:
         """Halts come first: what they forbid must not slip out with what the same frame clears."""
@@ -88,9 +90,9 @@ class Verdicts:
 
     # -- without it -----------------------------------------------------------------------------------------------
 
-    def next_deadline(self) -> float | None:
-        """When `expire` has to be called."""
-        return self._waits_until
+    def next_deadline(self) -> float:
+        """When `expire` has to be called; infinity: not as things are."""
+        return math.inf if self._waits_until is None else self._waits_until
 
     def on_down(self, now: float) -> None:
         """No verdict will come over this stream. What waits for one, or would need one later, is held until there is
@@ -157,7 +159,7 @@ class Verdicts:
     def _give_up(self, live: LiveRequest, now: float) -> None:
         if self._safety_required:
             error = safety_unavailable(live.request.request_id)
-            self._lifecycle.end_request(live, FinishReason.FINISH_REASON_ERROR, error, now)
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         else:
             self._lifecycle.stop_screening(live, now)
 

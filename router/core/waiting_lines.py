@@ -16,12 +16,12 @@ class WaitingLines:
     def __init__(self) -> None:
         self._lines: dict[LineId, dict[str, dict[str, LiveRequest]]] = {}
         """Line → tenant → request_id → request. Tenants lie in the order of their turns; no line is empty."""
-        self._num_requests = 0
+        self.num_requests = 0
         self._num_begun = 0
         self._num_waiting: dict[tuple[str, Tier], int] = {}
 
     def __len__(self) -> int:
-        return self._num_requests
+        return self.num_requests
 
     def __iter__(self) -> Iterator[LiveRequest]:
         for line_id in self._lines:
@@ -33,11 +33,13 @@ class WaitingLines:
     @property
     def num_untouched(self) -> int:
         """Those for whom nothing has been computed yet."""
-        return self._num_requests - self._num_begun
+        return self.num_requests - self._num_begun
 
     def num_waiting(self, model: str, tier: Tier | None = None) -> int:
         """Of one tier, or of all."""
         counts = self._num_waiting
+        if not counts:
+            return 0
         if tier is not None:
             return counts.get((model, tier), 0)
         return counts.get((model, Tier.INTERACTIVE), 0) + counts.get((model, Tier.BATCH), 0)
@@ -67,7 +69,7 @@ class WaitingLines:
         else:
             requests[request.request.request_id] = request
         request.line_id = line_id
-        self._num_requests += 1
+        self.num_requests += 1
         self._num_begun += request.has_portions
         key = (line_id.model, request.request.tier)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
@@ -82,7 +84,7 @@ class WaitingLines:
             if not tenants:
                 del self._lines[line_id]
         request.line_id = None
-        self._num_requests -= 1
+        self.num_requests -= 1
         self._num_begun -= request.has_portions
         key = (line_id.model, request.request.tier)
         self._num_waiting[key] -= 1

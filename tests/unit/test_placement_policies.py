@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from router.core.placement import POLICIES, Arrival, Candidate
@@ -37,7 +36,7 @@ def cost(policy: str, *candidates: Candidate, arrival: Arrival = ARRIVAL) -> lis
 
 
 def other(**changes: object) -> Candidate:
-    return dataclasses.replace(CANDIDATE, shard_id="b", **changes)
+    return msgspec.structs.replace(CANDIDATE, shard_id="b", **changes)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -84,7 +83,7 @@ def test_blocks_that_nobody_will_use_are_free_to_evict() -> None:
 
 def test_session_stays_where_it_is() -> None:
     """Session hashing ignores load, and moves only the sessions of a shard that is gone."""
-    shards = [dataclasses.replace(CANDIDATE, shard_id=f"s{i}") for i in range(5)]
+    shards = [msgspec.structs.replace(CANDIDATE, shard_id=f"s{i}") for i in range(5)]
     arrivals = [Arrival(f"r{i}", f"session-{i % 20}", 10, ()) for i in range(40)]
 
     def pick(arrival: Arrival, among: list[Candidate]) -> str:
@@ -107,7 +106,7 @@ def test_sglang_follows_the_last_inserter_unless_unbalanced() -> None:
     policy.placed(ARRIVAL, "a")
     followed = [sum(terms) for terms in policy.costs(ARRIVAL, [a, b])]
     assert followed[0] < followed[1]
-    crowded = [sum(terms) for terms in policy.costs(ARRIVAL, [dataclasses.replace(a, num_running=100), b])]
+    crowded = [sum(terms) for terms in policy.costs(ARRIVAL, [msgspec.structs.replace(a, num_running=100), b])]
     assert crowded[1] < crowded[0]
     short = Arrival("x", "", 1600, (*range(20), *range(1000, 1080)))
     below = [sum(terms) for terms in policy.costs(short, [a, b])]

@@ -88,7 +88,7 @@ def ended(request_id: str, **fields) -> RequestEnded:
         ttft_seconds=1.0,
         e2e_latency_seconds=2.0,
     )
-    return dataclasses.replace(record, **fields)
+    return msgspec.structs.replace(record, **fields)
 
 
 def shard_state(shard_id: str, **fields) -> ShardState:
@@ -258,7 +258,7 @@ def test_costs_that_are_not_finite_survive() -> None:
     """A policy may rule a shard out by an infinite cost; JSON has no word for it."""
     infinite = float("inf")
     ruled_out = ShardPlan("s9", 0, 0, 0, 0, infinite, infinite, {"queue": infinite, "own": 0.0})
-    pick = dataclasses.replace(
+    pick = msgspec.structs.replace(
         PICK,
         best_shard_id="s1",
         candidates=[candidate(ruled_out), candidate(SHARDS[0])],
@@ -267,7 +267,7 @@ def test_costs_that_are_not_finite_survive() -> None:
     )
     assert pick.plan == Plan(50, [SHARDS[0], ruled_out], "s1")
     log = DecisionLog(10)
-    log.placement_decided(dataclasses.replace(decided("r1"), pick=pick))
+    log.placement_decided(msgspec.structs.replace(decided("r1"), pick=pick))
     found = log.find("r1")
     assert found is not None
     assert [score.to_plan() for score in found.attempts[0].shards] == pick.plan.shards

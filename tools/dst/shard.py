@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -109,7 +110,7 @@ class SimShard:
 
     def _load(self, stream: ShardStream) -> ShardLoad:
         load = self.engine.load(stream, draining=self.is_draining)
-        return dataclasses.replace(load, hand_over=True) if self.hands_over else load
+        return msgspec.structs.replace(load, hand_over=True) if self.hands_over else load
 
     def clear_cache(self) -> None:
         """The engine forgets its blocks."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from router.core.events import Event, KvChange, KvEventsArrived, LoadReported, ShardDown, ShardLoad, StepArrived
 from router.core.frames import Step
@@ -88,7 +89,7 @@ class ShardStream:
         if self._world.chance("load_report_lost"):
             return []
         if self.shard.has_hung_engine and self.old_load is not None:
-            load = dataclasses.replace(
+            load = msgspec.structs.replace(
                 self.old_load, draining=load.draining, hand_over=load.hand_over
             )  # nobody counts anew
         old, self.old_load = self.old_load, load

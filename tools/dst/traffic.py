@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script
@@ -45,7 +46,7 @@ class Traffic:
         """The same once more, under a name that is or was in use."""
         specs = [ChoiceSpec(stream.take_slot(), spec.index) for spec in request.choices]
         self._submit(
-            stream, dataclasses.replace(request, request_id=request_id, client_id=stream.client_id, choices=specs)
+            stream, msgspec.structs.replace(request, request_id=request_id, client_id=stream.client_id, choices=specs)
         )
 
     def any_stream(self) -> ClientStream:
@@ -90,7 +91,7 @@ class Traffic:
         ]
         self._submit(
             stream,
-            dataclasses.replace(request, request_id=self._new_name(), client_id=stream.client_id, choices=specs),
+            msgspec.structs.replace(request, request_id=self._new_name(), client_id=stream.client_id, choices=specs),
         )
 
     def _given(self, stream: ClientStream, request: Request, index: int, num_tokens: int, num_chars: int) -> ChoiceSpec:
@@ -134,7 +135,7 @@ class Traffic:
             tier=Tier.BATCH if self._tier_rng.random() < world.scenario.batch_share else Tier.INTERACTIVE,
         )
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
-        return dataclasses.replace(request, choices=specs)
+        return msgspec.structs.replace(request, choices=specs)
 
     def _draw_choice(self, stream: ClientStream, request: Request, index: int) -> ChoiceSpec:
         """Now and then one that has been begun elsewhere."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Candidate
 
 
-@dataclasses.dataclass(slots=True)
-class Pick:
+class Pick(msgspec.Struct):
     """Refers to what the placement worked with; nothing of it changes later."""
 
     num_prompt_tokens: int

@@ -67,7 +67,8 @@ class Placer:
         just failed, if there is another."""
         window = live.min_window
         shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
-        shards = [shard for shard in shards if not shard.is_suspected] or shards
+        if len(shards) > 1:
+            shards = [shard for shard in shards if not shard.is_suspected] or shards
         if live.avoid_shard_id and len(shards) > 1:
             return [shard for shard in shards if shard.shard_id != live.avoid_shard_id]
         return shards
@@ -80,11 +81,12 @@ class Placer:
                 return True
         return any(shard.has_room for shard in self.eligible(live))
 
-    def pick(self, live: LiveRequest, now: float) -> tuple[Shard, Candidate] | None:
-        """The cheapest shard with room, as the request saw it. None when no shard has room."""
-        shards = self._open_shards(live)
-        if not shards:
-            return None
+    def open_shards(self, live: LiveRequest) -> list[Shard]:
+        """Those that could run it and have room."""
+        return [shard for shard in self.eligible(live) if shard.has_room]
+
+    def pick(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
+        """The cheapest of its `open_shards`, as the request saw it."""
         self._last_scores = scores = self._score(shards, live, now, is_whole=True)
         return self._fleet.shards[scores.best.shard_id], scores.best
 
@@ -97,19 +99,18 @@ class Placer:
         """One shard as the request sees it."""
         return self._candidates([shard], live, now)[0]
 
-    def note_placed(self, live: LiveRequest, shard: Shard, now: float) -> None:
-        """The picked request is on its way."""
+    def note_placed(self, live: LiveRequest, shard: Shard, block_hashes: Sequence[int], now: float) -> None:
+        """The picked request, whose blocks of the shard's size these are, is on its way."""
         self._num_placed += 1
         shard.turn = self._num_placed
-        arrival = self._arrival(live, [shard])
-        self._reuse.note_prompt(arrival.block_hashes, now)
-        self._policy.placed(arrival, shard.shard_id)
+        self._reuse.note_prompt(block_hashes, now)
+        self._policy.placed(_arrival(live, block_hashes), shard.shard_id)
 
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
         """The placement as it was when that shard was just picked; to be called before anything is reserved for it."""
         scores = self._last_scores
         if scores is None or scores.picked_for is not live or scores.at != now or not scores.is_whole:
-            open_shards = self._open_shards(live)
+            open_shards = self.open_shards(live)
             if not open_shards:
                 filtered = self._filtered(live, ())
                 num_prompt_tokens = len(live.request.prompt_token_ids)
@@ -119,7 +120,7 @@ class Placer:
 
     def plan(self, live: LiveRequest, now: float) -> Plan:
         """How every shard looks to the request. Changes nothing."""
-        open_shards = self._open_shards(live)
+        open_shards = self.open_shards(live)
         if not open_shards:
             error = KvloomError(
                 ErrorReason.ERROR_REASON_QUEUE_FULL,
@@ -141,14 +142,12 @@ class Placer:
             live.hashes[block_size] = hashes
         return hashes
 
-    def _open_shards(self, live: LiveRequest) -> list[Shard]:
-        return [shard for shard in self.eligible(live) if shard.has_room]
-
     def _score(self, shards: list[Shard], live: LiveRequest, now: float, *, is_whole: bool = False) -> _Scores:
         """What it would cost to place it on each of them."""
+        hashes = self.hashes(live, shards[0].description.block_size)
         candidates = self._candidates(shards, live, now)
-        terms = self._policy.costs(self._arrival(live, shards), candidates)
-        best = candidates[self._cheapest([sum(values) for values in terms], candidates, live)]
+        terms = self._policy.costs(_arrival(live, hashes), candidates)
+        best = candidates[self._cheapest(list(map(sum, terms)), candidates, live)]
         return _Scores(live, now, candidates, terms, best, is_whole)
 
     def _pick_of(self, scores: _Scores, live: LiveRequest, picked_shard_id: str) -> Pick:
@@ -173,20 +172,17 @@ class Placer:
             if shard.shard_id not in open_ids
         ]
 
-    def _arrival(self, live: LiveRequest, shards: Sequence[Shard]) -> Arrival:
-        request = live.request
-        hashes = self.hashes(live, shards[0].description.block_size)
-        return Arrival(request.request_id, request.session_key, live.num_context_tokens, hashes)
-
     def _candidates(self, shards: list[Shard], live: LiveRequest, now: float) -> list[Candidate]:
         overlaps: dict[int, dict[str, int]] = {}
-        for block_size in {shard.description.block_size for shard in shards}:
-            overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
         num_tokens = live.num_context_tokens
-        return [
-            self._candidate(shard, num_tokens, overlaps[shard.description.block_size].get(shard.shard_id, 0), now)
-            for shard in shards
-        ]
+        candidates: list[Candidate] = []
+        for shard in shards:
+            block_size = shard.description.block_size
+            counts = overlaps.get(block_size)
+            if counts is None:
+                counts = overlaps[block_size] = self._index.count_overlaps(self.hashes(live, block_size), now)
+            candidates.append(self._candidate(shard, num_tokens, counts.get(shard.shard_id, 0), now))
+        return candidates
 
     def _candidate(self, shard: Shard, num_tokens: int, num_overlap_blocks: int, now: float) -> Candidate:
         shard_id = shard.shard_id
@@ -256,3 +252,8 @@ class Placer:
         if not shard.has_room:
             return "full"
         return "failed this request before"
+
+
+def _arrival(live: LiveRequest, block_hashes: Sequence[int]) -> Arrival:
+    request = live.request
+    return Arrival(request.request_id, request.session_key, live.num_context_tokens, block_hashes)

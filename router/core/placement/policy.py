@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
 
-@dataclasses.dataclass(slots=True)
-class Candidate:
+
+class Candidate(msgspec.Struct):
     """One shard that could take the request now."""
 
     shard_id: str
@@ -74,8 +74,7 @@ class Candidate:
         return -(-self.num_prefill_tokens // self.block_size)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """The request that is placed."""
 
     request_id: str
@@ -86,8 +85,7 @@ class Arrival:
     """Of the prompt's full blocks (of the first candidate's block size)."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(msgspec.Struct, frozen=True):
     """Requests wait in the router while their shard has enough to do, and go shortest prefill first.
 
     A shard gets more when its queued prefill is below either bound: more than the way there and back takes, so that it

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+import msgspec
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -141,7 +142,7 @@ def bills_given_tokens_again(patch: Patch) -> None:
     def request_ended(live: Any, now: float) -> RequestEnded:
         given = sum(choice.num_given_tokens for choice in live.choices)
         end = original(live, now)
-        return dataclasses.replace(end, num_output_tokens=end.num_output_tokens + given)
+        return msgspec.structs.replace(end, num_output_tokens=end.num_output_tokens + given)
 
     patch.setattr(lifecycle, "request_ended", request_ended)
 

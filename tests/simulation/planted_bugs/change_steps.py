@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+
+import msgspec
 
 from router.core.fleet import Shard
 from router.core.frames import Step
@@ -16,7 +17,7 @@ def change_steps(patch: Patch, change: Callable[[Shard, Step], None]) -> None:
     original = Relay.on_step
 
     def on_step(self: Relay, shard: Shard, step: Step, now: float) -> None:
-        step = dataclasses.replace(
+        step = msgspec.structs.replace(
             step,
             slots=list(step.slots),
             num_tokens=list(step.num_tokens),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from router.core.core import RouterCore
 from router.core.dispatch import Dispatcher
@@ -108,7 +109,7 @@ def begins_anew_elsewhere(patch: Patch) -> None:
 
     def assign_slot(self: Dispatcher, *args: Any) -> Any:
         spec = original(self, *args)
-        return dataclasses.replace(spec, output_token_ids=(), num_delivered_chars=0)
+        return msgspec.structs.replace(spec, output_token_ids=(), num_delivered_chars=0)
 
     patch.setattr(Dispatcher, "_assign_slot", assign_slot)
 

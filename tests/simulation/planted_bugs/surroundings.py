@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from router.core.deadlines import Deadlines
 from router.core.dispatch_queue import DispatchQueue
@@ -136,7 +137,9 @@ def ignores_removals(patch: Patch) -> None:
     original = PrefixIndex.apply_events
 
     def apply_events(self: PrefixIndex, shard_id: str, number: int, changes: Sequence[Any], now: float) -> bool:
-        return original(self, shard_id, number, [dataclasses.replace(change, removed=()) for change in changes], now)
+        return original(
+            self, shard_id, number, [msgspec.structs.replace(change, removed=()) for change in changes], now
+        )
 
     patch.setattr(PrefixIndex, "apply_events", apply_events)
 
