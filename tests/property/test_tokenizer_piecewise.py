@@ -107,6 +107,14 @@ def test_a_repeated_prefix_is_not_encoded_again(model_dir: Path) -> None:
     assert sum(map(len, plan.misses)) < 40
 
 
+def test_a_new_number_is_not_encoded(model_dir: Path) -> None:
+    """Ids, dates and amounts are new in every prompt; where each digit is a token there is nothing to find out."""
+    tokenizer, rules = built_in(model_dir)
+    cache = PieceCache(rules)
+    ids_by_pieces(cache, tokenizer, "<|im_start|>user\n1234567890 and 10 20 30")
+    assert not cache.plan("<|im_start|>user\n1750936428 and 2073 and 10385").misses
+
+
 @pytest.mark.parametrize(
     "change",
     [
