@@ -14,7 +14,7 @@ NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "int8"])
+@pytest.fixture(scope="module", params=["bfloat16", "int8", "torch's kernels"])
 def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     return ModelRunner(
         model_dir,
@@ -23,7 +23,8 @@ def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
         num_blocks=NUM_BLOCKS,
         max_model_len=0,
         num_threads=1,
-        int8_weights=request.param,
+        int8_weights=request.param == "int8",
+        compiled_kernels=request.param != "torch's kernels",
     )
 
 

@@ -34,9 +34,17 @@ def random_tokens(num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(320), k=num_tokens)
 
 
-def load(model_dir: Path, dtype: str = "float32", block_size: int = 16) -> ModelRunner:
+def load(
+    model_dir: Path, dtype: str = "float32", block_size: int = 16, *, compiled_kernels: bool = True
+) -> ModelRunner:
     return ModelRunner(
-        model_dir, dtype=dtype, block_size=block_size, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=1
+        model_dir,
+        dtype=dtype,
+        block_size=block_size,
+        num_blocks=NUM_BLOCKS,
+        max_model_len=2048,
+        num_threads=1,
+        compiled_kernels=compiled_kernels,
     )
 
 
@@ -74,14 +82,19 @@ def test_keys_that_no_row_sees_are_left_out_unnoticed(tmp_path: Path):
     assert float((torch.cat(rows) - reference).abs().max()) < MAX_ERROR
 
 
-@pytest.mark.parametrize(("dtype", "block_size"), [("bfloat16", 16), ("float32", 16), ("float32", 5)])
-def test_windowed_results_do_not_depend_on_batch_chunks_or_reuse(tmp_path: Path, dtype: str, block_size: int):
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "compiled_kernels"),
+    [("bfloat16", 16, True), ("bfloat16", 16, False), ("float32", 16, True), ("float32", 5, True)],
+)
+def test_windowed_results_do_not_depend_on_batch_chunks_or_reuse(
+    tmp_path: Path, dtype: str, block_size: int, compiled_kernels: bool
+):
     """As without windows: chunks end anywhere, decoding starts at other keys than the prefill did, and blocks of a
     prefix are another sequence's."""
     model_dir = write_tiny_llama(
         tmp_path, **QWEN3, sliding_window=70, max_window_layers=1, num_hidden_layers=3, head_dim=64
     )
-    runner = load(model_dir, dtype, block_size)
+    runner = load(model_dir, dtype, block_size, compiled_kernels=compiled_kernels)
     assert runner.batch_invariant
     prefix = random_tokens(300, 4)
     lengths = (303, 450, 584, 700)

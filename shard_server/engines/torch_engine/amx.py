@@ -20,11 +20,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BYTES = _I8.as_pointer()
 _SIXTEEN_WORDS, _SIXTEEN_FLOATS = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
+intrinsic: Any = _intrinsic
+"""What it makes has one parameter less than it is given: type checkers cannot know."""
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
@@ -118,7 +120,7 @@ def largest_of_32(_typing: Any, array: Any, first: Any) -> Any:
             builder.load(_address(context, builder, signature.args[0], array, index, _SIXTEEN_FLOATS), align=4)
             for index in (first, builder.add(first, ir.Constant(_I64, 16)))
         ]
-        larger = builder.select(builder.fcmp_ordered(">", *halves), *halves)
+        larger = builder.select(builder.fcmp_ordered(">", halves[0], halves[1]), halves[0], halves[1])
         name = "llvm.vector.reduce.fmax.v16f32"
         reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_SIXTEEN_FLOATS]), name)
         return builder.call(reduce, [larger], fastmath=("nnan", "nsz"))

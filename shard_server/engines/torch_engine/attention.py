@@ -17,16 +17,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
-
-if TYPE_CHECKING:
-    from shard_server.engines.torch_engine.tile_attention import TileAttention
 
 _ROWS_PER_TILE = 32
 """The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
@@ -104,12 +101,27 @@ class AttentionPlan:
         return max(part.block_rows.shape[1] for plan in plans for part in (*plan.decode_groups, *plan.prefills))
 
 
-MakeAttention = Callable[[LlamaConfig, KvCache], "PagedAttention | TileAttention"]
+class Attention(Protocol):
+    """Attention of one model over one KV cache."""
+
+    multiplies_single_rows: bool
+    """Whether several rows of one sequence are cheaper as if each were another sequence's."""
+
+    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
+        """What every layer of a step does, with its `token_rows` and `num_rows` (see AttentionPlan)."""
+        ...
+
+    def attend(self, plan: Any, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
+        ...
+
+
+MakeAttention = Callable[[LlamaConfig, KvCache], Attention]
 
 
 def make_attention(
     config: LlamaConfig, cache: KvCache, on_progress: Callable[[str], None] = lambda _message: None
-) -> PagedAttention | TileAttention:
+) -> Attention:
     """The compiled kernels where they can run, else torch's: then `on_progress` hears why."""
     try:
         from shard_server.engines.torch_engine.tile_attention import TileAttention, why_not_tiles
@@ -125,10 +137,9 @@ def make_attention(
 
 
 class PagedAttention:
-    """Attention of one model over one KV cache."""
+    """Attention with torch's kernel."""
 
     multiplies_single_rows = True
-    """Whether several rows of one sequence are cheaper as if each were another sequence's."""
 
     def __init__(self, config: LlamaConfig, cache: KvCache) -> None:
         self._cache = cache

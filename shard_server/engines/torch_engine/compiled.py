@@ -1,6 +1,6 @@
 """What the compiled kernels share: how they are compiled, and bf16 numbers, which numba does not know.
 
-numba compiles them when they are first called and keeps the code beside this file, or in the user's cache directory
+numba compiles them when they are first called and keeps the code beside their file, or in the user's cache directory
 where that is read-only. Kept code is compiled anew when the kernel's own file changes, not when what it imports does:
 after an edit here or in amx.py remove `__pycache__/*.nb*`.
 

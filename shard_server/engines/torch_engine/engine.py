@@ -19,7 +19,7 @@ import structlog
 from kvloom.config import ShardConfig
 from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, StepOutput
 from shard_server.engines.torch_engine.block_pool import BlockPool
-from shard_server.engines.torch_engine.memory import return_freed_memory
+from shard_server.engines.torch_engine.memory import forget_code, return_freed_memory
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.scheduler import Scheduler
 from shard_server.engines.torch_engine.speculation import MAX_STEP_ROWS
@@ -256,6 +256,7 @@ class TorchEngine:
         step_loop = StepLoop(runner, scheduler, speculation=config.torch.speculation)
         step_loop.warm_up(min(config.max_prefill_tokens_per_step, self._info.max_model_len - 1))
         return_freed_memory()
+        forget_code("libllvmlite")  # the warm-up has loaded all compiled kernels
         return step_loop
 
     def _run(self, step_loop: StepLoop) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.attention import Extent, PagedAttention, make_attention
+from shard_server.engines.torch_engine.attention import Attention, Extent, PagedAttention, make_attention
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.int8_linear import check_int8_products
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
@@ -102,7 +102,7 @@ class ModelRunner:
             )
             on_progress(f"KV cache: {self.num_blocks} blocks of {block_size} tokens")
             self._cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
-            self._attention = (
+            self._attention: Attention = (
                 make_attention(config, self._cache, on_progress)
                 if compiled_kernels
                 else PagedAttention(config, self._cache)

@@ -1,0 +1,328 @@
+"""Causal attention over the paged KV cache with AMX tiles: reads blocks where they lie, for prompts as for decoding.
+
+A sequence's keys are taken 128 at a time, at fixed positions. Their blocks are packed into tiles once for all query
+rows and heads: pairs of numbers that are multiplied together side by side. The query rows of all heads that share keys
+are stacked, 16 to a tile. The softmax is computed on the go (Milakov & Gimelshein, arXiv:1805.02867): when a larger
+score comes, what was summed so far is scaled down. A column of ones beside the values sums the weights.
+
+A row's bits are a function of its query, its keys and its position: a tile's rows do not touch one another, keys come
+in the same steps in the same order, and masked ones, and whole tiles of them, add zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shard_server.engines.torch_engine.amx import (
+    largest_of_32,
+    load_tile_configuration,
+    prefetch,
+    store_tile_configuration,
+    tile_configuration,
+    tile_dot,
+    tile_load,
+    tile_store,
+    tile_zero,
+    transpose_words,
+)
+from shard_server.engines.torch_engine.compiled import bf16_of_float, exp2, jit
+
+_CHUNK = 128
+"""Keys that are packed, and weighed, at a time."""
+TILE = 16
+_TILE_WORDS = 256
+_PAIR = 32
+"""bf16 numbers in a tile's row: what one product sums over."""
+PASS_DIM = 64
+"""Columns of values for which there are registers."""
+PIECE_TOKENS = 128
+"""A prompt's rows are taken in pieces: their sums stay in the cache, and threads share them."""
+
+_Array = np.ndarray[Any, Any]
+
+
+class Shape(NamedTuple):
+    block_size: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    block_stride: int
+    """Numbers from a block to the next; from a layer of a block to the next: block_size * token_size."""
+    token_size: int
+
+
+class Scratch(NamedTuple):
+    """Of one thread. Tiles lie one behind the other."""
+
+    keys: _Array
+    """uint32 [kv heads, keys / 16, head_dim / 32, 16 pairs of numbers, 16 keys]"""
+    values: _Array
+    """uint32 [kv heads, pairs of keys, head_dim]"""
+    ones: _Array
+    queries: _Array
+    """uint16 [kv heads, rows, head_dim]"""
+    sums: _Array
+    """float32 [kv heads, rows, head_dim of weighted values and 16 times the sum of weights]"""
+    tops: _Array
+    """float32 [kv heads, rows]: the largest score yet"""
+    scores: _Array
+    """float32 [16, _CHUNK]"""
+    weights: _Array
+    """uint16 [16, _CHUNK]"""
+    fresh: _Array
+    """float32 [16, head_dim + 16]: what a chunk adds to `sums`"""
+    configuration: _Array
+    found_configuration: _Array
+
+
+def new_scratch(shape: Shape) -> Scratch:
+    rows = -(-PIECE_TOKENS * shape.group_size // TILE) * TILE * shape.num_kv_heads
+    kv_words = shape.num_kv_heads * _CHUNK * shape.head_dim // 2
+    return Scratch(
+        keys=_aligned(kv_words, np.uint32),
+        values=_aligned(kv_words, np.uint32),
+        ones=np.full(_TILE_WORDS, 0x3F803F80, np.uint32),
+        queries=_aligned(rows * shape.head_dim, np.uint16),
+        sums=_aligned(rows * (shape.head_dim + TILE), np.float32),
+        tops=_aligned(rows, np.float32),
+        scores=_aligned(TILE * _CHUNK, np.float32),
+        weights=_aligned(TILE * _CHUNK, np.uint16),
+        fresh=_aligned(TILE * (shape.head_dim + TILE), np.float32),
+        configuration=tile_configuration(),
+        found_configuration=np.zeros(64, np.uint8),
+    )
+
+
+def _aligned(size: int, dtype: type) -> _Array:
+    """From a cache line on, since a tile's row is one. Zeros: products read what was never written, which must not be a
+    NaN."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    raw = np.zeros(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(dtype)
+
+
+@jit()
+def attend_pieces(
+    pool: Any,
+    words: Any,
+    layer: Any,
+    tables: Any,
+    pieces: Any,
+    shape: Any,
+    queries: Any,
+    out: Any,
+    window: Any,
+    scale: Any,
+    scratch: Any,
+) -> None:
+    store_tile_configuration(scratch.found_configuration)
+    load_tile_configuration(scratch.configuration)
+    layer_start = layer * shape.block_size * shape.token_size
+    for piece in range(pieces.shape[0]):
+        first_row, num_rows, position, first_table = pieces[piece]
+        _take_queries(queries[first_row : first_row + num_rows], shape, scratch)
+        num_keys = position + num_rows
+        for chunk in range(max(0, position + 1 - window) // _CHUNK * _CHUNK, num_keys, _CHUNK):
+            for key in range(chunk, min(chunk + _CHUNK, num_keys), TILE):
+                block = first_table + key // shape.block_size
+                start = tables[block] * shape.block_stride + layer_start
+                if key % shape.block_size == 0 and block + 1 < tables.size:
+                    following = tables[block + 1] * shape.block_stride + layer_start
+                    prefetch(pool, following, shape.block_size * shape.token_size * 2)
+                _pack(pool, words, start + key % shape.block_size * shape.token_size, shape, scratch, key % _CHUNK)
+            for head in range(shape.num_kv_heads):
+                for row in range(0, num_rows * shape.group_size, TILE):
+                    _attend_tile(head, row, num_rows, position, chunk, window, scale, shape, scratch)
+        _give_out(out[first_row : first_row + num_rows], shape, scratch)
+    load_tile_configuration(scratch.found_configuration)
+
+
+@jit(inline=True)
+def _padded_rows(num_rows: Any, shape: Any) -> Any:
+    return (num_rows * shape.group_size + TILE - 1) // TILE * TILE
+
+
+@jit()
+def _take_queries(queries: Any, shape: Any, scratch: Any) -> None:
+    """Rows of heads that share keys lie together: token by token, head by head."""
+    dim, group = shape.head_dim, shape.group_size
+    padded_rows = _padded_rows(queries.shape[0], shape)
+    for head in range(shape.num_kv_heads):
+        for row in range(queries.shape[0] * group):
+            column = (head * group + row % group) * dim
+            target = (head * padded_rows + row) * dim
+            _copy(scratch.queries[target : target + dim], queries[row // group, column : column + dim])
+    _fill(scratch.tops[: shape.num_kv_heads * padded_rows], np.float32(-np.inf))
+    _fill(scratch.sums[: shape.num_kv_heads * padded_rows * (dim + TILE)], np.float32(0))
+
+
+@jit()
+def _pack(pool: Any, words: Any, start: Any, shape: Any, scratch: Any, key: Any) -> None:
+    """16 keys and values of all heads; `key`: of the chunk."""
+    dim, token_size = shape.head_dim, shape.token_size
+    for head in range(shape.num_kv_heads):
+        for pair in range(dim // _PAIR):
+            source = start + head * dim + pair * _PAIR
+            tile = (head * (_CHUNK // TILE) + key // TILE) * (dim // _PAIR) + pair
+            transpose_words(words, source // 2, token_size // 2, scratch.keys, tile * _TILE_WORDS)
+    for pair in range(TILE // 2):
+        for head in range(shape.num_kv_heads):
+            even = start + 2 * pair * token_size + (shape.num_kv_heads + head) * dim
+            odd = even + token_size
+            target = (head * (_CHUNK // 2) + key // 2 + pair) * dim
+            _pair_up(pool[even : even + dim], pool[odd : odd + dim], scratch.values[target : target + dim])
+
+
+@jit()
+def _attend_tile(
+    head: Any,
+    first_row: Any,
+    num_rows: Any,
+    position: Any,
+    chunk: Any,
+    window: Any,
+    scale: Any,
+    shape: Any,
+    scratch: Any,
+) -> None:
+    """Up to 16 rows of one head over one chunk."""
+    dim, group = shape.head_dim, shape.group_size
+    rows = min(TILE, num_rows * group - first_row)
+    last_seen = position + (first_row + rows - 1) // group
+    if last_seen < chunk or position + first_row // group - window >= chunk + _CHUNK - 1:
+        return
+    width = min(_CHUNK, (last_seen - chunk) // _PAIR * _PAIR + _PAIR)
+    state = head * _padded_rows(num_rows, shape) + first_row
+    _score(head, state * dim, width, dim, scratch)
+    for row in range(rows):
+        row_position = position + (first_row + row) // group
+        seen_from = min(width, max(0, row_position + 1 - window - chunk))
+        seen_to = max(0, min(width, row_position + 1 - chunk))
+        weights = scratch.weights[row * _CHUNK : row * _CHUNK + width]
+        if seen_from >= seen_to:
+            _fill(weights, np.uint16(0))
+            continue
+        scores = scratch.scores[row * _CHUNK : row * _CHUNK + width]
+        _fill(scores[:seen_from], np.float32(-np.inf))
+        _fill(scores[seen_to:], np.float32(-np.inf))
+        known = scratch.tops[state + row]
+        top = known
+        for key in range(0, width, 32):
+            top = max(top, largest_of_32(scores, key))
+        if top > known:
+            scratch.tops[state + row] = top
+            if known > -np.inf:
+                first = (state + row) * (dim + TILE)
+                _multiply(scratch.sums[first : first + dim + TILE], exp2(known * scale - top * scale))
+        _weigh(scores, weights, scale, top * scale)
+    _weighted_values(head, width, dim, scratch)
+    first = state * (dim + TILE)
+    _add(scratch.sums[first : first + rows * (dim + TILE)], scratch.fresh[: rows * (dim + TILE)])
+
+
+@jit()
+def _score(head: Any, first_query: Any, width: Any, dim: Any, scratch: Any) -> None:
+    """Products of 16 queries with `width` keys."""
+    halves = dim // _PAIR
+    for column in range(0, width, 2 * TILE):
+        tile_zero(0)
+        tile_zero(1)
+        for half in range(halves):
+            first_key = ((head * (_CHUNK // TILE) + column // TILE) * halves + half) * _TILE_WORDS
+            tile_load(4, scratch.queries, first_query + half * _PAIR, dim * 2)
+            tile_load(5, scratch.keys, first_key, 64)
+            tile_dot(0, 4, 5)
+            tile_load(6, scratch.keys, first_key + halves * _TILE_WORDS, 64)
+            tile_dot(1, 4, 6)
+        tile_store(0, scratch.scores, column, _CHUNK * 4)
+        tile_store(1, scratch.scores, column + TILE, _CHUNK * 4)
+
+
+@jit()
+def _weighted_values(head: Any, width: Any, dim: Any, scratch: Any) -> None:
+    """Sums of `width` values by the weights of 16 rows, and the sums of the weights."""
+    line = dim + TILE
+    for column in range(0, dim, PASS_DIM):
+        tile_zero(0)
+        tile_zero(1)
+        tile_zero(2)
+        tile_zero(3)
+        tile_zero(7)
+        for key in range(0, width, _PAIR):
+            first = (head * (_CHUNK // 2) + key // 2) * dim + column
+            tile_load(4, scratch.weights, key, _CHUNK * 2)
+            tile_load(5, scratch.values, first, dim * 4)
+            tile_dot(0, 4, 5)
+            tile_load(6, scratch.values, first + 16, dim * 4)
+            tile_dot(1, 4, 6)
+            tile_load(5, scratch.values, first + 32, dim * 4)
+            tile_dot(2, 4, 5)
+            tile_load(6, scratch.values, first + 48, dim * 4)
+            tile_dot(3, 4, 6)
+            tile_load(5, scratch.ones, 0, 64)
+            tile_dot(7, 4, 5)
+        tile_store(0, scratch.fresh, column, line * 4)
+        tile_store(1, scratch.fresh, column + 16, line * 4)
+        tile_store(2, scratch.fresh, column + 32, line * 4)
+        tile_store(3, scratch.fresh, column + 48, line * 4)
+    tile_store(7, scratch.fresh, dim, line * 4)
+
+
+@jit()
+def _give_out(out: Any, shape: Any, scratch: Any) -> None:
+    dim, group = shape.head_dim, shape.group_size
+    padded_rows = _padded_rows(out.shape[0], shape)
+    for head in range(shape.num_kv_heads):
+        for row in range(out.shape[0] * group):
+            first = (head * padded_rows + row) * (dim + TILE)
+            column = (head * group + row % group) * dim
+            sums = scratch.sums[first : first + dim + 1]
+            _round(out[row // group, column : column + dim], sums[:dim], np.float32(1) / sums[dim])
+
+
+# Loops over slices, which begin at 0: only there does numba know that no index is negative, and LLVM makes vectors.
+
+
+@jit("contract")
+def _weigh(scores: Any, weights: Any, scale: Any, shift: Any) -> None:
+    for key in range(scores.size):
+        weights[key] = bf16_of_float(exp2(scores[key] * scale - shift))
+
+
+@jit()
+def _pair_up(even: Any, odd: Any, target: Any) -> None:
+    for index in range(target.size):
+        target[index] = np.uint32(even[index]) | (np.uint32(odd[index]) << np.uint32(16))
+
+
+@jit()
+def _copy(target: Any, source: Any) -> None:
+    for index in range(target.size):
+        target[index] = source[index]
+
+
+@jit()
+def _fill(target: Any, value: Any) -> None:
+    for index in range(target.size):
+        target[index] = value
+
+
+@jit()
+def _multiply(target: Any, factor: Any) -> None:
+    for index in range(target.size):
+        target[index] *= factor
+
+
+@jit()
+def _add(target: Any, source: Any) -> None:
+    for index in range(target.size):
+        target[index] += source[index]
+
+
+@jit()
+def _round(target: Any, source: Any, factor: Any) -> None:
+    for index in range(target.size):
+        target[index] = bf16_of_float(source[index] * factor)
