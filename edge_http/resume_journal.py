@@ -16,6 +16,7 @@ import msgspec
 import redis.asyncio
 import redis.asyncio.retry
 import redis.backoff
+import redis.exceptions
 
 from edge_http.resume_records import News, decode_entry
 from kvloom.random_bytes import random_hex
@@ -87,8 +88,9 @@ class ResumeJournal:
     """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
     def __init__(self, url: str, key_prefix: str) -> None:
-        # Callers try again by themselves; the client's own retries would only hide the outage.
-        retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
+        # At once, and once: connections to a Redis that has been replaced are found out one by one. Callers try again
+        # by themselves; more of the client's own retries would only hide an outage.
+        retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.exceptions.ConnectionError,))
         self.redis = redis.asyncio.Redis.from_url(
             url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS, retry=retry
         )

@@ -221,3 +221,16 @@ async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
         await published(peers)
         await die(first, peers)
         assert await streamed.read_to_the_end() == whole.events
+
+
+async def test_connections_to_a_redis_that_was_replaced_cost_nothing(redis_url: str) -> None:
+    """The pool finds out one by one that they are dead. An edge that was killed while its journal waited a second
+    because of one of them left answers that nobody could find. (`kvloom chaos` found it.)"""
+    async with edges(redis_url, 1) as ((world, peers),):
+        journal = peers._publisher._journal
+        await asyncio.gather(*(journal.redis.ping() for _ in range(4)))
+        async with redis.asyncio.Redis.from_url(redis_url) as server:
+            await server.client_kill_filter(_type="normal")
+        streamed, _ = await begin(world, 2)
+        await asyncio.gather(*(published(peers), *(journal.redis.ping() for _ in range(4))))
+        assert await journal.read_response(peers._publisher._tag, streamed.response_id) is not None
