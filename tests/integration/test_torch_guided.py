@@ -282,3 +282,21 @@ def test_choices_are_taken_letter_by_letter(model_dir: Path) -> None:
         wrong = compiler.start(Guide(GuideKind.CHOICE, json.dumps([choice])), [0, 2])
         assert not wrong.take(tokenizer.encode_now("axc"))
     tokenizer.close()
+
+
+def test_an_answer_in_json_cannot_lose_itself_in_white_space(model_dir: Path) -> None:
+    """JSON allows any amount of it, of which small models draw more and more until their tokens are used up; compact,
+    on one line, and indented are all there is to say."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    compiler = GuideCompiler(model_dir / "tokenizer.json", 49152, [0, 2])
+    person = {"name": "Al", "age": 3, "tags": ["red", "blue"]}
+    written = [
+        json.dumps(person, **style) for style in ({"separators": (",", ":")}, {}, {"indent": 2}, {"indent": "\t"})
+    ]
+    for text in written:
+        state = compiler.start(json_guide(PERSON), [0, 2])
+        assert state.take(tokenizer.encode_now(text)), text
+        assert state.mask()[0] & 1, "it is complete"
+    for text in ("{" + 40 * " ", "{" + 40 * "\n", "{" + 20 * " \n"):
+        assert not compiler.start(json_guide(PERSON), [0, 2]).take(tokenizer.encode_now(text))
+    tokenizer.close()

@@ -32,6 +32,9 @@ _LIMITS: Final = LLParserLimits(
     verbose_errors=False,
 )
 """A step of the automaton takes 7 ms at most, and its states 40 MB."""
+_JSON_WHITESPACE: Final = r"\n[ \t]{0,32}| "
+"""Between the parts of a JSON text: enough to indent it. JSON allows any, in which small models lose themselves until
+their tokens are used up."""
 _MAX_MESSAGE_CHARS: Final = 200
 _REGEX_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
@@ -131,7 +134,7 @@ class GuideCompiler:
 def _grammar(guide: Guide) -> str:
     match guide.kind:
         case GuideKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(guide.text)
+            return LLMatcher.grammar_from_json_schema(guide.text, defaults={"whitespace_pattern": _JSON_WHITESPACE})
         case GuideKind.REGEX:
             return LLMatcher.grammar_from_regex(guide.text)
         case GuideKind.GRAMMAR:
