@@ -14,10 +14,11 @@ from tools.supervised import ProcessStatus
 SAMPLE_SECONDS: Final = 5.0
 MAX_SAMPLES: Final = 20_000
 """Of a process."""
-MAX_WARM_UP_SECONDS: Final = 600.0
+MAX_WARM_UP_SECONDS: Final = 900.0
 WARM_UP_SHARE: Final = 1 / 3
-"""Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS, when all that is kept for a time
-(bills, ended answers) has reached its size."""
+"""Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS: after ten minutes all that is kept
+for a time (bills, ended answers) has reached its size, and the allocator takes some more until it has room for every
+mixture of it."""
 FLAT_MB_PER_HOUR: Final = 1.0
 FLAT_MB: Final = 0.5
 """Allocators take memory in pieces: less over all that was watched says nothing."""
