@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -28,6 +27,7 @@ from tools.failures import CommandError
 from tools.peers import mock_worker
 from tools.peers.install import Installed, last_words
 from tools.peers.peer import Peer, PeerError, Site
+from tools.processes import pick_free_ports
 
 KVLOOM: Final = "kvloom"
 KVLOOM_COLOCATED: Final = "kvloom --colocate"
@@ -96,7 +96,7 @@ def site_of(peer: Peer, at: Installed, work_dir: Path, plan: Plan, workload: Wor
     """Where a peer is to serve: a folder and ports of its own."""
     own_dir = work_dir / peer.name
     own_dir.mkdir()
-    port, metrics_port, *engine_ports = _free_ports(2 + _NUM_WORKERS)
+    port, metrics_port, *engine_ports = pick_free_ports(2 + _NUM_WORKERS)
     return Site(
         bin_dir=at.bin_dir,
         work_dir=own_dir,
@@ -181,12 +181,3 @@ def _answers(url: str, model: str) -> bool:
             return b"[DONE]" in response.read()
     except (OSError, urllib.error.URLError, ValueError):
         return False
-
-
-def _free_ports(count: int) -> list[int]:
-    """All different: each is held until all are found."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

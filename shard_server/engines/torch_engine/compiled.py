@@ -81,3 +81,9 @@ def exp2(x: Any) -> Any:
     power = power * fraction + np.float32(9.9999994e-1)
     scale = _float_of_bits(np.uint32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23)))
     return power * scale if x >= np.float32(-126.0) else np.float32(0.0)
+
+
+@jit()
+def copy(target: Any, source: Any) -> None:
+    for index in range(target.size):
+        target[index] = source[index]

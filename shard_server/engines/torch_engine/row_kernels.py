@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.compiled import bf16_of_float, float_of_bf16, jit
+from shard_server.engines.torch_engine.compiled import bf16_of_float, copy, float_of_bf16, jit
 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _rotate_and_store(
             middle = first + dim // 2
             _rotate(qkv[row, first:middle], qkv[row, middle : first + dim], row_cos, row_sin)
     for row in range(token_rows.size):
-        _copy(pool[token_rows[row]], qkv[row, query_size:])
+        copy(pool[token_rows[row]], qkv[row, query_size:])
 
 
 @jit()
@@ -89,9 +89,3 @@ def _rotate(lower: Any, upper: Any, cos: Any, sin: Any) -> None:
         low, high = float_of_bf16(lower[index]), float_of_bf16(upper[index])
         lower[index] = bf16_of_float(low * cos[index] + high * sin[index])
         upper[index] = bf16_of_float(high * cos[lower.size + index] + low * sin[lower.size + index])
-
-
-@jit()
-def _copy(target: Any, source: Any) -> None:
-    for index in range(target.size):
-        target[index] = source[index]

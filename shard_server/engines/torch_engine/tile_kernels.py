@@ -27,7 +27,7 @@ from shard_server.engines.torch_engine.amx import (
     tile_zero,
     transpose_words,
 )
-from shard_server.engines.torch_engine.compiled import bf16_of_float, exp2, jit
+from shard_server.engines.torch_engine.compiled import bf16_of_float, copy, exp2, jit
 
 _CHUNK = 128
 """Keys that are packed, and weighed, at a time."""
@@ -154,7 +154,7 @@ def _take_queries(queries: Any, shape: Any, scratch: Any) -> None:
         for row in range(queries.shape[0] * group):
             column = (head * group + row % group) * dim
             target = (head * padded_rows + row) * dim
-            _copy(scratch.queries[target : target + dim], queries[row // group, column : column + dim])
+            copy(scratch.queries[target : target + dim], queries[row // group, column : column + dim])
     _fill(scratch.tops[: shape.num_kv_heads * padded_rows], np.float32(-np.inf))
     _fill(scratch.sums[: shape.num_kv_heads * padded_rows * (dim + TILE)], np.float32(0))
 
@@ -296,12 +296,6 @@ def _weigh(scores: Any, weights: Any, scale: Any, shift: Any) -> None:
 def _pair_up(even: Any, odd: Any, target: Any) -> None:
     for index in range(target.size):
         target[index] = np.uint32(even[index]) | (np.uint32(odd[index]) << np.uint32(16))
-
-
-@jit()
-def _copy(target: Any, source: Any) -> None:
-    for index in range(target.size):
-        target[index] = source[index]
 
 
 @jit()
