@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.errors import KvloomError
-from kvloom.frame_writer import FrameWriter
+from kvloom.frame_writer import NEWS_INTERVAL_SECONDS, FrameWriter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.kv_event_pb2 import KvEventBatch
@@ -104,7 +104,7 @@ class RouterConnection:
 
     async def write_frames(self, stream: Any) -> None:
         """To a stream of gRPC's or a LocalStream, until its end. Raises AioRpcError."""
-        self._writer = FrameWriter(stream, self._take)
+        self._writer = FrameWriter(stream, self._take, NEWS_INTERVAL_SECONDS)
         self._writer.wake()
         if self.ended.done():
             self._writer.finish()

@@ -119,6 +119,7 @@ def router_half(num_streams: int) -> Callable[[], None]:
 
     def relay() -> None:
         before = transport.num_writes
+        client._writer._rests_until = 0.0  # a step's time has passed
         take(frames.pop())
         client._writer._write_now()  # as the event loop does at the end of the turn
         assert transport.num_writes - before == 1

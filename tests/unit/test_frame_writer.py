@@ -99,6 +99,32 @@ async def test_what_piles_up_in_a_turn_leaves_as_one(is_local: bool) -> None:
         await running
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_what_comes_soon_after_a_write_waits_for_more(is_local: bool) -> None:
+    """Engines faster than any model, and the frames of many shards, wake nobody often. An end leaves at once."""
+    server, pile = Server(), Pile()
+    server.may_read.set()
+    async with connected(server, 3_100_006 + is_local) as stream:
+        pile.writer = FrameWriter(stream if is_local else GrpcStream(stream), pile.take, interval_seconds=0.4)
+        running = asyncio.create_task(pile.writer.run())
+        for expected in ([["a"]], [["a"], ["b", "c", "d"]]):
+            server.num_wanted = 1 if expected == [["a"]] else 4
+            for text in expected[-1]:
+                pile.add(text)
+                for _turn in range(3):
+                    await asyncio.sleep(0)
+            await server.has_all.wait()
+            server.has_all.clear()
+            assert server.frames == expected
+        pile.add("e")
+        pile.writer.finish()
+        await running
+        server.num_wanted = 5
+        stream.end()
+        await server.has_all.wait()
+        assert server.frames[2:] == [["e"]]
+
+
 async def test_what_one_message_cannot_have_follows_in_the_next() -> None:
     """Messages are bounded: nothing of what waits is forgotten."""
     server, pile = Server(), Pile(max_texts=2)
