@@ -40,6 +40,15 @@ def request_amx() -> bool:
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
+def aligned_zeros(size: int, dtype: type) -> np.ndarray[Any, Any]:
+    """From a cache line on, since a tile's row is one: products from anywhere take three times as long. Zeros: products
+    read what was never written, which must not be a NaN."""
+    num_bytes = size * np.dtype(dtype).itemsize
+    raw = np.zeros(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(dtype)
+
+
 def tile_configuration() -> np.ndarray[Any, Any]:
     """uint8 [64]: all eight registers have 16 rows of 64 bytes."""
     configuration = np.zeros(64, np.uint8)
@@ -90,8 +99,8 @@ def transpose_words(_typing: Any, source: Any, first: Any, stride: Any, target: 
         rows: list[Any] = []
         for row in range(16):
             index = builder.add(first, builder.mul(stride, ir.Constant(_I64, row)))
-            address = _address(context, builder, signature.args[0], source, index, _SIXTEEN_WORDS)
-            rows.append(builder.load(address, align=4))
+            place = address(context, builder, signature.args[0], source, index, _SIXTEEN_WORDS)
+            rows.append(builder.load(place, align=4))
         # Swap the squares beside the diagonal, of 8 x 8 words, then within each of 4 x 4, 2 x 2 and 1 x 1.
         for half in (8, 4, 2, 1):
             for row in range(16):
@@ -103,8 +112,8 @@ def transpose_words(_typing: Any, source: Any, first: Any, stride: Any, target: 
                     rows[row + half] = builder.shuffle_vector(*pair, ir.Constant(_SIXTEEN_WORDS, lower))
         for column, words in enumerate(rows):
             index = builder.add(target_first, ir.Constant(_I64, 16 * column))
-            address = _address(context, builder, signature.args[3], target, index, _SIXTEEN_WORDS)
-            builder.store(words, address, align=4)
+            place = address(context, builder, signature.args[3], target, index, _SIXTEEN_WORDS)
+            builder.store(words, place, align=4)
         return context.get_dummy_value()
 
     return types.void(source, types.int64, types.int64, target, types.int64), generate
@@ -117,7 +126,7 @@ def largest_of_32(_typing: Any, array: Any, first: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         array, first = args
         halves = [
-            builder.load(_address(context, builder, signature.args[0], array, index, _SIXTEEN_FLOATS), align=4)
+            builder.load(address(context, builder, signature.args[0], array, index, _SIXTEEN_FLOATS), align=4)
             for index in (first, builder.add(first, ir.Constant(_I64, 16)))
         ]
         larger = builder.select(builder.fcmp_ordered(">", halves[0], halves[1]), halves[0], halves[1])
@@ -134,7 +143,7 @@ def prefetch(_typing: Any, array: Any, first: Any, num_bytes: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         array, first, num_bytes = args
-        start = _address(context, builder, signature.args[0], array, first, _I8)
+        start = address(context, builder, signature.args[0], array, first, _I8)
         function_type = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
         read, second_cache, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
@@ -150,14 +159,15 @@ def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
 
 
-def _address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
+def address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
+    """For intrinsics: a pointer to `target` at `array[index]`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
 
 
 def _with_address(name: str) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        _call(builder, name, [_address(context, builder, signature.args[0], args[0], ir.Constant(_I64, 0), _I8)])
+        _call(builder, name, [address(context, builder, signature.args[0], args[0], ir.Constant(_I64, 0), _I8)])
         return context.get_dummy_value()
 
     return generate
@@ -183,7 +193,7 @@ def _on_memory(name: str, register: Any, array: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         _, data, first, stride_bytes = args
-        _call(builder, name, [number, _address(context, builder, signature.args[1], data, first, _I8), stride_bytes])
+        _call(builder, name, [number, address(context, builder, signature.args[1], data, first, _I8), stride_bytes])
         return context.get_dummy_value()
 
     return types.void(register, array, types.int64, types.int64), generate

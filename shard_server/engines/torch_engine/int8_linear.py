@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.linear import Product, Weight
 
 _LIMIT = 127
 """Symmetric: -128 is not used, so that a product never saturates where others would not."""
@@ -36,6 +37,9 @@ class Int8Linear:
     """The methods of `PackedLinear`. Intermediate results (`silu`, `multiply`) stay float32: what follows splits
     them once, from what was computed."""
 
+    is_whole = True
+    weight_rows = None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype) -> None:
         """`weight`: [out_features, in_features]; raises EngineError where oneDNN cannot multiply int8."""
         self.out_features, self.in_features = weight.shape
@@ -51,6 +55,10 @@ class Int8Linear:
 
     def __call__(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         return self._product(x).to(self._output_dtype)
+
+    def floats(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
+        """xW + b, float32"""
+        return self._product(x)
 
     def silu(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         """silu(xW + b), float32"""
@@ -74,6 +82,31 @@ class Int8Linear:
         # Not add_(alpha=...): that is fused where the library's vectors reach and is not at their ends.
         product = first.add_(second.div_(_BASE)).mul_(scales)
         return product if self._bias is None else product.add_(self._bias)
+
+
+class Int8Linears:
+    """Makes a model's linear layers."""
+
+    def __init__(self, output_dtype: torch.dtype) -> None:
+        self._output_dtype = output_dtype
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
+        return Int8Linear(weight, bias, self._output_dtype)
+
+    def gated(self, gate: Weight, up: Weight) -> Product:
+        return _Gated(self.linear(*gate), self.linear(*up))
+
+
+class _Gated:
+    is_whole = True
+
+    def __init__(self, gate: Int8Linear, up: Int8Linear) -> None:
+        self.in_features = gate.in_features
+        self._gate, self._up = gate, up
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        digits = split_digits(x)
+        return self._up.multiply(digits, self._gate.silu(digits))
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,16 +14,16 @@ import torch
 from shard_server.engines.torch_engine.attention import Extent, MakeAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Linear, row_granularity
+from shard_server.engines.torch_engine.linear import Product, row_granularity
 
 _NUM_TOKENS = 640
 """More than the 512 keys that the attention kernel takes at a time."""
 _PROBED_WINDOW = 100
 
 
-def common_row_granularity(linears: Sequence[Linear], dtype: torch.dtype) -> int | None:
+def common_row_granularity(products: Sequence[Product], dtype: torch.dtype) -> int | None:
     """To what multiple batches must be padded, so that rows do not depend on the batch; None: no padding helps."""
-    granularities = [row_granularity(linear, dtype) for linear in linears]
+    granularities = [row_granularity(product, dtype) for product in products]
     if None in granularities:
         return None
     return max(granularity for granularity in granularities if granularity is not None)

@@ -1,5 +1,8 @@
 """Linear layers whose result for one row need not depend on how many other rows are computed with it.
 
+Three makers of a model's layers: TileLinears (tile_linear.py; bf16 on CPUs with AMX), Int8Linears, and TorchLinears for
+the rest.
+
 oneDNN chooses its blocking by the number of rows: from 33 rows on it sums the products of a row in several parts (of
 288 to 384 columns for the built-in model), up to 32 rows in one; the last bits differ. So where results must not depend
 on the batch, products are never larger than INVARIANT_ROWS rows. Below that, `row_granularity` measures what is needed.
@@ -8,19 +11,67 @@ on the batch, products are never larger than INVARIANT_ROWS rows. Below that, `r
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shard_server.engines.torch_engine.int8_linear import Int8Linear, split_digits
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.weights import OnProgress
 
 INVARIANT_ROWS = 32
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 28, 31, 32)
 """Around every place where a library might change its code; all 32 would double the time that an engine takes to
 start."""
-_TRIED_LARGE_ROWS = (33, 63, 100, 255)
+_TRIED_LARGE_ROWS = (33, 63, 100)
 """Where products are not cut."""
-_LARGE_ROWS = 256
+_LARGE_ROWS = 128
+
+Weight = tuple[torch.Tensor, torch.Tensor | None]
+"""[out_features, in_features], and the bias [out_features]."""
+
+
+LookUp = Callable[[torch.Tensor], torch.Tensor]
+"""int64 indices [n] → rows [n, size]."""
+
+
+class Product(Protocol):
+    """[rows, in_features] → [rows, out_features]"""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether any number of rows is computed in one product, and a row's bits are its own all the same."""
+        ...
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Linear(Product, Protocol):
+    @property
+    def weight_rows(self) -> LookUp | None:
+        """The weights of some outputs as they were given; None where they are not kept so."""
+        ...
+
+    def add(self, x: torch.Tensor, other: torch.Tensor, /) -> torch.Tensor:
+        """xW + b + other"""
+        ...
+
+    def floats(self, x: torch.Tensor, /) -> torch.Tensor:
+        """xW + b, float32"""
+        ...
+
+
+class MakesLinears(Protocol):
+    """Of one model."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, /) -> Linear: ...
+
+    def gated(self, gate: Weight, up: Weight, /) -> Product:
+        """silu(gate(x)) * up(x)"""
+        ...
 
 
 class PackedLinear:
@@ -30,6 +81,9 @@ class PackedLinear:
     All methods take [rows, in_features] and return [rows, out_features].
     """
 
+    is_whole = False
+    weight_rows = None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._max_rows = max_rows
@@ -38,6 +92,10 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _by_rows(self._max_rows, self._unary, x)
+
+    def floats(self, x: torch.Tensor) -> torch.Tensor:
+        """xW + b, float32"""
+        return self(x).float()
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(xW + b)"""
@@ -67,6 +125,9 @@ class PackedLinear:
 class PlainLinear:
     """The same through torch's ordinary operators: float32, and CPUs for which oneDNN has no bf16."""
 
+    is_whole = False
+    weight_rows = None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._max_rows = max_rows
@@ -75,6 +136,10 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _by_rows(self._max_rows, self._linear, x)
+
+    def floats(self, x: torch.Tensor) -> torch.Tensor:
+        """xW + b, float32"""
+        return self(x).float()
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(xW + b)"""
@@ -92,45 +157,63 @@ class PlainLinear:
         return F.linear(x, self._weight, self._bias)
 
 
-Linear = PackedLinear | PlainLinear | Int8Linear
+class TorchLinears:
+    """Makes layers of torch's operators."""
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-"""From weight and bias."""
+    def __init__(self, max_rows: int | None) -> None:
+        """`max_rows`: of one product; None: any number, and bits depend on it."""
+        self._max_rows = max_rows
 
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | PlainLinear:
+        """The faster of the two that can compute with `weight`."""
+        is_on_cpu = weight.device.type == "cpu"
+        if is_on_cpu and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return PackedLinear(weight, bias, self._max_rows)
+        return PlainLinear(weight, bias, self._max_rows)
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int | None) -> Linear:
-    """The faster of the two that can compute with `weight`; `max_rows`: of one product (None: any number)."""
-    is_on_cpu = weight.device.type == "cpu"
-    if is_on_cpu and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return PackedLinear(weight, bias, max_rows)
-    return PlainLinear(weight, bias, max_rows)
-
-
-def gated(gate: Linear, up: Linear, x: torch.Tensor) -> torch.Tensor:
-    """silu(gate(x)) * up(x)"""
-    if isinstance(gate, Int8Linear) and isinstance(up, Int8Linear):
-        digits = split_digits(x)
-        return up.multiply(digits, gate.silu(digits))
-    return up.multiply(x, gate.silu(x))
+    def gated(self, gate: Weight, up: Weight) -> Product:
+        return _Gated(self.linear(*gate), self.linear(*up))
 
 
-def row_granularity(linear: Linear, dtype: torch.dtype) -> int | None:
-    """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows.
+class _Gated:
+    is_whole = False
 
-    Measured on random input, bit for bit; None if there is no such g. Int8Linear computes any number of rows in one
-    product, so there more than INVARIANT_ROWS are tried.
+    def __init__(self, gate: PackedLinear | PlainLinear, up: PackedLinear | PlainLinear) -> None:
+        self.in_features = gate.in_features
+        self._gate, self._up = gate, up
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._up.multiply(x, self._gate.silu(x))
+
+
+def compiled_linears(config: LlamaConfig, dtype: torch.dtype, on_progress: OnProgress) -> MakesLinears | None:
+    """Those of compiled kernels; None where they cannot run: then `on_progress` hears why."""
+    try:
+        from shard_server.engines.torch_engine.tile_linear import TileLinears, why_not_tiles
+    except ImportError as error:
+        reason: str | None = str(error)
+    else:
+        reason = why_not_tiles(config, dtype)
+        if reason is None:
+            return TileLinears()
+    on_progress(f"linear layers: torch's kernels, the compiled ones are left out: {reason}")
+    return None
+
+
+def row_granularity(product: Product, dtype: torch.dtype) -> int | None:
+    """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows; and of more
+    rows, where products are not cut.
+
+    Measured on random input, bit for bit; None if there is no such g.
     """
-    is_whole = isinstance(linear, Int8Linear)
-    num_rows = _LARGE_ROWS if is_whole else INVARIANT_ROWS
-    x = torch.randn(num_rows, linear.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
-    # Int8Linear's products are exact; what follows them is torch's.
-    compute = linear.silu if is_whole else linear
-    whole = compute(x)
+    num_rows = _LARGE_ROWS if product.is_whole else INVARIANT_ROWS
+    x = torch.randn(num_rows, product.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = product(x)
     differs = {
         rows
-        for rows in (*_TRIED_ROWS, *(_TRIED_LARGE_ROWS if is_whole else ()))
+        for rows in (*_TRIED_ROWS, *(_TRIED_LARGE_ROWS if product.is_whole else ()))
         # From the end, so that a row is also compared at another place in the product.
-        if not torch.equal(compute(x[-rows:]), whole[-rows:])
+        if not torch.equal(product(x[-rows:]), whole[-rows:])
     }
     for granularity in (1, 2, 4, 8, 16, 32):
         if not any(rows % granularity == 0 for rows in differs):

@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.int8_linear import Int8Linear
+from shard_server.engines.torch_engine.int8_linear import Int8Linears
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Linear, MakeLinear, gated, make_linear
+from shard_server.engines.torch_engine.linear import (
+    Linear,
+    LookUp,
+    MakesLinears,
+    Product,
+    TorchLinears,
+    Weight,
+    compiled_linears,
+)
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 from shard_server.engines.torch_engine.weights import OnProgress
 
@@ -31,8 +39,7 @@ class _Layer:
     query_key_norms: tuple[torch.Tensor, torch.Tensor] | None
     attention_output: Linear
     mlp_norm: torch.Tensor
-    gate: Linear
-    up: Linear
+    gated: Product
     down: Linear
 
 
@@ -55,33 +62,37 @@ class LlamaModel:
         """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
 
         `max_rows`: of one matrix product, see linear.py. `int8_weights`: of all linear layers, see int8_linear.py.
-        `compiled_kernels`: for what is computed row by row, where they can run, see row_kernels.py.
+        `compiled_kernels`: where they can run, see tile_linear.py and row_kernels.py.
         """
         self._config = config
+        linears: MakesLinears = TorchLinears(max_rows)
+        if int8_weights:
+            linears = Int8Linears(dtype)
+        elif compiled_kernels and device.type == "cpu":
+            linears = compiled_linears(config, dtype, on_progress) or linears
         # A copy, so that nothing refers to the mapped file any more.
-        self._embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
-        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype)
-        # Logits are float32 in the end, so the head has no reason to round them before.
-        self._head = Int8Linear(head, None, torch.float32) if int8_weights else make_linear(head, None, max_rows)
+        embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
+        self._head = linears.linear(
+            embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype), None
+        )
+        look_up = self._head.weight_rows if config.tie_word_embeddings else None
+        self._look_up: LookUp = look_up or functools.partial(F.embedding, weight=embedding)
         self._row_kernels = _row_kernels() if compiled_kernels and dtype == torch.bfloat16 else None
         self._norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
         self._layers: list[_Layer] = []
 
-        def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-            return Int8Linear(weight, bias, dtype) if int8_weights else make_linear(weight, bias, max_rows)
-
         for index in range(config.num_layers):
-            self._layers.append(_take_layer(weights, index, dtype, device, make))
+            self._layers.append(_take_layer(weights, index, dtype, device, linears))
             if (index + 1) % _LAYERS_PER_REPORT == 0 or index + 1 == config.num_layers:
                 on_progress(f"weights: layer {index + 1} of {config.num_layers}")
         table = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
         self._cos, self._sin = (part.to(device) for part in table)
 
     @property
-    def distinct_linears(self) -> list[Linear]:
+    def distinct_products(self) -> list[Product]:
         """One of every shape."""
         layer = self._layers[0]
-        return [layer.qkv, layer.attention_output, layer.gate, layer.down, self._head]
+        return [layer.qkv, layer.attention_output, layer.gated, layer.down, self._head]
 
     def forward(
         self,
@@ -98,7 +109,7 @@ class LlamaModel:
         Returns float32 logits [len(logit_rows), vocab_size].
         """
         config = self._config
-        x = F.embedding(token_ids, self._embedding)
+        x = self._look_up(token_ids)
         rotate_and_store = self._rotation(positions, cache)
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normalise(x, layer.attention_norm))
@@ -107,8 +118,8 @@ class LlamaModel:
             rotate_and_store(qkv, token_rows[index])
             attended = attend(index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
-            x = layer.down.add(gated(layer.gate, layer.up, self._normalise(x, layer.mlp_norm)), x)
-        return self._head(self._normalise(x[logit_rows], self._norm)).float()
+            x = layer.down.add(layer.gated(self._normalise(x, layer.mlp_norm)), x)
+        return self._head.floats(self._normalise(x[logit_rows], self._norm))
 
     def _rotation(self, positions: torch.Tensor, cache: KvCache) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """What each layer does to `qkv`, rows at `positions`, given the places of the first rows' KV."""
@@ -154,7 +165,7 @@ def _row_kernels() -> ModuleType | None:
 
 
 def _take_layer(
-    weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, device: torch.device, make: MakeLinear
+    weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, device: torch.device, linears: MakesLinears
 ) -> _Layer:
     prefix = f"model.layers.{index}"
 
@@ -165,20 +176,19 @@ def _take_layer(
     if f"{prefix}.self_attn.q_norm.weight" in weights:
         query_key_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
 
-    def linear(*names: str) -> Linear:
+    def weight(*names: str) -> Weight:
         parts = [weights.pop(f"{prefix}.{name}.weight").to(device, dtype) for name in names]
         bias_names = [f"{prefix}.{name}.bias" for name in names]
         biases = [weights.pop(name).to(device, dtype) for name in bias_names if name in weights]
         # Always a copy: `cat` of one tensor, too, leaves the mapped file.
-        return make(torch.cat(parts), torch.cat(biases) if biases else None)
+        return torch.cat(parts), torch.cat(biases) if biases else None
 
     return _Layer(
         attention_norm=norm("input_layernorm"),
-        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qkv=linears.linear(*weight("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         query_key_norms=query_key_norms,
-        attention_output=linear("self_attn.o_proj"),
+        attention_output=linears.linear(*weight("self_attn.o_proj")),
         mlp_norm=norm("post_attention_layernorm"),
-        gate=linear("mlp.gate_proj"),
-        up=linear("mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+        gated=linears.gated(weight("mlp.gate_proj"), weight("mlp.up_proj")),
+        down=linears.linear(*weight("mlp.down_proj")),
     )

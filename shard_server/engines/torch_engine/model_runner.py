@@ -109,7 +109,7 @@ class ModelRunner:
             )
             granularity: int | None = None
             if wants_batch_invariance:
-                granularity = common_row_granularity(self._model.distinct_linears, torch_dtype)
+                granularity = common_row_granularity(self._model.distinct_products, torch_dtype)
             self._row_granularity = granularity or 1
             self.batch_invariant = granularity is not None and attention_is_invariant(
                 config, torch_dtype, block_size, type(self._attention)

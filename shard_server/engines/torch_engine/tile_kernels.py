@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shard_server.engines.torch_engine.amx import (
+    aligned_zeros,
     largest_of_32,
     load_tile_configuration,
     prefetch,
@@ -81,27 +82,18 @@ def new_scratch(shape: Shape) -> Scratch:
     rows = -(-PIECE_TOKENS * shape.group_size // TILE) * TILE * shape.num_kv_heads
     kv_words = shape.num_kv_heads * _CHUNK * shape.head_dim // 2
     return Scratch(
-        keys=_aligned(kv_words, np.uint32),
-        values=_aligned(kv_words, np.uint32),
+        keys=aligned_zeros(kv_words, np.uint32),
+        values=aligned_zeros(kv_words, np.uint32),
         ones=np.full(_TILE_WORDS, 0x3F803F80, np.uint32),
-        queries=_aligned(rows * shape.head_dim, np.uint16),
-        sums=_aligned(rows * (shape.head_dim + TILE), np.float32),
-        tops=_aligned(rows, np.float32),
-        scores=_aligned(TILE * _CHUNK, np.float32),
-        weights=_aligned(TILE * _CHUNK, np.uint16),
-        fresh=_aligned(TILE * (shape.head_dim + TILE), np.float32),
+        queries=aligned_zeros(rows * shape.head_dim, np.uint16),
+        sums=aligned_zeros(rows * (shape.head_dim + TILE), np.float32),
+        tops=aligned_zeros(rows, np.float32),
+        scores=aligned_zeros(TILE * _CHUNK, np.float32),
+        weights=aligned_zeros(TILE * _CHUNK, np.uint16),
+        fresh=aligned_zeros(TILE * (shape.head_dim + TILE), np.float32),
         configuration=tile_configuration(),
         found_configuration=np.zeros(64, np.uint8),
     )
-
-
-def _aligned(size: int, dtype: type) -> _Array:
-    """From a cache line on, since a tile's row is one. Zeros: products read what was never written, which must not be a
-    NaN."""
-    num_bytes = size * np.dtype(dtype).itemsize
-    raw = np.zeros(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes].view(dtype)
 
 
 @jit()

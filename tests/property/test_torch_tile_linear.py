@@ -1,0 +1,150 @@
+"""Linear layers in tiles compute linear layers, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, compiled_linears, row_granularity
+from tests.property.test_torch_tile_attention import Shape, model_config
+
+MODULE = "shard_server.engines.torch_engine.tile_linear"
+
+depths = st.sampled_from([32, 64, 96, 576])
+columns = st.sampled_from([1, 15, 16, 31, 32, 33, 64, 200, 576])
+row_counts = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 600]))
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def makes_linears(num_threads: int = 1) -> MakesLinears:
+    tile_linear = pytest.importorskip(MODULE)
+    if not tile_linear.request_amx():
+        pytest.skip("no AMX")
+    torch.set_num_threads(num_threads)
+    return tile_linear.TileLinears()
+
+
+def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, products: torch.Tensor) -> bool:
+    """To a rounding to bf16, and what sums in float32 lose of the `products` that they sum."""
+    allowed = expected.abs() * 2**-8 + products * 1e-6 + 1e-6
+    return actual.shape == expected.shape and bool(((actual.double() - expected).abs() <= allowed).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(depths, columns, row_counts, st.booleans(), st.sampled_from([1, 2]))
+def test_it_is_the_product_to_the_precision_of_bf16(
+    depth: int, num_columns: int, num_rows: int, has_bias: bool, num_threads: int
+):
+    """With what follows it fused: columns that fill no tile, rows that fill no block, no bias."""
+    weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
+    bias = random_bf16(num_columns, seed=3) if has_bias else None
+    other = random_bf16(num_rows, num_columns, seed=4)
+    linear = makes_linears(num_threads).linear(weight, bias)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    products = F.linear(x.double().abs(), weight.double().abs())
+    assert close(linear(x), expected, products)
+    assert (linear.floats(x).double() - expected).abs().max() <= 1e-6 * products.max()
+    # Where `add` is not fused it rounds twice.
+    assert close(linear.add(x, other), expected + other.double(), products + 4000 * expected.abs())
+
+
+@settings(max_examples=20, deadline=None)
+@given(depths, st.sampled_from([16, 32, 48, 160]), row_counts, st.floats(0.01, 10.0))
+def test_gate_and_up_are_multiplied_column_by_column(depth: int, num_columns: int, num_rows: int, size: float):
+    """Their columns lie in turns: silu(x) must meet its own. Gates far from zero neither overflow nor lose digits."""
+    gate, up = random_bf16(num_columns, depth, seed=1) * size, random_bf16(num_columns, depth, seed=2)
+    x = random_bf16(num_rows, depth, seed=3)
+    biases = random_bf16(num_columns, seed=4), random_bf16(num_columns, seed=5)
+    gated = makes_linears().gated((gate, biases[0]), (up, biases[1]))
+    gates = F.linear(x.double(), gate.double(), biases[0].double())
+    ups = F.linear(x.double(), up.double(), biases[1].double())
+    products = F.linear(x.double().abs(), up.double().abs()) * gates.abs()
+    products += F.linear(x.double().abs(), gate.double().abs()) * ups.abs()
+    assert close(gated(x), F.silu(gates) * ups, products)
+
+
+@settings(max_examples=25, deadline=None)
+@given(depths, columns, st.integers(2, 200), st.randoms(use_true_random=False))
+def test_a_row_has_the_same_bits_wherever_it_is(depth: int, num_columns: int, num_rows: int, chooser: random.Random):
+    """Alone, in any part of any batch, at any place, on one thread or two: failover rests on it."""
+    weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
+    other = random_bf16(num_rows, num_columns, seed=3)
+    linear = makes_linears(1).linear(weight, None)
+    whole, whole_sum, whole_floats = linear(x), linear.add(x, other), linear.floats(x)
+    linear = makes_linears(2).linear(weight, None)
+    for _ in range(3):
+        rows = chooser.sample(range(num_rows), chooser.randint(1, num_rows))
+        assert torch.equal(linear(x[rows]), whole[rows])
+        assert torch.equal(linear.add(x[rows], other[rows]), whole_sum[rows])
+        assert torch.equal(linear.floats(x[rows]), whole_floats[rows])
+
+
+@settings(max_examples=15, deadline=None)
+@given(depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
+def test_weights_can_be_looked_up_in_their_tiles(depth: int, num_columns: int, indices: list[int]):
+    """So a tied embedding needs no memory of its own."""
+    weight = random_bf16(num_columns, depth)
+    look_up = makes_linears().linear(weight, None).weight_rows
+    assert look_up is not None
+    chosen = torch.tensor([index % num_columns for index in indices], dtype=torch.int64)
+    assert torch.equal(look_up(chosen), weight[chosen])
+
+
+def test_no_rows_are_no_work():
+    """The head gets none in the middle of a prompt."""
+    linears = makes_linears()
+    linear = linears.linear(random_bf16(48, 64), None)
+    x = random_bf16(0, 64)
+    assert linear(x).shape == linear.floats(x).shape == linear.add(x, random_bf16(0, 48)).shape == (0, 48)
+
+
+def test_the_start_finds_them_invariant_and_would_find_it_if_they_were_not():
+    """What is promised to others is measured first; beyond 32 rows, too, since these are not cut there."""
+    linear: Linear = makes_linears().linear(random_bf16(48, 64), None)
+    assert row_granularity(linear, torch.bfloat16) == 1
+
+    class Varying:
+        in_features, is_whole = 64, True
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return linear(x) + (len(x) > 64)
+
+    varying: Product = Varying()
+    assert row_granularity(varying, torch.bfloat16) != 1
+
+
+def test_where_they_cannot_run_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
+    """In float32, with odd sizes, without numba: torch computes, slower, and the log says why."""
+    config = model_config(Shape(1, 2, 64, None, 16))
+    makes_linears()
+    reasons: list[str] = []
+    fitting = dataclasses.replace(config, hidden_size=64, intermediate_size=96)
+    assert compiled_linears(fitting, torch.bfloat16, reasons.append) is not None
+    assert not reasons
+    assert compiled_linears(fitting, torch.float32, reasons.append) is None
+    assert compiled_linears(config, torch.bfloat16, reasons.append) is None
+    monkeypatch.delitem(sys.modules, MODULE)
+    monkeypatch.setitem(sys.modules, "shard_server.engines.torch_engine.tile_matmul", None)
+    assert compiled_linears(fitting, torch.bfloat16, reasons.append) is None
+    assert all("left out" in reason for reason in reasons)
+    assert "bfloat16" in reasons[0]
+    assert "multiples of 32" in reasons[1]
+    assert len(reasons) == 3
