@@ -100,7 +100,7 @@ def multiply(
     row_size = out.size // num_rows
     _configure(scratch.full, PANEL)
     _configure(scratch.rest, num_rows % PANEL)
-    load_tile_configuration(scratch.full)
+    configured_rows = 0
     panel_size = depth * PANEL
     # What a block has summed is given out while the next one is multiplied.
     sums, finished = scratch.sums, scratch.finished
@@ -114,8 +114,10 @@ def multiply(
                 rows = min(PANEL, num_rows - row)
                 if num_rows > PANEL and panel + group < end_panel:
                     prefetch(weights, (panel + group) * panel_size + row // PANEL * share, share * 2)
-                if rows < PANEL:
-                    load_tile_configuration(scratch.rest)
+                # Not for every panel of a short batch: the tiles would wait for one another.
+                if rows != configured_rows:
+                    load_tile_configuration(scratch.full if rows == PANEL else scratch.rest)
+                    configured_rows = rows
                 tile_load(0, bias, panel * PANEL, 0)  # the same row for all: a stride of nothing
                 tile_load(1, bias, panel * PANEL + TILE, 0)
                 if rows > TILE:
@@ -135,16 +137,15 @@ def multiply(
                         tile_dot(2, 5, 6)
                         tile_dot(3, 5, 7)
                     weight += 2 * _TILE_NUMBERS
-                    until = min(finished_rows, given + rows_per_step)
-                    _give_out(finished, given, until, kind, other, out, finished_row, row_size, finished_panel)
-                    given = until
+                    if given < finished_rows:
+                        until = min(finished_rows, given + rows_per_step)
+                        _give_out(finished, given, until, kind, other, out, finished_row, row_size, finished_panel)
+                        given = until
                 tile_store(0, sums, 0, PANEL * 4)
                 tile_store(1, sums, TILE, PANEL * 4)
                 if rows > TILE:
                     tile_store(2, sums, TILE * PANEL, PANEL * 4)
                     tile_store(3, sums, TILE * PANEL + TILE, PANEL * 4)
-                if rows < PANEL:
-                    load_tile_configuration(scratch.full)
                 sums, finished = finished, sums
                 finished_rows, finished_row, finished_panel = rows, row, panel
     _give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
