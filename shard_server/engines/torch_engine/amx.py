@@ -22,9 +22,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
 
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES = _I8.as_pointer()
-_SIXTEEN_WORDS, _SIXTEEN_FLOATS = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
+_SIXTEEN_WORDS = ir.VectorType(_I32, 16)
 intrinsic: Any = _intrinsic
 """What it makes has one parameter less than it is given: type checkers cannot know."""
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -117,24 +117,6 @@ def transpose_words(_typing: Any, source: Any, first: Any, stride: Any, target: 
         return context.get_dummy_value()
 
     return types.void(source, types.int64, types.int64, target, types.int64), generate
-
-
-@intrinsic
-def largest_of_32(_typing: Any, array: Any, first: Any) -> Any:
-    """Of float32 from `array[first]` on; a loop would go through them one by one."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        array, first = args
-        halves = [
-            builder.load(address(context, builder, signature.args[0], array, index, _SIXTEEN_FLOATS), align=4)
-            for index in (first, builder.add(first, ir.Constant(_I64, 16)))
-        ]
-        larger = builder.select(builder.fcmp_ordered(">", halves[0], halves[1]), halves[0], halves[1])
-        name = "llvm.vector.reduce.fmax.v16f32"
-        reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_F32, [_SIXTEEN_FLOATS]), name)
-        return builder.call(reduce, [larger], fastmath=("nnan", "nsz"))
-
-    return types.float32(array, types.int64), generate
 
 
 @intrinsic

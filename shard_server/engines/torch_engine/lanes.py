@@ -7,8 +7,9 @@ Each is a function of its lane alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -23,7 +24,6 @@ _EXP2 = (9.9999994e-1, 6.9315308e-1, 2.4015361e-1, 5.5826318e-2, 8.9893397e-3, 1
 """2**x on [0, 1], to 1e-6 of it; as in compiled.exp2."""
 
 _Lanes = Any
-_Maker = Callable[[ir.IRBuilder, list[_Lanes]], _Lanes]
 
 
 @intrinsic
@@ -83,6 +83,108 @@ def rounded_gated(_typing: Any, source: Any, first: Any, gated_first: Any, targe
     return types.void(source, types.int64, types.int64, target, types.int64), generate
 
 
+@intrinsic
+def largest_between(_typing: Any, source: Any, first: Any, width: Any, seen_from: Any, seen_to: Any) -> Any:
+    """Of float32 source[first + seen_from] to source[first + seen_to - 1]; `width`, a multiple of 16, covers them."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, first, width, seen_from, seen_to = args
+        most = cgutils.alloca_once_value(builder, _floats(-math.inf))
+        with _each(builder, width) as index:
+            scores = _load(context, builder, signature.args[0], source, builder.add(first, index), _F32)
+            seen = _masked(builder, scores, index, seen_from, seen_to)
+            builder.store(_larger(builder, seen, builder.load(most)), most)
+        function_type = ir.FunctionType(_F32.element, [_F32])
+        reduce = cgutils.get_or_insert_function(builder.module, function_type, "llvm.vector.reduce.fmax.v16f32")
+        return builder.call(reduce, [builder.load(most)], fastmath=("nnan", "nsz"))
+
+    return types.float32(source, types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def weigh(
+    _typing: Any,
+    source: Any,
+    first: Any,
+    width: Any,
+    seen_from: Any,
+    seen_to: Any,
+    scale: Any,
+    shift: Any,
+    target: Any,
+    target_first: Any,
+) -> Any:
+    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift), of what `largest_between` sees; else 0"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, first, width, seen_from, seen_to, scale, shift, target, target_first = args
+        scale, shift = _spread(builder, scale), _spread(builder, builder.fneg(shift))
+        with _each(builder, width) as index:
+            scores = _load(context, builder, signature.args[0], source, builder.add(first, index), _F32)
+            powers = _call(builder, "llvm.fma.v16f32", scores, scale, shift)
+            powers = _masked(builder, powers, index, seen_from, seen_to)
+            weights = _exp2(builder, powers)
+            is_counted = builder.fcmp_ordered(">=", powers, _floats(-126.0))
+            weights = _bf16(builder, builder.select(is_counted, weights, _floats(0.0)))
+            _store(context, builder, signature.args[7], target, builder.add(target_first, index), weights)
+        return context.get_dummy_value()
+
+    args = (source, *[types.int64] * 4, types.float32, types.float32, target, types.int64)
+    return types.void(*args), generate
+
+
+@intrinsic
+def scaled(_typing: Any, target: Any, first: Any, width: Any, factor: Any) -> Any:
+    """target[first ..] *= factor; `width`: a multiple of 16"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        target, first, width, factor = args
+        factor = _spread(builder, factor)
+        with _each(builder, width) as index:
+            place = builder.add(first, index)
+            numbers = _load(context, builder, signature.args[0], target, place, _F32)
+            _store(context, builder, signature.args[0], target, place, builder.fmul(numbers, factor))
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def paired(_typing: Any, source: Any, even: Any, odd: Any, width: Any, target: Any, target_first: Any) -> Any:
+    """Words target[target_first ..] of the 16-bit numbers source[even ..], and source[odd ..] above; `width`: a multiple
+    of 16"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        source, even, odd, width, target, target_first = args
+        with _each(builder, width) as index:
+            lower, upper = (
+                builder.zext(_load(context, builder, signature.args[0], source, builder.add(first, index), _I16), _I32)
+                for first in (even, odd)
+            )
+            words = builder.or_(lower, builder.shl(upper, _integers(16)))
+            _store(context, builder, signature.args[4], target, builder.add(target_first, index), words)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, types.int64, types.int64, target, types.int64), generate
+
+
+@contextlib.contextmanager
+def _each(builder: ir.IRBuilder, width: Any) -> Iterator[Any]:
+    """A loop over the sixteens of `width`."""
+    zero, step = (ir.Constant(width.type, value) for value in (0, _LANES))
+    with cgutils.for_range_slice(builder, zero, width, step) as (index, _):
+        yield index
+
+
+def _masked(builder: ir.IRBuilder, x: _Lanes, index: Any, seen_from: Any, seen_to: Any) -> _Lanes:
+    """-inf where index + lane is not in [seen_from, seen_to)."""
+    lanes = ir.Constant(_I32, list(range(_LANES)))
+    places = builder.add(_spread(builder, builder.trunc(index, _I32.element)), lanes)
+    bounds = [_spread(builder, builder.trunc(bound, _I32.element)) for bound in (seen_from, seen_to)]
+    is_seen = builder.and_(builder.icmp_signed(">=", places, bounds[0]), builder.icmp_signed("<", places, bounds[1]))
+    return builder.select(is_seen, x, _floats(-math.inf))
+
+
 def _load(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, first: Any, lanes: ir.Type) -> _Lanes:
     return builder.load(address(context, builder, array_type, array, first, lanes), align=2)
 
@@ -100,22 +202,39 @@ def _bf16(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
 
 def _sigmoid(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
     """1 / (1 + 2**y) with y = -x * log2(e), which is kept where neither overflows."""
-    y = builder.fmul(x, _floats(-math.log2(math.e)))
-    for bound, sign in ((-126.0, "<"), (126.0, ">")):
-        y = builder.select(builder.fcmp_ordered(sign, y, _floats(bound)), _floats(bound), y)
-    whole = _call(builder, "llvm.floor.v16f32", y)
-    fraction = builder.fsub(y, whole)
+    y = _smaller(builder, builder.fmul(x, _floats(-math.log2(math.e))), _floats(126.0))
+    return builder.fdiv(_floats(1.0), builder.fadd(_exp2(builder, y), _floats(1.0)))
+
+
+def _exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
+    """2**x for x <= 126, to 1e-6 of it; that of -126 below."""
+    x = _larger(builder, x, _floats(-126.0))
+    whole = _call(builder, "llvm.floor.v16f32", x)
+    fraction = builder.fsub(x, whole)
     power = _floats(_EXP2[-1])
     for factor in reversed(_EXP2[:-1]):
-        power = builder.fadd(builder.fmul(power, fraction), _floats(factor))
+        power = _call(builder, "llvm.fma.v16f32", power, fraction, _floats(factor))
     exponent = builder.shl(builder.add(builder.fptosi(whole, _I32), _integers(127)), _integers(23))
-    power = builder.fmul(power, builder.bitcast(exponent, _F32))
-    return builder.fdiv(_floats(1.0), builder.fadd(power, _floats(1.0)))
+    return builder.fmul(power, builder.bitcast(exponent, _F32))
 
 
-def _call(builder: ir.IRBuilder, name: str, x: _Lanes) -> _Lanes:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(x.type, [x.type]), name)
-    return builder.call(function, [x])
+def _larger(builder: ir.IRBuilder, a: _Lanes, b: _Lanes) -> _Lanes:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _smaller(builder: ir.IRBuilder, a: _Lanes, b: _Lanes) -> _Lanes:
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
+def _call(builder: ir.IRBuilder, name: str, *args: _Lanes) -> _Lanes:
+    function_type = ir.FunctionType(args[0].type, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def _spread(builder: ir.IRBuilder, scalar: Any) -> _Lanes:
+    lanes = ir.VectorType(scalar.type, _LANES)
+    one = builder.insert_element(ir.Constant(lanes, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, one, _integers(0))
 
 
 def _integers(value: int) -> ir.Constant:

@@ -17,7 +17,6 @@ import numpy as np
 
 from shard_server.engines.torch_engine.amx import (
     aligned_zeros,
-    largest_of_32,
     load_tile_configuration,
     prefetch,
     store_tile_configuration,
@@ -29,6 +28,7 @@ from shard_server.engines.torch_engine.amx import (
     transpose_words,
 )
 from shard_server.engines.torch_engine.compiled import bf16_of_float, copy, exp2, jit
+from shard_server.engines.torch_engine.lanes import largest_between, paired, scaled, weigh
 
 _CHUNK = 128
 """Keys that are packed, and weighed, at a time."""
@@ -72,8 +72,6 @@ class Scratch(NamedTuple):
     """float32 [16, _CHUNK]"""
     weights: _Array
     """uint16 [16, _CHUNK]"""
-    fresh: _Array
-    """float32 [16, head_dim + 16]: what a chunk adds to `sums`"""
     configuration: _Array
     found_configuration: _Array
 
@@ -90,7 +88,6 @@ def new_scratch(shape: Shape) -> Scratch:
         tops=aligned_zeros(rows, np.float32),
         scores=aligned_zeros(TILE * _CHUNK, np.float32),
         weights=aligned_zeros(TILE * _CHUNK, np.uint16),
-        fresh=aligned_zeros(TILE * (shape.head_dim + TILE), np.float32),
         configuration=tile_configuration(),
         found_configuration=np.zeros(64, np.uint8),
     )
@@ -120,11 +117,11 @@ def attend_pieces(
         for chunk in range(max(0, position + 1 - window) // _CHUNK * _CHUNK, num_keys, _CHUNK):
             for key in range(chunk, min(chunk + _CHUNK, num_keys), TILE):
                 block = first_table + key // shape.block_size
-                start = tables[block] * shape.block_stride + layer_start
-                if key % shape.block_size == 0 and block + 1 < tables.size:
+                start = tables[block] * shape.block_stride + layer_start + key % shape.block_size * shape.token_size
+                following = start + TILE * shape.token_size
+                if key % shape.block_size + TILE == shape.block_size and block + 1 < tables.size:
                     following = tables[block + 1] * shape.block_stride + layer_start
-                    prefetch(pool, following, shape.block_size * shape.token_size * 2)
-                _pack(pool, words, start + key % shape.block_size * shape.token_size, shape, scratch, key % _CHUNK)
+                _pack(pool, words, start, following, shape, scratch, key % _CHUNK)
             for head in range(shape.num_kv_heads):
                 for row in range(0, num_rows * shape.group_size, TILE):
                     _attend_tile(head, row, num_rows, position, chunk, window, scale, shape, scratch)
@@ -152,8 +149,9 @@ def _take_queries(queries: Any, shape: Any, scratch: Any) -> None:
 
 
 @jit()
-def _pack(pool: Any, words: Any, start: Any, shape: Any, scratch: Any, key: Any) -> None:
-    """16 keys and values of all heads; `key`: of the chunk."""
+def _pack(pool: Any, words: Any, start: Any, following: Any, shape: Any, scratch: Any, key: Any) -> None:
+    """16 keys and values of all heads; `key`: of the chunk. Meanwhile the 16 at `following` come nearer, bit by bit:
+    all at once would be waited for."""
     dim, token_size = shape.head_dim, shape.token_size
     for head in range(shape.num_kv_heads):
         for pair in range(dim // _PAIR):
@@ -161,11 +159,12 @@ def _pack(pool: Any, words: Any, start: Any, shape: Any, scratch: Any, key: Any)
             tile = (head * (_CHUNK // TILE) + key // TILE) * (dim // _PAIR) + pair
             transpose_words(words, source // 2, token_size // 2, scratch.keys, tile * _TILE_WORDS)
     for pair in range(TILE // 2):
+        prefetch(pool, following + 2 * pair * token_size, 4 * token_size)
         for head in range(shape.num_kv_heads):
             even = start + 2 * pair * token_size + (shape.num_kv_heads + head) * dim
             odd = even + token_size
             target = (head * (_CHUNK // 2) + key // 2 + pair) * dim
-            _pair_up(pool[even : even + dim], pool[odd : odd + dim], scratch.values[target : target + dim])
+            paired(pool, even, odd, dim, scratch.values, target)
 
 
 @jit()
@@ -193,26 +192,16 @@ def _attend_tile(
         row_position = position + (first_row + row) // group
         seen_from = min(width, max(0, row_position + 1 - window - chunk))
         seen_to = max(0, min(width, row_position + 1 - chunk))
-        weights = scratch.weights[row * _CHUNK : row * _CHUNK + width]
-        if seen_from >= seen_to:
-            _fill(weights, np.uint16(0))
-            continue
-        scores = scratch.scores[row * _CHUNK : row * _CHUNK + width]
-        _fill(scores[:seen_from], np.float32(-np.inf))
-        _fill(scores[seen_to:], np.float32(-np.inf))
+        scores = row * _CHUNK
         known = scratch.tops[state + row]
-        top = known
-        for key in range(0, width, 32):
-            top = max(top, largest_of_32(scores, key))
+        top = max(known, largest_between(scratch.scores, scores, width, seen_from, seen_to))
         if top > known:
             scratch.tops[state + row] = top
             if known > -np.inf:
-                first = (state + row) * (dim + TILE)
-                _multiply(scratch.sums[first : first + dim + TILE], exp2(known * scale - top * scale))
-        _weigh(scores, weights, scale, top * scale)
-    _weighted_values(head, width, dim, scratch)
-    first = state * (dim + TILE)
-    _add(scratch.sums[first : first + rows * (dim + TILE)], scratch.fresh[: rows * (dim + TILE)])
+                factor = exp2(known * scale - top * scale)
+                scaled(scratch.sums, (state + row) * (dim + TILE), dim + TILE, factor)
+        weigh(scratch.scores, scores, width, seen_from, seen_to, scale, top * scale, scratch.weights, scores)
+    _add_weighted_values(head, state, width, dim, scratch)
 
 
 @jit()
@@ -234,15 +223,16 @@ def _score(head: Any, first_query: Any, width: Any, dim: Any, scratch: Any) -> N
 
 
 @jit()
-def _weighted_values(head: Any, width: Any, dim: Any, scratch: Any) -> None:
-    """Sums of `width` values by the weights of 16 rows, and the sums of the weights."""
+def _add_weighted_values(head: Any, state: Any, width: Any, dim: Any, scratch: Any) -> None:
+    """`width` values by the weights of 16 rows, and the weights, to their sums."""
     line = dim + TILE
+    sums = state * line
     for column in range(0, dim, PASS_DIM):
-        tile_zero(0)
-        tile_zero(1)
-        tile_zero(2)
-        tile_zero(3)
-        tile_zero(7)
+        tile_load(0, scratch.sums, sums + column, line * 4)
+        tile_load(1, scratch.sums, sums + column + 16, line * 4)
+        tile_load(2, scratch.sums, sums + column + 32, line * 4)
+        tile_load(3, scratch.sums, sums + column + 48, line * 4)
+        tile_load(7, scratch.sums, sums + dim, line * 4)
         for key in range(0, width, _PAIR):
             first = (head * (_CHUNK // 2) + key // 2) * dim + column
             tile_load(4, scratch.weights, key, _CHUNK * 2)
@@ -256,11 +246,11 @@ def _weighted_values(head: Any, width: Any, dim: Any, scratch: Any) -> None:
             tile_dot(3, 4, 6)
             tile_load(5, scratch.ones, 0, 64)
             tile_dot(7, 4, 5)
-        tile_store(0, scratch.fresh, column, line * 4)
-        tile_store(1, scratch.fresh, column + 16, line * 4)
-        tile_store(2, scratch.fresh, column + 32, line * 4)
-        tile_store(3, scratch.fresh, column + 48, line * 4)
-    tile_store(7, scratch.fresh, dim, line * 4)
+        tile_store(0, scratch.sums, sums + column, line * 4)
+        tile_store(1, scratch.sums, sums + column + 16, line * 4)
+        tile_store(2, scratch.sums, sums + column + 32, line * 4)
+        tile_store(3, scratch.sums, sums + column + 48, line * 4)
+    tile_store(7, scratch.sums, sums + dim, line * 4)
 
 
 @jit()
@@ -278,34 +268,10 @@ def _give_out(out: Any, shape: Any, scratch: Any) -> None:
 # Loops over slices, which begin at 0: only there does numba know that no index is negative, and LLVM makes vectors.
 
 
-@jit("contract")
-def _weigh(scores: Any, weights: Any, scale: Any, shift: Any) -> None:
-    for key in range(scores.size):
-        weights[key] = bf16_of_float(exp2(scores[key] * scale - shift))
-
-
-@jit()
-def _pair_up(even: Any, odd: Any, target: Any) -> None:
-    for index in range(target.size):
-        target[index] = np.uint32(even[index]) | (np.uint32(odd[index]) << np.uint32(16))
-
-
 @jit()
 def _fill(target: Any, value: Any) -> None:
     for index in range(target.size):
         target[index] = value
-
-
-@jit()
-def _multiply(target: Any, factor: Any) -> None:
-    for index in range(target.size):
-        target[index] *= factor
-
-
-@jit()
-def _add(target: Any, source: Any) -> None:
-    for index in range(target.size):
-        target[index] += source[index]
 
 
 @jit()
