@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_server.engines.torch_engine.int8_linear import quantise_rows, split_digits
 from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, compiled_linears, row_granularity
 from tests.property.test_torch_tile_attention import Shape, model_config
 
@@ -30,12 +31,12 @@ def _same_threads_afterwards() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def makes_linears(num_threads: int = 1) -> MakesLinears:
+def makes_linears(num_threads: int = 1, tiles: str = "Bf16Tiles") -> MakesLinears:
     tile_linear = pytest.importorskip(MODULE)
     if not tile_linear.request_amx():
         pytest.skip("no AMX")
     torch.set_num_threads(num_threads)
-    return tile_linear.TileLinears()
+    return tile_linear.TileLinears(getattr(tile_linear, tiles))
 
 
 def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,19 +83,53 @@ def test_gate_and_up_are_multiplied_column_by_column(depth: int, num_columns: in
 
 
 @settings(max_examples=25, deadline=None)
-@given(depths, columns, st.integers(2, 200), st.randoms(use_true_random=False))
-def test_a_row_has_the_same_bits_wherever_it_is(depth: int, num_columns: int, num_rows: int, chooser: random.Random):
+@given(
+    st.sampled_from(["Bf16Tiles", "Int8Tiles"]),
+    depths,
+    columns,
+    st.integers(2, 200),
+    st.randoms(use_true_random=False),
+)
+def test_a_row_has_the_same_bits_wherever_it_is(
+    tiles: str, depth: int, num_columns: int, num_rows: int, chooser: random.Random
+):
     """Alone, in any part of any batch, at any place, on one thread or two: failover rests on it."""
     weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
     other = random_bf16(num_rows, num_columns, seed=3)
-    linear = makes_linears(1).linear(weight, None)
+    linear = makes_linears(1, tiles).linear(weight, None)
     whole, whole_sum, whole_floats = linear(x), linear.add(x, other), linear.floats(x)
-    linear = makes_linears(2).linear(weight, None)
+    linear = makes_linears(2, tiles).linear(weight, None)
     for _ in range(3):
         rows = chooser.sample(range(num_rows), chooser.randint(1, num_rows))
         assert torch.equal(linear(x[rows]), whole[rows])
         assert torch.equal(linear.add(x[rows], other[rows]), whole_sum[rows])
         assert torch.equal(linear.floats(x[rows]), whole_floats[rows])
+
+
+@settings(max_examples=30, deadline=None)
+@given(depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
+def test_with_int8_weights_only_their_rounding_is_lost(
+    depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int
+):
+    """Rows keep 15 bits and sums are exact: the product is that of the rounded weights. A row of zeros stays one."""
+    weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2) * 2.0**exponent
+    x[-1] = 0
+    bias = random_bf16(num_columns, seed=3) if has_bias else None
+    linear = makes_linears(tiles="Int8Tiles").linear(weight, bias)
+    values, scales = quantise_rows(weight)
+    expected = F.linear(x.double(), values.double() * scales, None if bias is None else bias.double())
+    largest = x.abs().amax(1, keepdim=True).double() * scales.T.double()
+    # Half a step of the second digit for every number of the sum, at worst; what float32 loses of it.
+    allowed = largest * depth * (0.51 / 254 + 127 * 1e-6) + expected.abs() * 1e-6 + 1e-30
+    assert ((linear.floats(x).double() - expected).abs() <= allowed).all()
+    assert torch.equal(linear.floats(x)[-1], torch.zeros(num_columns) if bias is None else bias.float())
+    digits, row_scales = split_digits(x)
+    first, second = digits.double().split(num_rows)
+    exact = F.linear((first + second / 254) * row_scales, values.double() * scales)
+    exact += 0 if bias is None else bias
+    # torch divides where the kernel multiplies with the inverse: a second digit may be its neighbour.
+    typical = largest * depth**0.5 * (0.2 / 254) + largest * depth * 127 * 1e-6 + expected.abs() * 1e-6 + 1e-30
+    assert ((linear.floats(x).double() - exact).abs() <= typical).all()
 
 
 @settings(max_examples=15, deadline=None)

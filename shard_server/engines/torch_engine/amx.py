@@ -31,11 +31,11 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 def request_amx() -> bool:
-    """Whether this CPU has AMX for bf16 and Linux lets this process use it."""
+    """Whether this CPU has AMX, for bf16 and int8, and Linux lets this process use it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = llvmlite.binding.get_host_cpu_features()
-    if not (features.get("amx-tile") and features.get("amx-bf16")):
+    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8")):
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
@@ -76,6 +76,12 @@ def tile_zero(_typing: Any, register: Any) -> Any:
 @intrinsic
 def tile_dot(_typing: Any, c: Any, a: Any, b: Any) -> Any:
     return _on_registers("tdpbf16ps", c, a, b)
+
+
+@intrinsic
+def tile_dot_int8(_typing: Any, c: Any, a: Any, b: Any) -> Any:
+    """The same of int8 [16, 64] and [64, 16], of whose rows four lie in one of the register, in int32: exactly."""
+    return _on_registers("tdpbssd", c, a, b)
 
 
 @intrinsic

@@ -1,5 +1,7 @@
 """Linear layers with int8 weights, a scale per output channel. Activations keep 15 bits, as two int8 digits.
 
+So it is where tiles compute (tile_matmul_int8.py) and, elsewhere, here:
+
 oneDNN multiplies int8 by int8 and sums in 32-bit integers: exactly, in whatever order. So a row's result does not
 depend on how many other rows are computed with it, and products may be of any size. torch's own kernel for int8 weights
 with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one row, but half as fast from eight on.
@@ -85,9 +87,10 @@ class Int8Linear:
 
 
 class Int8Linears:
-    """Makes a model's linear layers."""
+    """Makes a model's linear layers. Raises EngineError where this CPU's products are not exact."""
 
     def __init__(self, output_dtype: torch.dtype) -> None:
+        check_int8_products()
         self._output_dtype = output_dtype
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:

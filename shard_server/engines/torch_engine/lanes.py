@@ -41,6 +41,32 @@ def copied(_typing: Any, source: Any, first: Any, target: Any, target_first: Any
 
 
 @intrinsic
+def joined_digits(
+    _typing: Any, sums: Any, first: Any, second: Any, base: Any, row_scale: Any, scales: Any, bias: Any, column: Any
+) -> Any:
+    """The int32 sums[first ..] become float32: with those of second digits, sums[second ..] / base, added; times
+    row_scale and scales[column ..]; plus bias[column ..]"""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        sums, first, second, base, row_scale, scales, bias, column = args
+        digits = [
+            builder.sitofp(_load(context, builder, signature.args[0], sums, place, _I32), _F32)
+            for place in (first, second)
+        ]
+        inverse = builder.fdiv(_floats(1.0), _spread(builder, base))
+        product = _call(builder, "llvm.fma.v16f32", digits[1], inverse, digits[0])
+        product = builder.fmul(product, _spread(builder, row_scale))
+        column_scales = _load(context, builder, signature.args[5], scales, column, _F32)
+        column_bias = _load(context, builder, signature.args[6], bias, column, _F32)
+        product = _call(builder, "llvm.fma.v16f32", product, column_scales, column_bias)
+        _store(context, builder, signature.args[0], sums, first, product)
+        return context.get_dummy_value()
+
+    args = (sums, types.int64, types.int64, types.float32, types.float32, scales, bias, types.int64)
+    return types.void(*args), generate
+
+
+@intrinsic
 def rounded(_typing: Any, source: Any, first: Any, target: Any, target_first: Any) -> Any:
     """target[target_first ..] = bf16 of source[first ..]"""
 
@@ -114,7 +140,7 @@ def weigh(
     target: Any,
     target_first: Any,
 ) -> Any:
-    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift), of what `largest_between` sees; else 0"""
+    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift) where `largest_between` looks, else 0"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, first, width, seen_from, seen_to, scale, shift, target, target_first = args
@@ -151,8 +177,8 @@ def scaled(_typing: Any, target: Any, first: Any, width: Any, factor: Any) -> An
 
 @intrinsic
 def paired(_typing: Any, source: Any, even: Any, odd: Any, width: Any, target: Any, target_first: Any) -> Any:
-    """Words target[target_first ..] of the 16-bit numbers source[even ..], and source[odd ..] above; `width`: a multiple
-    of 16"""
+    """Words target[target_first ..]: the 16-bit numbers source[even ..], and source[odd ..] above them; `width`: a
+    multiple of 16"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, even, odd, width, target, target_first = args

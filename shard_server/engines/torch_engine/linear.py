@@ -186,16 +186,18 @@ class _Gated:
         return self._up.multiply(x, self._gate.silu(x))
 
 
-def compiled_linears(config: LlamaConfig, dtype: torch.dtype, on_progress: OnProgress) -> MakesLinears | None:
+def compiled_linears(
+    config: LlamaConfig, dtype: torch.dtype, on_progress: OnProgress, *, int8_weights: bool = False
+) -> MakesLinears | None:
     """Those of compiled kernels; None where they cannot run: then `on_progress` hears why."""
     try:
-        from shard_server.engines.torch_engine.tile_linear import TileLinears, why_not_tiles
+        from shard_server.engines.torch_engine.tile_linear import Bf16Tiles, Int8Tiles, TileLinears, why_not_tiles
     except ImportError as error:
         reason: str | None = str(error)
     else:
         reason = why_not_tiles(config, dtype)
         if reason is None:
-            return TileLinears()
+            return TileLinears(Int8Tiles if int8_weights else Bf16Tiles)
     on_progress(f"linear layers: torch's kernels, the compiled ones are left out: {reason}")
     return None
 

@@ -65,11 +65,11 @@ class LlamaModel:
         `compiled_kernels`: where they can run, see tile_linear.py and row_kernels.py.
         """
         self._config = config
-        linears: MakesLinears = TorchLinears(max_rows)
-        if int8_weights:
-            linears = Int8Linears(dtype)
-        elif compiled_kernels and device.type == "cpu":
-            linears = compiled_linears(config, dtype, on_progress) or linears
+        linears: MakesLinears | None = None
+        if compiled_kernels and device.type == "cpu":
+            linears = compiled_linears(config, dtype, on_progress, int8_weights=int8_weights)
+        if linears is None:
+            linears = Int8Linears(dtype) if int8_weights else TorchLinears(max_rows)
         # A copy, so that nothing refers to the mapped file any more.
         embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
         self._head = linears.linear(

@@ -12,7 +12,6 @@ import torch
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.attention import Attention, Extent, PagedAttention, make_attention
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
-from shard_server.engines.torch_engine.int8_linear import check_int8_products
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
@@ -67,8 +66,6 @@ class ModelRunner:
         if num_threads:
             torch.set_num_threads(num_threads)
         torch_dtype = DTYPES[dtype]
-        if int8_weights:
-            check_int8_products()
         config = load_config(model_dir)
         _check_window(model_dir, config, max_model_len)
         self.vocab_size = config.vocab_size

@@ -68,9 +68,8 @@ def new_scratch() -> Scratch:
 
 
 @jit()
-def _configure(configuration: Any, num_rows: Any) -> None:
-    """Registers 0, 1 and 4 hold the first 16 of `num_rows` (up to 32) rows, 2, 3 and 5 the others."""
-    first, others = min(num_rows, TILE), max(num_rows - TILE, 0)
+def configure(configuration: Any, first: Any, others: Any) -> None:
+    """Registers 0, 1 and 4 hold `first` rows, 2, 3 and 5 `others`."""
     for register in range(6):
         rows = others if register in (2, 3, 5) else first
         configuration[48 + register] = rows
@@ -98,8 +97,8 @@ def multiply(
     store_tile_configuration(scratch.found)
     num_rows = x.size // depth
     row_size = out.size // num_rows
-    _configure(scratch.full, PANEL)
-    _configure(scratch.rest, num_rows % PANEL)
+    configure(scratch.full, TILE, TILE)
+    configure(scratch.rest, min(num_rows % PANEL, TILE), max(num_rows % PANEL - TILE, 0))
     configured_rows = 0
     panel_size = depth * PANEL
     # What a block has summed is given out while the next one is multiplied.
@@ -139,7 +138,7 @@ def multiply(
                     weight += 2 * _TILE_NUMBERS
                     if given < finished_rows:
                         until = min(finished_rows, given + rows_per_step)
-                        _give_out(finished, given, until, kind, other, out, finished_row, row_size, finished_panel)
+                        give_out(finished, given, until, kind, other, out, finished_row, row_size, finished_panel)
                         given = until
                 tile_store(0, sums, 0, PANEL * 4)
                 tile_store(1, sums, TILE, PANEL * 4)
@@ -148,12 +147,12 @@ def multiply(
                     tile_store(3, sums, TILE * PANEL + TILE, PANEL * 4)
                 sums, finished = finished, sums
                 finished_rows, finished_row, finished_panel = rows, row, panel
-    _give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
+    give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
     load_tile_configuration(scratch.found)
 
 
 @jit()
-def _give_out(
+def give_out(
     sums: Any, first: Any, end: Any, kind: Any, other: Any, out: Any, first_row: Any, row_size: Any, panel: Any
 ) -> None:
     for row in range(first, end):
