@@ -22,6 +22,11 @@ class ThreadTeam:
         self._parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
         self.num_threads = torch.get_num_threads() if self._parallel is not None else 1
 
+    def run_compiled(self, function: int, data: int) -> None:
+        """Call the C function at the address `function` with `data` in every thread."""
+        assert self._parallel is not None
+        self._parallel(ctypes.c_void_p(function), ctypes.c_void_p(data), self.num_threads, 0)
+
     def run(self, task: Callable[[int], None], num_tasks: int) -> None:
         """Call task(0) ... task(num_tasks - 1), each in any of the threads, and wait for them."""
         if num_tasks == 1 or self._parallel is None:

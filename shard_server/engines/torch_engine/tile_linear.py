@@ -26,38 +26,36 @@ from shard_server.engines.torch_engine.tile_matmul import (
     PANEL,
     ROUNDED,
     TILE,
-    Scratch,
-    multiply,
-    new_scratch,
     take_columns,
 )
-from shard_server.engines.torch_engine.tile_matmul_int8 import INT8_DEPTH, multiply_int8, split_rows
+from shard_server.engines.torch_engine.tile_matmul_int8 import INT8_DEPTH, split_rows
+from shard_server.engines.torch_engine.tile_tasks import (
+    multiply_int8_part,
+    multiply_part,
+    new_scratches,
+    thread_function,
+)
 
-_NOTHING = np.zeros(TILE, np.uint16)
+_NOTHING = torch.empty(0)
 
 _Array = np.ndarray[Any, Any]
 
 
 class TileTeam:
-    """The threads that multiply, and what each needs."""
+    """The threads that multiply, and what they need for it."""
 
     def __init__(self) -> None:
         self._team = ThreadTeam()
-        self._scratches = [new_scratch() for _ in range(self._team.num_threads)]
+        self._scratches = new_scratches(self._team.num_threads)
+        self._common = (self._team.num_threads, self._scratches.ctypes.data)
 
-    def share(self, num_columns: int, task: Callable[[int, int, Scratch], None]) -> None:
-        """task(first panel, end, scratch) in every thread."""
-        num_panels = num_columns // PANEL
-        num_parts = min(len(self._scratches), num_panels)
-        if num_parts == 1:
-            task(0, num_panels, self._scratches[0])
-            return
-
-        def part(index: int) -> None:
-            first, end = num_panels * index // num_parts, num_panels * (index + 1) // num_parts
-            task(first, end, self._scratches[index])
-
-        self._team.run(part, num_parts)
+    def compute(self, kind: str, part: Callable[[_Array, int], None], *task: int) -> None:
+        """A task of tile_tasks.py, but for its first two numbers: `part` computes it, `kind` says so to threads."""
+        words = np.array(self._common + task, np.int64)
+        if self._team.num_threads == 1:
+            part(words, 0)
+        else:
+            self._team.run_compiled(thread_function(kind), words.ctypes.data)
 
 
 class Tiles(Protocol):
@@ -67,8 +65,8 @@ class Tiles(Protocol):
     """A multiple of 32"""
     weight_rows: LookUp | None
 
-    def multiply(self, x: torch.Tensor, kind: int, other: _Array, out: _Array) -> None:
-        """`x`: bf16 [at least one row, depth]; the rest: see tile_matmul.multiply."""
+    def multiply(self, x: torch.Tensor, kind: int, other: torch.Tensor, out: torch.Tensor) -> None:
+        """`x`: bf16 [at least one row, depth]; all are contiguous; the rest: see tile_matmul.multiply."""
         ...
 
 
@@ -78,22 +76,19 @@ class Bf16Tiles:
         self._team = team
         self._depth = weight.shape[1]
         # Pairs of numbers that are multiplied together are a word.
-        self._weight = _packed(weight.view(torch.int32)).view(torch.uint16).numpy()
+        self._weight = _packed(weight.view(torch.int32)).view(torch.bfloat16)
         self.num_columns = len(weight)
         self._bias = _floats(bias, self.num_columns)
         self.weight_rows: LookUp | None = self._rows
 
-    def multiply(self, x: torch.Tensor, kind: int, other: _Array, out: _Array) -> None:
-        rows = _bits(x)
-
-        def task(first_panel: int, end_panel: int, scratch: Scratch) -> None:
-            multiply(rows, self._depth, self._weight, self._bias, first_panel, end_panel, kind, other, out, scratch)
-
-        self._team.share(self.num_columns, task)
+    def multiply(self, x: torch.Tensor, kind: int, other: torch.Tensor, out: torch.Tensor) -> None:
+        sizes = len(x), self._depth, self.num_columns, kind, out.nbytes // 2
+        addresses = (tensor.data_ptr() for tensor in (other, out, self._bias, self._weight, x))
+        self._team.compute("bf16", multiply_part, *sizes, *addresses, 0, 0)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(len(indices), self._depth, dtype=torch.bfloat16)
-        take_columns(self._weight.view(np.uint32), indices.numpy(), rows.view(torch.uint32).numpy())
+        take_columns(self._weight.view(torch.uint32).numpy(), indices.numpy(), rows.view(torch.uint32).numpy())
         return rows
 
 
@@ -107,23 +102,19 @@ class Int8Tiles:
         values = _padded(values, INT8_DEPTH)
         self._team = team
         self._depth = values.shape[1]
-        self._weight = _packed(values.view(torch.int32)).view(torch.int8).numpy()
+        self._weight = _packed(values.view(torch.int32))
         self.num_columns = len(values)
         self._scales = _floats(scales.flatten(), self.num_columns)
         self._bias = _floats(bias, self.num_columns)
 
-    def multiply(self, x: torch.Tensor, kind: int, other: _Array, out: _Array) -> None:
+    def multiply(self, x: torch.Tensor, kind: int, other: torch.Tensor, out: torch.Tensor) -> None:
         # Zeros, since what is behind a row's end is multiplied too.
-        digits = torch.zeros(2, len(x), self._depth, dtype=torch.int8).numpy()
-        scales = np.empty(len(x), np.float32)
-        split_rows(x.view(torch.uint16).numpy(), digits, scales)
-        rows = digits.reshape(-1)
-
-        def task(first_panel: int, end_panel: int, scratch: Scratch) -> None:
-            weight = (self._depth, self._weight, self._scales, self._bias)
-            multiply_int8(rows, scales, *weight, first_panel, end_panel, kind, other, out, scratch)
-
-        self._team.share(self.num_columns, task)
+        make = torch.zeros if self._depth > x.shape[1] else torch.empty
+        digits, row_scales = make(2, len(x), self._depth, dtype=torch.int8), torch.empty(len(x))
+        split_rows(x.view(torch.uint16).numpy(), digits.numpy(), row_scales.numpy())
+        sizes = len(x), self._depth, self.num_columns, kind, out.nbytes // 2
+        tensors = (other, out, self._bias, self._weight, digits, row_scales, self._scales)
+        self._team.compute("int8", multiply_int8_part, *sizes, *(tensor.data_ptr() for tensor in tensors))
 
 
 class TileLinear:
@@ -138,25 +129,29 @@ class TileLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """xW + b, bf16"""
-        return self._compute(x, ROUNDED)[:, : self.out_features].contiguous()
+        return self._whole(self._compute(x, ROUNDED)).contiguous()
 
     def floats(self, x: torch.Tensor) -> torch.Tensor:
         """xW + b, float32"""
-        return self._compute(x, FLOATS, torch.float32)[:, : self.out_features]
+        return self._whole(self._compute(x, FLOATS, torch.float32))
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """xW + b + other, bf16"""
         if self.out_features != self._tiles.num_columns:
             return self(x).add_(other)
-        return self._compute(x, ADDED, other=_bits(other))
+        return self._compute(x, ADDED, other=other.contiguous())
 
     def _compute(
-        self, x: torch.Tensor, kind: int, dtype: torch.dtype = torch.bfloat16, other: _Array = _NOTHING
+        self, x: torch.Tensor, kind: int, dtype: torch.dtype = torch.bfloat16, other: torch.Tensor = _NOTHING
     ) -> torch.Tensor:
         out = torch.empty(len(x), self._tiles.num_columns, dtype=dtype)
         if len(x):
-            self._tiles.multiply(x, kind, other, _bits(out))
+            self._tiles.multiply(x.contiguous(), kind, other, out)
         return out
+
+    def _whole(self, out: torch.Tensor) -> torch.Tensor:
+        """Without the columns that were added."""
+        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
 
 
 class TileGated:
@@ -172,7 +167,7 @@ class TileGated:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), self._tiles.num_columns // 2, dtype=torch.bfloat16)
         if len(x):
-            self._tiles.multiply(x, GATED, _NOTHING, _bits(out))
+            self._tiles.multiply(x.contiguous(), GATED, _NOTHING, out)
         return out
 
 
@@ -215,17 +210,13 @@ def _padded(weight: torch.Tensor, depth: int) -> torch.Tensor:
     return F.pad(weight, (0, -num_summed % depth, 0, -num_columns % PANEL)).contiguous()
 
 
-def _floats(values: torch.Tensor | None, size: int) -> _Array:
-    padded = np.zeros(size, np.float32)
+def _floats(values: torch.Tensor | None, size: int) -> torch.Tensor:
+    padded = torch.zeros(size)
     if values is not None:
-        padded[: len(values)] = values.float().numpy()
+        padded[: len(values)] = values
     return padded
 
 
 def _in_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """A tile's columns of each, so that what is multiplied with one another is computed together."""
     return torch.stack([part.unflatten(0, (-1, TILE)) for part in (gate, up)], 1).flatten(0, 2)
-
-
-def _bits(x: torch.Tensor) -> _Array:
-    return x.contiguous().view(torch.uint16).numpy().reshape(-1)

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shard_server.engines.torch_engine.amx import (
-    aligned_zeros,
     load_tile_configuration,
     prefetch,
     store_tile_configuration,
-    tile_configuration,
     tile_dot,
     tile_load,
     tile_store,
@@ -55,16 +53,6 @@ class Scratch(NamedTuple):
     """of the last one,"""
     found: _Array
     """and the one that was there before."""
-
-
-def new_scratch() -> Scratch:
-    return Scratch(
-        sums=aligned_zeros(PANEL * PANEL, np.float32),
-        finished=aligned_zeros(PANEL * PANEL, np.float32),
-        full=tile_configuration(),
-        rest=tile_configuration(),
-        found=np.zeros(64, np.uint8),
-    )
 
 
 @jit()

@@ -1,0 +1,155 @@
+"""Products of tile_matmul.py and tile_matmul_int8.py as tasks that threads share without the interpreter.
+
+A task is an array of int64: addresses and sizes. To make arrays of Python's of them, and to enter the interpreter in
+every thread, costs more than the product of a row that decodes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from numba import cfunc, types
+from numba.np.numpy_support import carray
+
+from shard_server.engines.torch_engine.amx import aligned_zeros, intrinsic, tile_configuration
+from shard_server.engines.torch_engine.compiled import jit
+from shard_server.engines.torch_engine.tile_matmul import PANEL, Scratch, multiply
+from shard_server.engines.torch_engine.tile_matmul_int8 import multiply_int8
+
+_TASK_SIZE = 14
+_SUMS = PANEL * PANEL
+_CONFIGURATION_BYTES = 64
+_SCRATCH_BYTES = 2 * 4 * _SUMS + 3 * _CONFIGURATION_BYTES
+
+
+def new_scratches(num_parts: int) -> np.ndarray[Any, Any]:
+    """uint8, for tile_matmul.Scratch of each part"""
+    scratches = aligned_zeros(num_parts * _SCRATCH_BYTES, np.uint8)
+    for configurations in scratches.reshape(num_parts, -1)[:, 2 * 4 * _SUMS :]:
+        configurations.reshape(3, -1)[:2] = tile_configuration()
+    return scratches
+
+
+def _pointer_to(number: types.Type) -> Any:
+    @intrinsic
+    def pointer(_typing: Any, _address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(number)(types.int64), generate
+
+    return pointer
+
+
+_bytes_at, _int8_at, _bf16_at, _floats_at = (
+    _pointer_to(number) for number in (types.uint8, types.int8, types.uint16, types.float32)
+)
+
+
+@jit()
+def _scratch_at(address: Any) -> Any:
+    configurations = address + 2 * 4 * _SUMS
+    return Scratch(
+        carray(_floats_at(address), (_SUMS,)),
+        carray(_floats_at(address + 4 * _SUMS), (_SUMS,)),
+        carray(_bytes_at(configurations), (_CONFIGURATION_BYTES,)),
+        carray(_bytes_at(configurations + _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
+        carray(_bytes_at(configurations + 2 * _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
+    )
+
+
+@jit()
+def multiply_part(task: Any, part: Any) -> None:
+    """`task`: of `Bf16Tiles.multiply`."""
+    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = (
+        task[0],
+        task[1],
+        task[2],
+        task[3],
+        task[4],
+        task[5],
+        task[6],
+    )
+    other, out, bias, weights, x = task[7], task[8], task[9], task[10], task[11]
+    panels = num_columns // PANEL
+    multiply(
+        carray(_bf16_at(x), (num_rows * depth,)),
+        depth,
+        carray(_bf16_at(weights), (num_columns * depth,)),
+        carray(_floats_at(bias), (num_columns,)),
+        panels * part // num_parts,
+        panels * (part + 1) // num_parts,
+        kind,
+        carray(_bf16_at(other), (out_size,)),
+        carray(_bf16_at(out), (out_size,)),
+        _scratch_at(scratches + part * _SCRATCH_BYTES),
+    )
+
+
+@jit()
+def multiply_int8_part(task: Any, part: Any) -> None:
+    """`task`: of `Int8Tiles.multiply`."""
+    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = (
+        task[0],
+        task[1],
+        task[2],
+        task[3],
+        task[4],
+        task[5],
+        task[6],
+    )
+    other, out, bias, weights, digits, row_scales, scales = (
+        task[7],
+        task[8],
+        task[9],
+        task[10],
+        task[11],
+        task[12],
+        task[13],
+    )
+    panels = num_columns // PANEL
+    multiply_int8(
+        carray(_int8_at(digits), (2 * num_rows * depth,)),
+        carray(_floats_at(row_scales), (num_rows,)),
+        depth,
+        carray(_int8_at(weights), (num_columns * depth,)),
+        carray(_floats_at(scales), (num_columns,)),
+        carray(_floats_at(bias), (num_columns,)),
+        panels * part // num_parts,
+        panels * (part + 1) // num_parts,
+        kind,
+        carray(_bf16_at(other), (out_size,)),
+        carray(_bf16_at(out), (out_size,)),
+        _scratch_at(scratches + part * _SCRATCH_BYTES),
+    )
+
+
+@functools.cache
+def thread_function(kind: str) -> int:
+    """Address of what each of OpenMP's threads calls with the address of a task: it computes every so many parts, from
+    its own number on. `kind`: "bf16" or "int8"."""
+    thread, num_threads = (_openmp_function(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+    compute = multiply_part if kind == "bf16" else multiply_int8_part
+
+    @cfunc(types.void(types.CPointer(types.int64)))
+    def work(data: Any) -> None:
+        task = carray(data, (_TASK_SIZE,))
+        for part in range(thread(), task[0], num_threads()):
+            compute(task, part)
+
+    _kept.append(work)
+    return int(work.address or 0)
+
+
+def _openmp_function(name: str) -> Any:
+    # torch has brought it; LLVM may not see it.
+    llvmlite.binding.add_symbol(name, ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value)
+    return types.ExternalFunction(name, types.int32())
+
+
+_kept: list[Any] = []
+"""Code is freed with what it was compiled from."""
