@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba.np.numpy_support import carray
 
-from shard_server.engines.torch_engine.compiled import bf16_of_float, copy, float_of_bf16, jit
+from shard_server.engines.torch_engine.compiled import bf16_at, bf16_of_float, copy, float_of_bf16, jit
 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Root-mean-square norm of bf16 `x` [rows, columns], scaled by `weight` [columns]."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _normalise(_bits(x), _bits(weight), np.float32(epsilon), _bits(out))
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _normalise(x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], epsilon, out.data_ptr())
     return out
 
 
@@ -46,10 +48,15 @@ def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 @jit()
-def _normalise(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
-    for row in range(x.shape[0]):
-        mean = _sum_of_squares(x[row]) / np.float32(x.shape[1])
-        _scale(x[row], weight, np.float32(1) / np.sqrt(mean + epsilon), out[row])
+def _normalise(x: Any, weight: Any, num_rows: Any, num_columns: Any, epsilon: Any, out: Any) -> None:
+    """`x`, `weight` and `out` are addresses."""
+    weights = carray(bf16_at(weight), (num_columns,))
+    for row in range(num_rows):
+        first = row * num_columns * 2
+        numbers = carray(bf16_at(x + first), (num_columns,))
+        mean = _sum_of_squares(numbers) / np.float32(num_columns)
+        factor = np.float32(1) / np.sqrt(mean + np.float32(epsilon))
+        _scale(numbers, weights, factor, carray(bf16_at(out + first), (num_columns,)))
 
 
 @jit("reassoc", "contract", "nsz")

@@ -15,8 +15,8 @@ import numpy as np
 from numba import cfunc, types
 from numba.np.numpy_support import carray
 
-from shard_server.engines.torch_engine.amx import aligned_zeros, intrinsic, tile_configuration
-from shard_server.engines.torch_engine.compiled import jit
+from shard_server.engines.torch_engine.amx import aligned_zeros, tile_configuration
+from shard_server.engines.torch_engine.compiled import bf16_at, bytes_at, floats_at, int8_at, jit
 from shard_server.engines.torch_engine.tile_matmul import PANEL, Scratch, multiply
 from shard_server.engines.torch_engine.tile_matmul_int8 import multiply_int8
 
@@ -34,31 +34,15 @@ def new_scratches(num_parts: int) -> np.ndarray[Any, Any]:
     return scratches
 
 
-def _pointer_to(number: types.Type) -> Any:
-    @intrinsic
-    def pointer(_typing: Any, _address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(number)(types.int64), generate
-
-    return pointer
-
-
-_bytes_at, _int8_at, _bf16_at, _floats_at = (
-    _pointer_to(number) for number in (types.uint8, types.int8, types.uint16, types.float32)
-)
-
-
 @jit()
 def _scratch_at(address: Any) -> Any:
     configurations = address + 2 * 4 * _SUMS
     return Scratch(
-        carray(_floats_at(address), (_SUMS,)),
-        carray(_floats_at(address + 4 * _SUMS), (_SUMS,)),
-        carray(_bytes_at(configurations), (_CONFIGURATION_BYTES,)),
-        carray(_bytes_at(configurations + _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
-        carray(_bytes_at(configurations + 2 * _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
+        carray(floats_at(address), (_SUMS,)),
+        carray(floats_at(address + 4 * _SUMS), (_SUMS,)),
+        carray(bytes_at(configurations), (_CONFIGURATION_BYTES,)),
+        carray(bytes_at(configurations + _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
+        carray(bytes_at(configurations + 2 * _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
     )
 
 
@@ -77,15 +61,15 @@ def multiply_part(task: Any, part: Any) -> None:
     other, out, bias, weights, x = task[7], task[8], task[9], task[10], task[11]
     panels = num_columns // PANEL
     multiply(
-        carray(_bf16_at(x), (num_rows * depth,)),
+        carray(bf16_at(x), (num_rows * depth,)),
         depth,
-        carray(_bf16_at(weights), (num_columns * depth,)),
-        carray(_floats_at(bias), (num_columns,)),
+        carray(bf16_at(weights), (num_columns * depth,)),
+        carray(floats_at(bias), (num_columns,)),
         panels * part // num_parts,
         panels * (part + 1) // num_parts,
         kind,
-        carray(_bf16_at(other), (out_size,)),
-        carray(_bf16_at(out), (out_size,)),
+        carray(bf16_at(other), (out_size,)),
+        carray(bf16_at(out), (out_size,)),
         _scratch_at(scratches + part * _SCRATCH_BYTES),
     )
 
@@ -113,17 +97,17 @@ def multiply_int8_part(task: Any, part: Any) -> None:
     )
     panels = num_columns // PANEL
     multiply_int8(
-        carray(_int8_at(digits), (2 * num_rows * depth,)),
-        carray(_floats_at(row_scales), (num_rows,)),
+        carray(int8_at(digits), (2 * num_rows * depth,)),
+        carray(floats_at(row_scales), (num_rows,)),
         depth,
-        carray(_int8_at(weights), (num_columns * depth,)),
-        carray(_floats_at(scales), (num_columns,)),
-        carray(_floats_at(bias), (num_columns,)),
+        carray(int8_at(weights), (num_columns * depth,)),
+        carray(floats_at(scales), (num_columns,)),
+        carray(floats_at(bias), (num_columns,)),
         panels * part // num_parts,
         panels * (part + 1) // num_parts,
         kind,
-        carray(_bf16_at(other), (out_size,)),
-        carray(_bf16_at(out), (out_size,)),
+        carray(bf16_at(other), (out_size,)),
+        carray(bf16_at(out), (out_size,)),
         _scratch_at(scratches + part * _SCRATCH_BYTES),
     )
 
