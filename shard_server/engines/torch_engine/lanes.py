@@ -118,7 +118,8 @@ def largest_between(_typing: Any, source: Any, first: Any, width: Any, seen_from
         most = cgutils.alloca_once_value(builder, _floats(-math.inf))
         with _each(builder, width) as index:
             scores = _load(context, builder, signature.args[0], source, builder.add(first, index), _F32)
-            seen = _masked(builder, scores, index, seen_from, seen_to)
+            is_seen = _is_between(builder, index, seen_from, seen_to)
+            seen = builder.select(is_seen, scores, _floats(-math.inf))
             builder.store(_larger(builder, seen, builder.load(most)), most)
         function_type = ir.FunctionType(_F32.element, [_F32])
         reduce = cgutils.get_or_insert_function(builder.module, function_type, "llvm.vector.reduce.fmax.v16f32")
@@ -148,10 +149,8 @@ def weigh(
         with _each(builder, width) as index:
             scores = _load(context, builder, signature.args[0], source, builder.add(first, index), _F32)
             powers = _call(builder, "llvm.fma.v16f32", scores, scale, shift)
-            powers = _masked(builder, powers, index, seen_from, seen_to)
-            weights = _exp2(builder, powers)
-            is_counted = builder.fcmp_ordered(">=", powers, _floats(-126.0))
-            weights = _bf16(builder, builder.select(is_counted, weights, _floats(0.0)))
+            is_seen = _is_between(builder, index, seen_from, seen_to)
+            weights = _bf16(builder, builder.select(is_seen, _exp2(builder, powers), _floats(0.0)))
             _store(context, builder, signature.args[7], target, builder.add(target_first, index), weights)
         return context.get_dummy_value()
 
@@ -202,13 +201,12 @@ def _each(builder: ir.IRBuilder, width: Any) -> Iterator[Any]:
         yield index
 
 
-def _masked(builder: ir.IRBuilder, x: _Lanes, index: Any, seen_from: Any, seen_to: Any) -> _Lanes:
-    """-inf where index + lane is not in [seen_from, seen_to)."""
+def _is_between(builder: ir.IRBuilder, index: Any, first: Any, end: Any) -> _Lanes:
+    """Whether index + lane is in [first, end)."""
     lanes = ir.Constant(_I32, list(range(_LANES)))
     places = builder.add(_spread(builder, builder.trunc(index, _I32.element)), lanes)
-    bounds = [_spread(builder, builder.trunc(bound, _I32.element)) for bound in (seen_from, seen_to)]
-    is_seen = builder.and_(builder.icmp_signed(">=", places, bounds[0]), builder.icmp_signed("<", places, bounds[1]))
-    return builder.select(is_seen, x, _floats(-math.inf))
+    first, end = (_spread(builder, builder.trunc(bound, _I32.element)) for bound in (first, end))
+    return builder.and_(builder.icmp_signed(">=", places, first), builder.icmp_signed("<", places, end))
 
 
 def _load(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, first: Any, lanes: ir.Type) -> _Lanes:
@@ -219,40 +217,41 @@ def _store(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, fir
     builder.store(lanes, address(context, builder, array_type, array, first, lanes.type), align=2)
 
 
+class _Bfloat(ir.Type):
+    """llvmlite has no such type."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
 def _bf16(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """The bits of the nearest, ties to even; NaN is not minded."""
-    bits = builder.bitcast(x, _I32)
-    odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
-    return builder.trunc(builder.lshr(builder.add(builder.add(bits, _integers(0x7FFF)), odd), _integers(16)), _I16)
+    """The bits of the nearest, ties to even."""
+    return builder.bitcast(builder.fptrunc(x, ir.VectorType(_Bfloat(), _LANES)), _I16)
 
 
 def _sigmoid(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """1 / (1 + 2**y) with y = -x * log2(e), which is kept where neither overflows."""
-    y = _smaller(builder, builder.fmul(x, _floats(-math.log2(math.e))), _floats(126.0))
-    return builder.fdiv(_floats(1.0), builder.fadd(_exp2(builder, y), _floats(1.0)))
+    """Of finite x."""
+    power = _exp2(builder, builder.fmul(x, _floats(-math.log2(math.e))))
+    return builder.fdiv(_floats(1.0), builder.fadd(power, _floats(1.0)))
 
 
 def _exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """2**x for x <= 126, to 1e-6 of it; that of -126 below."""
-    x = _larger(builder, x, _floats(-126.0))
+    """2**x of finite x, to 1e-6 of it; 0 and infinity where that is too small or too large."""
     whole = _call(builder, "llvm.floor.v16f32", x)
     fraction = builder.fsub(x, whole)
     power = _floats(_EXP2[-1])
     for factor in reversed(_EXP2[:-1]):
         power = _call(builder, "llvm.fma.v16f32", power, fraction, _floats(factor))
-    exponent = builder.shl(builder.add(builder.fptosi(whole, _I32), _integers(127)), _integers(23))
-    return builder.fmul(power, builder.bitcast(exponent, _F32))
+    all_lanes, rounding_as_set = ir.Constant(ir.IntType(16), -1), ir.Constant(ir.IntType(32), 4)
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    return _call(builder, name, power, whole, _floats(0.0), all_lanes, rounding_as_set)
 
 
 def _larger(builder: ir.IRBuilder, a: _Lanes, b: _Lanes) -> _Lanes:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _smaller(builder: ir.IRBuilder, a: _Lanes, b: _Lanes) -> _Lanes:
-    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
-
-
-def _call(builder: ir.IRBuilder, name: str, *args: _Lanes) -> _Lanes:
+def _call(builder: ir.IRBuilder, name: str, *args: Any) -> _Lanes:
     function_type = ir.FunctionType(args[0].type, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
