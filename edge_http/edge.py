@@ -11,6 +11,7 @@ from edge_http.body import BodyBudget
 from edge_http.metrics import EdgeMetrics
 from edge_http.resume_journal import new_tag
 from edge_http.resume_table import ResumeTable
+from edge_http.sse import Corks
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link import RouterLink
@@ -81,6 +82,7 @@ class Edge:
         self.losses: LossReports | None = None
         """None for a router in this process: its bills end with it."""
         self.bodies = BodyBudget(config.max_pending_body_bytes)
+        self.corks = Corks()
         self.num_running = 0
         self._draining = False
         self._leaving = False

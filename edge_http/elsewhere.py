@@ -272,7 +272,7 @@ class Elsewhere:
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
         shape = shape_of(response, self._edge.find_model(response.model))
         framed = framed_events(after + 1, state.events[after - num_before :], shape.prefixes, shape.suffix)
-        events = EventStream(request, self._edge.config.max_buffered_bytes)
+        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.corks)
         events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
         await _write(events, request, framed)
         events.end()

@@ -100,7 +100,7 @@ async def generate(
         return await _collect(edge, request, job, shape, name)
     if edge.resume.is_wanted(wants_resume(request)):
         return await _stream_resumable(edge, request, place, job, shape, name)
-    events = EventStream(request, edge.config.max_buffered_bytes)
+    events = EventStream(request, edge.config.max_buffered_bytes, edge.corks)
     streamed = StreamedAnswer(job.prompt_sizes, job.n, shape, events, _headers(request, name), **_wishes(request, job))
     try:
         await follow(edge, _submission(edge, request, job, name), streamed, events)

@@ -62,7 +62,7 @@ async def deliver_found(
 
 async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream, after: int) -> web.StreamResponse:
     """Write the events after that number to this connection. Raises KvloomError as long as nothing was sent."""
-    reader = Reader(EventStream(request, edge.config.max_buffered_bytes))
+    reader = Reader(EventStream(request, edge.config.max_buffered_bytes, edge.corks))
     stream.attach(reader, after)
     try:
         await stream.follow(reader, after, request.writer)

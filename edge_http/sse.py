@@ -2,7 +2,8 @@
 
 Nothing but the changing part is encoded: an event is `id: N` and `data: ` + prefix + payload + suffix, of which only
 the payload differs from one token to the next. uvloop hands every write to the kernel at once, so what is known to be
-more than one event in a turn of the event loop (the head and the first token, the last token and the end) is corked.
+more than one event in a turn of the event loop (the head and the first token, the last token and the end) is corked: it
+leaves at the end of the turn, or before the next token of another stream. An engine step has its first tokens in front.
 """
 
 from __future__ import annotations
@@ -95,12 +96,31 @@ def _unframed(framed: bytes) -> bytes:
     return framed[framed.index(b"\r\n") + 2 : -2]
 
 
+class Corks:
+    """The streams of one event loop that are corked."""
+
+    def __init__(self) -> None:
+        self.waiting: list[EventStream] = []
+
+    def add(self, stream: EventStream) -> None:
+        if not self.waiting:
+            asyncio.get_running_loop().call_soon(self.pull)
+        self.waiting.append(stream)
+
+    def pull(self) -> None:
+        """Let go what waits."""
+        waiting, self.waiting = self.waiting, []
+        for stream in waiting:
+            stream.uncork()
+
+
 class EventStream:
     """One response. `send` and `end` never raise and never block; a connection that is gone swallows everything."""
 
     __slots__ = (
         "_chunked",
         "_corked",
+        "_corks",
         "_keep_alive",
         "_max_buffered_bytes",
         "_num_events",
@@ -109,7 +129,7 @@ class EventStream:
         "ended",
     )
 
-    def __init__(self, request: web.BaseRequest, max_buffered_bytes: int) -> None:
+    def __init__(self, request: web.BaseRequest, max_buffered_bytes: int, corks: Corks) -> None:
         self._transport = request.transport
         self._max_buffered_bytes = max_buffered_bytes
         # Without chunks (HTTP/1.0) only the end of the connection can say where the answer ends.
@@ -117,7 +137,8 @@ class EventStream:
         self._keep_alive = request.keep_alive and self._chunked
         self._num_events = 0
         self._corked: bytearray | None = None
-        """What leaves at the end of the turn; None: everything leaves at once."""
+        """What leaves when the cork is pulled; None: everything leaves at once."""
+        self._corks = corks
         self.begun = False
         """The status line is out."""
         self.ended = False
@@ -137,9 +158,10 @@ class EventStream:
     def cork(self) -> None:
         if self._corked is None:
             self._corked = bytearray()
-            asyncio.get_running_loop().call_soon(self._uncork)
+            self._corks.add(self)
 
-    def _uncork(self) -> None:
+    def uncork(self) -> None:
+        """Repeatable."""
         corked, self._corked = self._corked, None
         if corked:
             self._write(bytes(corked))
@@ -160,6 +182,8 @@ class EventStream:
         else:
             event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
         if self._corked is None:
+            if self._corks.waiting:
+                self._corks.pull()
             transport.write(event)
         else:
             self._corked += event
@@ -197,13 +221,15 @@ class EventStream:
 
     def response(self) -> web.StreamResponse:
         """What the handler returns once the stream has ended."""
-        self._uncork()  # whoever has the connection next must not be first
+        self.uncork()  # whoever has the connection next must not be first
         return _STAYS_OPEN if self._keep_alive else _CLOSES
 
     def _write(self, data: bytes) -> None:
         if self._corked is not None:
             self._corked += data
         elif data and self._transport is not None and not self._transport.is_closing():
+            if self._corks.waiting:
+                self._corks.pull()
             self._transport.write(data)
 
 

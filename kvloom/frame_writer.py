@@ -10,17 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
 from kvloom.local_stream import LocalStream
 
 Out = TypeVar("Out", bound=Message)
-
-NEWS_INTERVAL_SECONDS: Final = 0.002
-"""Between two frames with tokens on one stream. No model decodes this fast: only an engine without a model's pace, and
-the frames of many shards on their way to one client, come closer together."""
 
 
 class FrameWriter(Generic[Out]):

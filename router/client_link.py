@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError, protocol_violation
-from kvloom.frame_writer import NEWS_INTERVAL_SECONDS, FrameWriter
+from kvloom.frame_writer import FrameWriter
 from kvloom.grpc_errors import abort
 from kvloom.local_stream import deliver
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -71,7 +71,8 @@ class ClientLink:
         self._outbox = StepOutbox(max_waiting_entries)
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
-        self._writer = FrameWriter(context, self._take_response, NEWS_INTERVAL_SECONDS)
+        # Without an interval: tokens are metered by now, and what a router has not written is lost with it.
+        self._writer = FrameWriter(context, self._take_response)
         self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
         self._half_closed = False
         self._has_left = False

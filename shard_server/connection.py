@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.errors import KvloomError
-from kvloom.frame_writer import NEWS_INTERVAL_SECONDS, FrameWriter
+from kvloom.frame_writer import FrameWriter
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.kv_event_pb2 import KvEventBatch
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_PENDING_FRAMES: Final = 4096
 """More than this unwritten (20 s at 5 ms a step) and the router is given up: it reads too slowly, or not at all."""
+
+MIN_INTERVAL_SECONDS: Final = 0.002
+"""Between two frames. No model decodes this fast; an engine that does would wake its routers for every step."""
 
 
 class StepParts:
@@ -104,7 +107,7 @@ class RouterConnection:
 
     async def write_frames(self, stream: Any) -> None:
         """To a stream of gRPC's or a LocalStream, until its end. Raises AioRpcError."""
-        self._writer = FrameWriter(stream, self._take, NEWS_INTERVAL_SECONDS)
+        self._writer = FrameWriter(stream, self._take, MIN_INTERVAL_SECONDS)
         self._writer.wake()
         if self.ended.done():
             self._writer.finish()

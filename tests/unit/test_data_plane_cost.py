@@ -16,7 +16,7 @@ from aiohttp import web
 from google.protobuf.message import Message
 
 from edge_http.shapes import ChatShape, Envelope
-from edge_http.sse import EventStream
+from edge_http.sse import Corks, EventStream
 from edge_http.stream import StreamedAnswer
 from kvloom.local_stream import _HEAD, LocalStream
 from kvloom.registry import ShardRecord
@@ -119,7 +119,6 @@ def router_half(num_streams: int) -> Callable[[], None]:
 
     def relay() -> None:
         before = transport.num_writes
-        client._writer._rests_until = 0.0  # a step's time has passed
         take(frames.pop())
         client._writer._write_now()  # as the event loop does at the end of the turn
         assert transport.num_writes - before == 1
@@ -135,7 +134,7 @@ def edge_half(num_streams: int) -> Callable[[], None]:
     envelope = Envelope(id="chatcmpl-1", model="m", system_fingerprint="fp", num_choices=1, include_usage=False)
     answers: list[EventStream] = []
     for number in range(num_streams):
-        events = EventStream(cast(web.BaseRequest, ConnectedRequest(transport)), 1 << 20)
+        events = EventStream(cast(web.BaseRequest, ConnectedRequest(transport)), 1 << 20, Corks())
         answers.append(events)
         shape = ChatShape(envelope, cast(Any, None))
         answer = StreamedAnswer(
@@ -146,7 +145,7 @@ def edge_half(num_streams: int) -> Callable[[], None]:
     slots = list(range(1, num_streams + 1))
     link._on_step(StepFrame(starts=[SequenceStart(slot=slot, shard_id="s0") for slot in slots]))
     for events in answers:
-        events._uncork()
+        events.uncork()
     take = delivering(stream_of(RouterServiceConnectResponse, CountingTransport()), link._on_frame)
     step = StepFrame(slots=slots, token_ids=[7] * num_streams, deltas=[" word"] * num_streams)
     data = framed(RouterServiceConnectResponse(step=step))
