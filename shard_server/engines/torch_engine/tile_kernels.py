@@ -27,8 +27,8 @@ from shard_server.engines.torch_engine.amx import (
     tile_zero,
     transpose_words,
 )
-from shard_server.engines.torch_engine.compiled import bf16_of_float, copy, exp2, jit
-from shard_server.engines.torch_engine.lanes import largest_between, paired, scaled, weigh
+from shard_server.engines.torch_engine.compiled import exp2, jit
+from shard_server.engines.torch_engine.lanes import copied, largest_between, paired, rounded, scaled, weigh
 
 _CHUNK = 128
 """Keys that are packed, and weighed, at a time."""
@@ -143,7 +143,9 @@ def _take_queries(queries: Any, shape: Any, scratch: Any) -> None:
         for row in range(queries.shape[0] * group):
             column = (head * group + row % group) * dim
             target = (head * padded_rows + row) * dim
-            copy(scratch.queries[target : target + dim], queries[row // group, column : column + dim])
+            source = row // group * (queries.strides[0] // 2) + column
+            for words in range(0, dim, 2 * TILE):
+                copied(queries, source + words, scratch.queries, target + words)
     _fill(scratch.tops[: shape.num_kv_heads * padded_rows], np.float32(-np.inf))
     _fill(scratch.sums[: shape.num_kv_heads * padded_rows * (dim + TILE)], np.float32(0))
 
@@ -261,8 +263,9 @@ def _give_out(out: Any, shape: Any, scratch: Any) -> None:
         for row in range(out.shape[0] * group):
             first = (head * padded_rows + row) * (dim + TILE)
             column = (head * group + row % group) * dim
-            sums = scratch.sums[first : first + dim + 1]
-            _round(out[row // group, column : column + dim], sums[:dim], np.float32(1) / sums[dim])
+            scaled(scratch.sums, first, dim, np.float32(1) / scratch.sums[first + dim])
+            for number in range(0, dim, TILE):
+                rounded(scratch.sums, first + number, out, row // group * out.shape[1] + column + number)
 
 
 # Loops over slices, which begin at 0: only there does numba know that no index is negative, and LLVM makes vectors.
@@ -272,9 +275,3 @@ def _give_out(out: Any, shape: Any, scratch: Any) -> None:
 def _fill(target: Any, value: Any) -> None:
     for index in range(target.size):
         target[index] = value
-
-
-@jit()
-def _round(target: Any, source: Any, factor: Any) -> None:
-    for index in range(target.size):
-        target[index] = bf16_of_float(source[index] * factor)
