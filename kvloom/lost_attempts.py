@@ -19,7 +19,8 @@ from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 MAX_LOST: Final = 4096
 """Beyond that the oldest are not spoken of any more."""
 FIRST_PAUSE_SECONDS: Final = 0.1
-LONGEST_PAUSE_SECONDS: Final = 5.0
+LONGEST_PAUSE_SECONDS: Final = 1.0
+"""A router that hung and is replaced may be back for no longer than it takes to stop."""
 CALL_TIMEOUT_SECONDS: Final = 5.0
 LAST_CALL_TIMEOUT_SECONDS: Final = 1.0
 """When the client is closed."""
