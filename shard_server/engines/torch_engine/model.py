@@ -77,6 +77,7 @@ class LlamaModel:
         )
         look_up = self._head.weight_rows if config.tie_word_embeddings else None
         self._look_up: LookUp = look_up or functools.partial(F.embedding, weight=embedding)
+        del embedding  # which may have no use any more
         self._row_kernels = _row_kernels() if compiled_kernels and dtype == torch.bfloat16 else None
         self._norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
         self._layers: list[_Layer] = []

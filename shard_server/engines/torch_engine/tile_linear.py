@@ -206,8 +206,9 @@ def _packed(words: torch.Tensor) -> torch.Tensor:
 
 def _padded(weight: torch.Tensor, depth: int) -> torch.Tensor:
     """With zeros, to a multiple of `depth` and of 32 columns."""
-    num_columns, num_summed = weight.shape
-    return F.pad(weight, (0, -num_summed % depth, 0, -num_columns % PANEL)).contiguous()
+    missing = -weight.shape[0] % PANEL, -weight.shape[1] % depth
+    # Without padding `pad` copies, too.
+    return (F.pad(weight, (0, missing[1], 0, missing[0])) if any(missing) else weight).contiguous()
 
 
 def _floats(values: torch.Tensor | None, size: int) -> torch.Tensor:
