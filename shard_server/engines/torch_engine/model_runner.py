@@ -59,9 +59,9 @@ class ModelRunner:
     ) -> None:
         """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
         `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
-        larger products where torch's operators compute: faster by half or more, but the last bits depend on the batch. With `int8_weights`
-        the linear layers are quantised (int8_linear.py). Without `compiled_kernels` all is computed with torch's, as
-        where those cannot run. `on_progress` hears a sentence at every stage of loading.
+        larger products where torch's operators compute: faster by half or more, but the last bits depend on the batch.
+        With `int8_weights` the linear layers are quantised (int8_linear.py). Without `compiled_kernels` all is computed
+        with torch's, as where those cannot run. `on_progress` hears a sentence at every stage of loading.
         Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
