@@ -46,18 +46,16 @@ def _scratch_at(address: Any) -> Any:
     )
 
 
+@jit(inline=True)
+def _common(task: Any) -> Any:
+    """Numbers of every task: parts, address of the scratches, rows, depth, columns, kind, numbers in `out`."""
+    return task[0], task[1], task[2], task[3], task[4], task[5], task[6]
+
+
 @jit()
 def multiply_part(task: Any, part: Any) -> None:
     """`task`: of `Bf16Tiles.multiply`."""
-    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = (
-        task[0],
-        task[1],
-        task[2],
-        task[3],
-        task[4],
-        task[5],
-        task[6],
-    )
+    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = _common(task)
     other, out, bias, weights, x = task[7], task[8], task[9], task[10], task[11]
     panels = num_columns // PANEL
     multiply(
@@ -77,24 +75,9 @@ def multiply_part(task: Any, part: Any) -> None:
 @jit()
 def multiply_int8_part(task: Any, part: Any) -> None:
     """`task`: of `Int8Tiles.multiply`."""
-    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = (
-        task[0],
-        task[1],
-        task[2],
-        task[3],
-        task[4],
-        task[5],
-        task[6],
-    )
-    other, out, bias, weights, digits, row_scales, scales = (
-        task[7],
-        task[8],
-        task[9],
-        task[10],
-        task[11],
-        task[12],
-        task[13],
-    )
+    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = _common(task)
+    other, out, bias, weights = task[7], task[8], task[9], task[10]
+    digits, row_scales, scales = task[11], task[12], task[13]
     panels = num_columns // PANEL
     multiply_int8(
         carray(int8_at(digits), (2 * num_rows * depth,)),
