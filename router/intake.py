@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -77,7 +78,7 @@ class Intake:
         return Request(
             request_id=submit.request_id or new_request_id(),
             client_id=client_id,
-            model=submit.model,
+            model=sys.intern(submit.model),  # one for all: it is kept for minutes
             prompt_token_ids=token_ids,
             prompt_text=text or self._text_for_screening(token_ids, submit.model),
             choices=choices,
@@ -86,7 +87,7 @@ class Intake:
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
-            tenant=submit.tenant,
+            tenant=sys.intern(submit.tenant),
             traceparent=submit.traceparent,
             session_key=submit.session_key,
         )
@@ -104,7 +105,7 @@ class Intake:
         return Request(
             request_id=wanted.request_id or new_request_id(),
             client_id=client_id,
-            model=wanted.model,
+            model=self._model,
             prompt_token_ids=token_ids,
             prompt_text=text,
             choices=choices,
