@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001  (intrinsics get their arguments through LLVM)
 """Sixteen float32 at a time, from sums that tiles have left in the cache to bf16: numba makes no such vectors of loops
 whose places it must compute.
 
