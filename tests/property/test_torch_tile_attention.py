@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_server.engines.torch_engine.attention import Extent, PagedAttention, make_attention
+from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 
@@ -48,10 +47,12 @@ class Layers:
         tile_attention = pytest.importorskip(MODULE)
         self.config = model_config(shape)
         self.cache = KvCache(self.config, num_blocks=NUM_BLOCKS, block_size=shape.block_size, dtype=torch.bfloat16)
-        if reason := tile_attention.why_not_tiles(self.config, self.cache):
-            pytest.skip(reason)
+        from shard_server.engines.torch_engine.amx import request_amx
+
+        if not request_amx():
+            pytest.skip("no AMX")
         torch.set_num_threads(num_threads)
-        self.attention = tile_attention.TileAttention(self.config, self.cache)
+        self.attention = tile_attention.TileAttention(self.config, self.cache, tile_attention.ThreadTeam())
         generator = torch.Generator().manual_seed(1)
         self.keys_values = torch.randn(MAX_TOKENS, 2 * self.config.kv_size, generator=generator).bfloat16()
         self.queries = torch.randn(MAX_TOKENS, self.config.query_size, generator=generator).mul_(2).bfloat16()
@@ -150,20 +151,3 @@ def test_what_lies_behind_the_end_leaves_no_trace():
     layers.cache.write(behind, torch.full((1, 256), 1e30).bfloat16())
     layers.attend((600, 700))
     assert torch.equal(layers.attend((100, 150), (69, 70)), before)
-
-
-def test_where_it_cannot_run_torch_computes_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
-    """Without numba, in float32, with odd blocks: slower, and the log says why."""
-    config = model_config(Shape(1, 2, 64, None, 16))
-    reasons: list[str] = []
-    for dtype, block_size in ((torch.float32, 16), (torch.bfloat16, 5)):
-        cache = KvCache(config, num_blocks=2, block_size=block_size, dtype=dtype)
-        assert isinstance(make_attention(config, cache, reasons.append), PagedAttention)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setitem(sys.modules, "shard_server.engines.torch_engine.tile_kernels", None)
-    cache = KvCache(config, num_blocks=2, block_size=16, dtype=torch.bfloat16)
-    assert isinstance(make_attention(config, cache, reasons.append), PagedAttention)
-    assert all("left out" in reason for reason in reasons)
-    assert "bfloat16" in reasons[0]
-    assert "multiples of 16" in reasons[1]
-    assert len(reasons) == 3

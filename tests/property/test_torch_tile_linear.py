@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_server.engines.torch_engine.int8_linear import quantise_rows, split_digits
-from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, compiled_linears, row_granularity
-from tests.property.test_torch_tile_attention import Shape, model_config
+from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, row_granularity
 
 MODULE = "shard_server.engines.torch_engine.tile_linear"
 
@@ -33,10 +30,12 @@ def _same_threads_afterwards() -> Iterator[None]:
 
 def makes_linears(num_threads: int = 1, tiles: str = "Bf16Tiles") -> MakesLinears:
     tile_linear = pytest.importorskip(MODULE)
-    if not tile_linear.request_amx():
+    from shard_server.engines.torch_engine.amx import request_amx
+
+    if not request_amx():
         pytest.skip("no AMX")
     torch.set_num_threads(num_threads)
-    return tile_linear.TileLinears(getattr(tile_linear, tiles))
+    return tile_linear.TileLinears(getattr(tile_linear, tiles), tile_linear.ThreadTeam())
 
 
 def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -164,22 +163,3 @@ def test_the_start_finds_them_invariant_and_would_find_it_if_they_were_not():
 
     varying: Product = Varying()
     assert row_granularity(varying, torch.bfloat16) != 1
-
-
-def test_where_they_cannot_run_the_reason_is_told(monkeypatch: pytest.MonkeyPatch):
-    """In float32, with odd sizes, without numba: torch computes, slower, and the log says why."""
-    config = model_config(Shape(1, 2, 64, None, 16))
-    makes_linears()
-    reasons: list[str] = []
-    fitting = dataclasses.replace(config, hidden_size=64, intermediate_size=96)
-    assert compiled_linears(fitting, torch.bfloat16, reasons.append) is not None
-    assert not reasons
-    assert compiled_linears(fitting, torch.float32, reasons.append) is None
-    assert compiled_linears(config, torch.bfloat16, reasons.append) is None
-    monkeypatch.delitem(sys.modules, MODULE)
-    monkeypatch.setitem(sys.modules, "shard_server.engines.torch_engine.tile_matmul", None)
-    assert compiled_linears(fitting, torch.bfloat16, reasons.append) is None
-    assert all("left out" in reason for reason in reasons)
-    assert "bfloat16" in reasons[0]
-    assert "multiples of 32" in reasons[1]
-    assert len(reasons) == 3

@@ -119,23 +119,6 @@ class Attention(Protocol):
 MakeAttention = Callable[[LlamaConfig, KvCache], Attention]
 
 
-def make_attention(
-    config: LlamaConfig, cache: KvCache, on_progress: Callable[[str], None] = lambda _message: None
-) -> Attention:
-    """The compiled kernels where they can run, else torch's: then `on_progress` hears why."""
-    try:
-        from shard_server.engines.torch_engine.tile_attention import TileAttention, why_not_tiles
-    except ImportError as error:
-        reason: str | None = str(error)
-    else:
-        reason = why_not_tiles(config, cache)
-        if reason is None:
-            on_progress("attention: compiled kernels (some seconds when they are compiled first)")
-            return TileAttention(config, cache)
-    on_progress(f"attention: torch's kernel, the compiled ones are left out: {reason}")
-    return PagedAttention(config, cache)
-
-
 class PagedAttention:
     """Attention with torch's kernel."""
 

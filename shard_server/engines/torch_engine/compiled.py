@@ -48,7 +48,7 @@ def _bitcast(source: types.Type, target: types.Type, target_ir: ir.Type) -> Any:
     return cast
 
 
-_float_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
+float_of_bits = _bitcast(types.uint32, types.float32, ir.FloatType())
 _bits_of_float = _bitcast(types.float32, types.uint32, ir.IntType(32))
 
 
@@ -64,8 +64,8 @@ def _pointer_to(number: types.Type) -> Any:
 
 
 # For `carray`: an address costs Python a tenth of what an array of numpy's over a tensor costs.
-bytes_at, int8_at, bf16_at, floats_at = (
-    _pointer_to(number) for number in (types.uint8, types.int8, types.uint16, types.float32)
+bytes_at, int8_at, bf16_at, words_at, integers_at, floats_at = (
+    _pointer_to(number) for number in (types.uint8, types.int8, types.uint16, types.uint32, types.int64, types.float32)
 )
 
 # numba computes with integers of 64 bits; each step says 32, so that vectors hold twice as many.
@@ -73,7 +73,7 @@ bytes_at, int8_at, bf16_at, floats_at = (
 
 @jit(inline=True)
 def float_of_bf16(bits: Any) -> Any:
-    return _float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
+    return float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @jit(inline=True)
@@ -82,25 +82,3 @@ def bf16_of_float(value: Any) -> Any:
     bits = _bits_of_float(value)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
-
-
-@jit("contract", inline=True)
-def exp2(x: Any) -> Any:
-    """2**x for x <= 0, to 1e-6 of it; 0 below -126. (A polynomial of the fraction, fitted on [0, 1].)"""
-    clamped = max(x, np.float32(-126.0))
-    whole = np.floor(clamped)
-    fraction = clamped - whole
-    power = np.float32(1.8775767e-3)
-    power = power * fraction + np.float32(8.9893397e-3)
-    power = power * fraction + np.float32(5.5826318e-2)
-    power = power * fraction + np.float32(2.4015361e-1)
-    power = power * fraction + np.float32(6.9315308e-1)
-    power = power * fraction + np.float32(9.9999994e-1)
-    scale = _float_of_bits(np.uint32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23)))
-    return power * scale if x >= np.float32(-126.0) else np.float32(0.0)
-
-
-@jit()
-def copy(target: Any, source: Any) -> None:
-    for index in range(target.size):
-        target[index] = source[index]

@@ -20,7 +20,7 @@ from shard_server.engines.torch_engine.amx import address, intrinsic
 _LANES = 16
 _I16, _I32, _F32 = (ir.VectorType(scalar, _LANES) for scalar in (ir.IntType(16), ir.IntType(32), ir.FloatType()))
 _EXP2 = (9.9999994e-1, 6.9315308e-1, 2.4015361e-1, 5.5826318e-2, 8.9893397e-3, 1.8775767e-3)
-"""2**x on [0, 1], to 1e-6 of it; as in compiled.exp2."""
+"""2**x on [0, 1], to 1e-6 of it: a polynomial, lowest power first."""
 
 _Lanes = Any
 
@@ -171,6 +171,16 @@ def scaled(_typing: Any, target: Any, first: Any, width: Any, factor: Any) -> An
         return context.get_dummy_value()
 
     return types.void(target, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def exp2(_typing: Any, x: Any) -> Any:
+    """2**x of one finite float32, as in `weigh`."""
+
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return builder.extract_element(_exp2(builder, _spread(builder, args[0])), ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(types.float32), generate
 
 
 @intrinsic

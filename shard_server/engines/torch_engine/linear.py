@@ -16,9 +16,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.weights import OnProgress
-
 INVARIANT_ROWS = 32
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 28, 31, 32)
 """Around every place where a library might change its code; all 32 would double the time that an engine takes to
@@ -184,22 +181,6 @@ class _Gated:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._up.multiply(x, self._gate.silu(x))
-
-
-def compiled_linears(
-    config: LlamaConfig, dtype: torch.dtype, on_progress: OnProgress, *, int8_weights: bool = False
-) -> MakesLinears | None:
-    """Those of compiled kernels; None where they cannot run: then `on_progress` hears why."""
-    try:
-        from shard_server.engines.torch_engine.tile_linear import Bf16Tiles, Int8Tiles, TileLinears, why_not_tiles
-    except ImportError as error:
-        reason: str | None = str(error)
-    else:
-        reason = why_not_tiles(config, dtype)
-        if reason is None:
-            return TileLinears(Int8Tiles if int8_weights else Bf16Tiles)
-    on_progress(f"linear layers: torch's kernels, the compiled ones are left out: {reason}")
-    return None
 
 
 def row_granularity(product: Product, dtype: torch.dtype) -> int | None:

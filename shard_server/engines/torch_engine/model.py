@@ -5,23 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.int8_linear import Int8Linears
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import (
-    Linear,
-    LookUp,
-    MakesLinears,
-    Product,
-    TorchLinears,
-    Weight,
-    compiled_linears,
-)
+from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, Weight
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 from shard_server.engines.torch_engine.weights import OnProgress
 
@@ -33,7 +23,7 @@ Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(slots=True)
-class _Layer:
+class DecoderLayer:
     attention_norm: torch.Tensor
     qkv: Linear
     query_key_norms: tuple[torch.Tensor, torch.Tensor] | None
@@ -53,47 +43,37 @@ class LlamaModel:
         *,
         dtype: torch.dtype,
         max_model_len: int,
-        max_rows: int | None,
-        int8_weights: bool = False,
-        compiled_kernels: bool = False,
+        linears: MakesLinears,
         on_progress: OnProgress = lambda _message: None,
         device: torch.device = _CPU,
     ) -> None:
-        """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory.
-
-        `max_rows`: of one matrix product, see linear.py. `int8_weights`: of all linear layers, see int8_linear.py.
-        `compiled_kernels`: where they can run, see tile_linear.py and row_kernels.py.
-        """
+        """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory."""
         self._config = config
-        linears: MakesLinears | None = None
-        if compiled_kernels and device.type == "cpu":
-            linears = compiled_linears(config, dtype, on_progress, int8_weights=int8_weights)
-        if linears is None:
-            linears = Int8Linears(dtype) if int8_weights else TorchLinears(max_rows)
         # A copy, so that nothing refers to the mapped file any more.
         embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
-        self._head = linears.linear(
+        self.head = linears.linear(
             embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype), None
         )
-        look_up = self._head.weight_rows if config.tie_word_embeddings else None
-        self._look_up: LookUp = look_up or functools.partial(F.embedding, weight=embedding)
+        look_up = self.head.weight_rows if config.tie_word_embeddings else None
+        self.embedding = embedding if look_up is None else None
+        """[vocab_size, hidden_size]; None: it is looked up in the head's weights."""
+        self._look_up = look_up or functools.partial(F.embedding, weight=embedding)
         del embedding  # which may have no use any more
-        self._row_kernels = _row_kernels() if compiled_kernels and dtype == torch.bfloat16 else None
-        self._norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
-        self._layers: list[_Layer] = []
+        self.norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
+        self.layers: list[DecoderLayer] = []
 
         for index in range(config.num_layers):
-            self._layers.append(_take_layer(weights, index, dtype, device, linears))
+            self.layers.append(_take_layer(weights, index, dtype, device, linears))
             if (index + 1) % _LAYERS_PER_REPORT == 0 or index + 1 == config.num_layers:
                 on_progress(f"weights: layer {index + 1} of {config.num_layers}")
         table = rotation_table(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
-        self._cos, self._sin = (part.to(device) for part in table)
+        self.cos, self.sin = (part.to(device) for part in table)
 
     @property
     def distinct_products(self) -> list[Product]:
         """One of every shape."""
-        layer = self._layers[0]
-        return [layer.qkv, layer.attention_output, layer.gated, layer.down, self._head]
+        layer = self.layers[0]
+        return [layer.qkv, layer.attention_output, layer.gated, layer.down, self.head]
 
     def forward(
         self,
@@ -111,37 +91,18 @@ class LlamaModel:
         """
         config = self._config
         x = self._look_up(token_ids)
-        rotate_and_store = self._rotation(positions, cache)
-        for index, layer in enumerate(self._layers):
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        rotated_size = config.query_size + config.kv_size
+        for index, layer in enumerate(self.layers):
             qkv = layer.qkv(self._normalise(x, layer.attention_norm))
             if layer.query_key_norms is not None:
                 self._normalise_heads_(qkv, *layer.query_key_norms)
-            rotate_and_store(qkv, token_rows[index])
+            rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
+            cache.write(token_rows[index], qkv[: token_rows.shape[1], config.query_size :])
             attended = attend(index, qkv[:, : config.query_size])
             x = layer.attention_output.add(attended, x)
             x = layer.down.add(layer.gated(self._normalise(x, layer.mlp_norm)), x)
-        return self._head.floats(self._normalise(x[logit_rows], self._norm))
-
-    def _rotation(self, positions: torch.Tensor, cache: KvCache) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """What each layer does to `qkv`, rows at `positions`, given the places of the first rows' KV."""
-        config, kernels = self._config, self._row_kernels
-        if kernels is not None:
-            return functools.partial(
-                kernels.rotate_and_store,
-                positions=positions,
-                cos=self._cos,
-                sin=self._sin,
-                query_size=config.query_size,
-                pool=cache.all_token_rows,
-            )
-        cos, sin = self._cos[positions, None], self._sin[positions, None]
-        rotated_size = config.query_size + config.kv_size
-
-        def rotate_and_store(qkv: torch.Tensor, token_rows: torch.Tensor) -> None:
-            rotate_(qkv[:, :rotated_size].unflatten(-1, (-1, config.head_dim)), cos, sin)
-            cache.write(token_rows, qkv[: token_rows.shape[0], config.query_size :])
-
-        return rotate_and_store
+        return self.head.floats(self._normalise(x[logit_rows], self.norm))
 
     def _normalise_heads_(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:
         config = self._config
@@ -151,23 +112,12 @@ class LlamaModel:
             heads.copy_(F.rms_norm(heads, weight.shape, weight, self._config.rms_norm_eps))
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self._row_kernels is not None:
-            return self._row_kernels.normalised(x, weight, self._config.rms_norm_eps)
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
-
-
-def _row_kernels() -> ModuleType | None:
-    """None where numba is not installed."""
-    try:
-        from shard_server.engines.torch_engine import row_kernels
-    except ImportError:
-        return None
-    return row_kernels
 
 
 def _take_layer(
     weights: dict[str, torch.Tensor], index: int, dtype: torch.dtype, device: torch.device, linears: MakesLinears
-) -> _Layer:
+) -> DecoderLayer:
     prefix = f"model.layers.{index}"
 
     def norm(name: str) -> torch.Tensor:
@@ -184,7 +134,7 @@ def _take_layer(
         # Always a copy: `cat` of one tensor, too, leaves the mapped file.
         return torch.cat(parts), torch.cat(biases) if biases else None
 
-    return _Layer(
+    return DecoderLayer(
         attention_norm=norm("input_layernorm"),
         qkv=linears.linear(*weight("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         query_key_norms=query_key_norms,

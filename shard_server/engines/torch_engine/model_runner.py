@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.attention import Attention, Extent, PagedAttention, make_attention
+from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
-from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
+from shard_server.engines.torch_engine.forward import Kernels, TorchKernels, find_compiled_kernels
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
 from shard_server.engines.torch_engine.memory import check_memory, return_freed_memory
@@ -80,16 +79,18 @@ class ModelRunner:
             max_model_len=self.max_model_len,
         )
         with torch.inference_mode():
-            weights = load_weights(model_dir, config, on_progress)
-            max_rows = INVARIANT_ROWS if wants_batch_invariance else None
-            self._model = LlamaModel(
+            kernels: Kernels | None = None
+            if compiled_kernels:
+                kernels = find_compiled_kernels(config, torch_dtype, block_size, on_progress, int8_weights=int8_weights)
+            if kernels is None:
+                max_rows = INVARIANT_ROWS if wants_batch_invariance else None
+                kernels = TorchKernels(torch_dtype, max_rows, int8_weights=int8_weights)
+            model = LlamaModel(
                 config,
-                weights,
+                load_weights(model_dir, config, on_progress),
                 dtype=torch_dtype,
                 max_model_len=self.max_model_len,
-                max_rows=max_rows,
-                int8_weights=int8_weights,
-                compiled_kernels=compiled_kernels,
+                linears=kernels.linears,
                 on_progress=on_progress,
             )
             return_freed_memory()
@@ -98,19 +99,9 @@ class ModelRunner:
                 config, block_size=block_size, max_model_len=self.max_model_len, dtype=torch_dtype
             )
             on_progress(f"KV cache: {self.num_blocks} blocks of {block_size} tokens")
-            self._cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
-            self._attention: Attention = (
-                make_attention(config, self._cache, on_progress)
-                if compiled_kernels
-                else PagedAttention(config, self._cache)
-            )
-            granularity: int | None = None
-            if wants_batch_invariance:
-                granularity = common_row_granularity(self._model.distinct_products, torch_dtype)
-            self._row_granularity = granularity or 1
-            self.batch_invariant = granularity is not None and attention_is_invariant(
-                config, torch_dtype, block_size, type(self._attention)
-            )
+            cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
+            self._forward = kernels.forward(model, config, cache)
+            self.batch_invariant = wants_batch_invariance and self._forward.is_invariant()
             """Whether logits do not depend on the batch, bit for bit: measured on this machine at the start."""
         return_freed_memory()
 
@@ -124,9 +115,7 @@ class ModelRunner:
         decodes: list[tuple[int, int]] = []  # (sequence, token in it): each a row that attends by itself
         prefills: list[int] = []
         for index, sequence in enumerate(batch):
-            if len(sequence.token_ids) == 1 or (
-                self._attention.multiplies_single_rows and _attends_row_by_row(sequence)
-            ):
+            if len(sequence.token_ids) == 1 or (self._forward.multiplies_single_rows and _attends_row_by_row(sequence)):
                 decodes += [(index, offset) for offset in range(len(sequence.token_ids))]
             else:
                 prefills.append(index)
@@ -151,28 +140,14 @@ class ModelRunner:
             prefill_extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
             token_ids += sequence.token_ids
             positions += range(num_past, num_past + num_new)
-        plan = self._attention.plan(decode_extents, prefill_extents)
-        padding = [0] * (self._rounded(plan.num_rows) - len(token_ids))
+        plan = self._forward.plan(decode_extents, prefill_extents)
         logit_rows = [
             row_of[index, offset]
             for index, sequence in enumerate(batch)
             if sequence.wants_logits
             for offset in range(len(sequence.token_ids) - 1 - sequence.num_drafts, len(sequence.token_ids))
         ]
-        num_logits = len(logit_rows)
-        logit_rows += [0] * (self._rounded(num_logits) - num_logits)
-        logits = self._model.forward(
-            torch.tensor(token_ids + padding),
-            torch.tensor(positions + padding),
-            torch.tensor(logit_rows, dtype=torch.int64),
-            plan.token_rows,
-            functools.partial(self._attention.attend, plan),
-            self._cache,
-        )
-        return logits[:num_logits]
-
-    def _rounded(self, num_rows: int) -> int:
-        return -(-num_rows // self._row_granularity) * self._row_granularity
+        return self._forward.logits(token_ids, positions, logit_rows, plan)
 
 
 def _attends_row_by_row(sequence: ScheduledSequence) -> bool:

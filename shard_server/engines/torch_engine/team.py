@@ -1,49 +1,63 @@
-"""Runs compiled kernels on the threads that torch computes with.
+"""Runs programs of compiled code on the threads that torch computes with.
 
 torch's OpenMP threads spin for a while after each operator: others beside them would share their cores with them. So
-the kernels run on the same ones, through the entry point that compilers use.
+programs run on the same ones, through the entry point that compilers use.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
-_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+from shard_server.engines.torch_engine.amx import aligned_zeros
+from shard_server.engines.torch_engine.program import (
+    CALL_SIZE,
+    COUNTER,
+    FOUND,
+    NUM_TASKS,
+    NUM_THREADS,
+    TASKS,
+    THREAD_NUMBER,
+    YIELD,
+    entry_point,
+)
+from shard_server.engines.torch_engine.tile_tasks import new_scratches
 
 
 class ThreadTeam:
     """As many threads as torch has, of which the caller is one. Used from one thread at a time."""
 
     def __init__(self) -> None:
+        library = ctypes.CDLL(None)
         # GNU's runtime, and Intel's and LLVM's, which have its entry points too.
-        self._parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+        self._parallel = getattr(library, "GOMP_parallel", None)
         self.num_threads = torch.get_num_threads() if self._parallel is not None else 1
+        self._entry_point = entry_point()
+        self._scratches = new_scratches(self.num_threads)
+        self.scratches = self._scratches.ctypes.data
+        """Address of what products need, see tile_tasks.py"""
+        self._found = aligned_zeros(64 * self.num_threads, np.uint8)
+        self._counter = aligned_zeros(8, np.int64)
+        self._call = np.zeros(CALL_SIZE, np.int64)
+        self._call[COUNTER] = self._counter.ctypes.data
+        self._call[FOUND] = self._found.ctypes.data
+        if self.num_threads > 1:
+            places = (THREAD_NUMBER, "omp_get_thread_num"), (NUM_THREADS, "omp_get_num_threads"), (YIELD, "sched_yield")
+            for place, name in places:
+                self._call[place] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        self._call_address = self._call.ctypes.data
+        self._alone: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._entry_point)
 
-    def run_compiled(self, function: int, data: int) -> None:
-        """Call the C function at the address `function` with `data` in every thread."""
-        assert self._parallel is not None
-        self._parallel(ctypes.c_void_p(function), ctypes.c_void_p(data), self.num_threads, 0)
-
-    def run(self, task: Callable[[int], None], num_tasks: int) -> None:
-        """Call task(0) ... task(num_tasks - 1), each in any of the threads, and wait for them."""
-        if num_tasks == 1 or self._parallel is None:
-            for index in range(num_tasks):
-                task(index)
-            return
-        indices = iter(range(num_tasks))
-        errors: list[BaseException] = []
-
-        def work(_data: int | None) -> None:
-            # Each takes what is left, so that all is done even if OpenMP gives fewer threads.
-            try:
-                for index in indices:
-                    task(index)
-            except BaseException as error:  # C could not pass it on
-                errors.append(error)
-
-        self._parallel(_BODY(work), None, min(self.num_threads, num_tasks), 0)
-        if errors:
-            raise errors[0]
+    def run(self, tasks: np.ndarray[Any, Any]) -> None:
+        """`tasks`: of tasks.program. Returns when all threads are through."""
+        self._call[TASKS], self._call[NUM_TASKS] = tasks.ctypes.data, len(tasks)
+        self._counter[0] = 0
+        if self.num_threads == 1:
+            self._alone(self._call_address)
+        else:
+            self._parallel(  # pyright: ignore[reportOptionalCall]
+                ctypes.c_void_p(self._entry_point), ctypes.c_void_p(self._call_address), self.num_threads, 0
+            )

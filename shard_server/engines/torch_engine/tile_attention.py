@@ -1,4 +1,4 @@
-"""Attention with AMX tiles (tile_kernels.py): who computes which rows, and where it can run."""
+"""Attention with AMX tiles (tile_kernels.py): who computes which rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.amx import request_amx
+from shard_server.engines.torch_engine.amx import aligned_zeros, tile_configuration
 from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.tasks import ATTEND, INPUT, float_bits, program, task
 from shard_server.engines.torch_engine.team import ThreadTeam
-from shard_server.engines.torch_engine.tile_kernels import (
-    PASS_DIM,
-    PIECE_TOKENS,
-    TILE,
-    Shape,
-    attend_pieces,
-    new_scratch,
-)
+from shard_server.engines.torch_engine.tile_kernels import PIECE_TOKENS, Shape, new_ones, scratch_bytes
 
 _NO_WINDOW = 1 << 40
 
@@ -33,13 +27,12 @@ _Array = np.ndarray[Any, Any]
 class TilePlan:
     """What every layer of one step does; made once per step."""
 
-    token_rows: torch.Tensor
-    """int64 [layers, tokens]: where the KV of each token goes."""
     num_rows: int
-    tables: _Array
-    """int64: block tables, one behind the other"""
-    parts: list[_Array]
-    """A thread's each: int64 [pieces, (first row, rows, position of the first, where its table begins)]"""
+    slots: _Array
+    """int64 [rows]: where the KV of each token goes, see KvCache.token_rows"""
+    words: _Array
+    """int64: the number of parts that threads share; of block numbers in all tables; where each part's pieces begin,
+    and the last one's end; four numbers for each piece (see attend_pieces); block tables, one behind the other."""
 
 
 class TileAttention:
@@ -47,12 +40,13 @@ class TileAttention:
 
     multiplies_single_rows = False
 
-    def __init__(self, config: LlamaConfig, cache: KvCache) -> None:
-        self._cache = cache
-        self._team = ThreadTeam()
+    def __init__(self, config: LlamaConfig, cache: KvCache, team: ThreadTeam) -> None:
+        self._block_size = cache.block_size
+        self._team = team
         self._layer_windows = [_NO_WINDOW if window is None else window for window in config.layer_windows]
+        self._query_size = config.query_size
         token_size = 2 * config.kv_size
-        self._shape = Shape(
+        shape = Shape(
             cache.block_size,
             config.num_kv_heads,
             config.num_heads_per_kv_head,
@@ -61,14 +55,22 @@ class TileAttention:
             token_size,
         )
         # Scores are turned into powers of two.
-        self._scale = np.float32(config.head_dim**-0.5 * math.log2(math.e))
-        self._pool = cache.pool.view(torch.uint16).numpy().reshape(-1)
-        self._words = self._pool.view(np.uint32)
-        self._scratches = [new_scratch(self._shape) for _ in range(self._team.num_threads)]
+        scale = config.head_dim**-0.5 * math.log2(math.e)
+        self._pool = cache.pool
+        self._scratches = aligned_zeros(scratch_bytes(shape) * team.num_threads, np.uint8)
+        self._ones, self._configuration = new_ones(), tile_configuration()
+        arrays = (
+            self._scratches.ctypes.data,
+            scratch_bytes(shape),
+            self._ones.ctypes.data,
+            self._configuration.ctypes.data,
+        )
+        self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *arrays, float_bits(scale), *shape])
+        """What the kernel needs of every layer, as in tile_tasks.attend_rows"""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> TilePlan:
         """`decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of `prefills` follow."""
-        block_size = self._cache.block_size
+        block_size = self._block_size
         slots: list[int] = []
         tables: list[int] = []
         pieces: list[tuple[int, int, int, int]] = []
@@ -82,45 +84,26 @@ class TileAttention:
                 for position in range(extent.num_past, extent.num_tokens)
             ]
             tables += table[: -(-extent.num_tokens // block_size)]
-        return TilePlan(
-            token_rows=self._cache.token_rows(slots),
-            num_rows=len(slots),
-            tables=np.array(tables, np.int64),
-            parts=[np.array(part, np.int64) for part in _shared_out(pieces, self._team.num_threads)],
-        )
+        parts = _shared_out(pieces, self._team.num_threads)
+        ends = [0]
+        for part in parts:
+            ends.append(ends[-1] + 4 * len(part))
+        numbers = [number for part in parts for piece in part for number in piece]
+        words = np.array([len(parts), len(tables), *ends, *numbers, *tables], np.int64)
+        return TilePlan(len(slots), np.array(slots, np.int64), words)
+
+    def task(self, num_rows: int, layer: int, queries: int, stride: int, out: int) -> list[int]:
+        """`queries`, rows `stride` numbers apart, and `out`: addresses. The address of a plan's words is missing."""
+        window = self._layer_windows[layer]
+        return task(ATTEND, num_rows, 0, queries, stride, out, layer, window, self._constants.ctypes.data)
 
     def attend(self, plan: TilePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
-        query_bits, out_bits = queries.view(torch.uint16).numpy(), out.view(torch.uint16).numpy()
-        window = self._layer_windows[layer]
-
-        def attend_part(index: int) -> None:
-            attend_pieces(
-                self._pool,
-                self._words,
-                layer,
-                plan.tables,
-                plan.parts[index],
-                self._shape,
-                query_bits,
-                out_bits,
-                window,
-                self._scale,
-                self._scratches[index],
-            )
-
-        self._team.run(attend_part, len(plan.parts))
+        tasks = program([self.task(len(queries), layer, queries.data_ptr(), queries.stride(0), out.data_ptr())])
+        tasks[:, INPUT] = plan.words.ctypes.data
+        self._team.run(tasks)
         return out
-
-
-def why_not_tiles(config: LlamaConfig, cache: KvCache) -> str | None:
-    """What keeps TileAttention from this model, cache or machine; None: nothing."""
-    if cache.dtype != torch.bfloat16:
-        return "it is for bfloat16"
-    if cache.block_size % TILE or config.head_dim % PASS_DIM:
-        return f"blocks must be multiples of {TILE} tokens, heads of {PASS_DIM} numbers"
-    return None if request_amx() else "this CPU has no AMX"
 
 
 def _shared_out(pieces: list[tuple[int, int, int, int]], num_threads: int) -> list[list[tuple[int, int, int, int]]]:

@@ -14,21 +14,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.amx import (
-    aligned_zeros,
     load_tile_configuration,
     prefetch,
-    store_tile_configuration,
-    tile_configuration,
     tile_dot,
     tile_load,
     tile_store,
     tile_zero,
     transpose_words,
 )
-from shard_server.engines.torch_engine.compiled import exp2, jit
-from shard_server.engines.torch_engine.lanes import copied, largest_between, paired, rounded, scaled, weigh
+from shard_server.engines.torch_engine.compiled import bf16_at, bytes_at, floats_at, jit, words_at
+from shard_server.engines.torch_engine.lanes import copied, exp2, largest_between, paired, rounded, scaled, weigh
 
 _CHUNK = 128
 """Keys that are packed, and weighed, at a time."""
@@ -55,7 +53,7 @@ class Shape(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of one thread. Tiles lie one behind the other."""
+    """Of one thread; but for the ones and the configuration, which all threads read. Tiles lie one behind the other."""
 
     keys: _Array
     """uint32 [kv heads, keys / 16, head_dim / 32, 16 pairs of numbers, 16 keys]"""
@@ -73,23 +71,48 @@ class Scratch(NamedTuple):
     weights: _Array
     """uint16 [16, _CHUNK]"""
     configuration: _Array
-    found_configuration: _Array
 
 
-def new_scratch(shape: Shape) -> Scratch:
-    rows = -(-PIECE_TOKENS * shape.group_size // TILE) * TILE * shape.num_kv_heads
-    kv_words = shape.num_kv_heads * _CHUNK * shape.head_dim // 2
+def new_ones() -> _Array:
+    """Pairs of bf16 ones: a tile for `Scratch.ones`."""
+    return np.full(_TILE_WORDS, 0x3F803F80, np.uint32)
+
+
+@jit()
+def _sizes(shape: Any) -> Any:
+    """Words of keys, as many of values, and rows of queries"""
+    rows = (PIECE_TOKENS * shape.group_size + TILE - 1) // TILE * TILE * shape.num_kv_heads
+    return shape.num_kv_heads * _CHUNK * shape.head_dim // 2, rows
+
+
+@jit()
+def scratch_bytes(shape: Any) -> Any:
+    """A multiple of 64, as are all its parts. They must be zeros at first: products read what was never written."""
+    kv_words, rows = _sizes(shape)
+    return 8 * kv_words + rows * (2 * shape.head_dim + 4 * (shape.head_dim + TILE) + 4) + 6 * TILE * _CHUNK
+
+
+@jit()
+def scratch_at(address: Any, ones: Any, configuration: Any, shape: Any) -> Any:
+    """`address`, of `scratch_bytes`, `ones` and `configuration`: addresses"""
+    kv_words, rows = _sizes(shape)
+    dim = shape.head_dim
+    values = address + 4 * kv_words
+    queries = values + 4 * kv_words
+    sums = queries + 2 * rows * dim
+    tops = sums + 4 * rows * (dim + TILE)
+    scores = tops + 4 * rows
+    weights = scores + 4 * TILE * _CHUNK
     return Scratch(
-        keys=aligned_zeros(kv_words, np.uint32),
-        values=aligned_zeros(kv_words, np.uint32),
-        ones=np.full(_TILE_WORDS, 0x3F803F80, np.uint32),
-        queries=aligned_zeros(rows * shape.head_dim, np.uint16),
-        sums=aligned_zeros(rows * (shape.head_dim + TILE), np.float32),
-        tops=aligned_zeros(rows, np.float32),
-        scores=aligned_zeros(TILE * _CHUNK, np.float32),
-        weights=aligned_zeros(TILE * _CHUNK, np.uint16),
-        configuration=tile_configuration(),
-        found_configuration=np.zeros(64, np.uint8),
+        keys=carray(words_at(address), (kv_words,)),
+        values=carray(words_at(values), (kv_words,)),
+        ones=carray(words_at(ones), (_TILE_WORDS,)),
+        queries=carray(bf16_at(queries), (rows * dim,)),
+        sums=carray(floats_at(sums), (rows * (dim + TILE),)),
+        tops=carray(floats_at(tops), (rows,)),
+        scores=carray(floats_at(scores), (TILE * _CHUNK,)),
+        weights=carray(bf16_at(weights), (TILE * _CHUNK,)),
+        configuration=carray(bytes_at(configuration), (64,)),
     )
 
 
@@ -102,17 +125,21 @@ def attend_pieces(
     pieces: Any,
     shape: Any,
     queries: Any,
+    query_stride: Any,
     out: Any,
     window: Any,
     scale: Any,
     scratch: Any,
 ) -> None:
-    store_tile_configuration(scratch.found_configuration)
+    """`pool`: bf16 bits of the KV cache, and `words`: the same. `tables`: block tables, one behind the other.
+    `pieces`: int64 [pieces * 4]: first row, rows, position of the first, where its table begins. `queries`: bf16 bits,
+    rows `query_stride` apart; `out`: of `num_heads * head_dim` numbers each."""
     load_tile_configuration(scratch.configuration)
     layer_start = layer * shape.block_size * shape.token_size
-    for piece in range(pieces.shape[0]):
-        first_row, num_rows, position, first_table = pieces[piece]
-        _take_queries(queries[first_row : first_row + num_rows], shape, scratch)
+    for piece in range(0, pieces.size, 4):
+        first_row, num_rows = pieces[piece], pieces[piece + 1]
+        position, first_table = pieces[piece + 2], pieces[piece + 3]
+        _take_queries(queries, first_row, num_rows, query_stride, shape, scratch)
         num_keys = position + num_rows
         for chunk in range(max(0, position + 1 - window) // _CHUNK * _CHUNK, num_keys, _CHUNK):
             for key in range(chunk, min(chunk + _CHUNK, num_keys), TILE):
@@ -125,8 +152,7 @@ def attend_pieces(
             for head in range(shape.num_kv_heads):
                 for row in range(0, num_rows * shape.group_size, TILE):
                     _attend_tile(head, row, num_rows, position, chunk, window, scale, shape, scratch)
-        _give_out(out[first_row : first_row + num_rows], shape, scratch)
-    load_tile_configuration(scratch.found_configuration)
+        _give_out(out, first_row, num_rows, shape, scratch)
 
 
 @jit(inline=True)
@@ -135,15 +161,14 @@ def _padded_rows(num_rows: Any, shape: Any) -> Any:
 
 
 @jit()
-def _take_queries(queries: Any, shape: Any, scratch: Any) -> None:
+def _take_queries(queries: Any, first_row: Any, num_rows: Any, stride: Any, shape: Any, scratch: Any) -> None:
     """Rows of heads that share keys lie together: token by token, head by head."""
     dim, group = shape.head_dim, shape.group_size
-    padded_rows = _padded_rows(queries.shape[0], shape)
+    padded_rows = _padded_rows(num_rows, shape)
     for head in range(shape.num_kv_heads):
-        for row in range(queries.shape[0] * group):
-            column = (head * group + row % group) * dim
+        for row in range(num_rows * group):
             target = (head * padded_rows + row) * dim
-            source = row // group * (queries.strides[0] // 2) + column
+            source = (first_row + row // group) * stride + (head * group + row % group) * dim
             for words in range(0, dim, 2 * TILE):
                 copied(queries, source + words, scratch.queries, target + words)
     _fill(scratch.tops[: shape.num_kv_heads * padded_rows], np.float32(-np.inf))
@@ -256,16 +281,16 @@ def _add_weighted_values(head: Any, state: Any, width: Any, dim: Any, scratch: A
 
 
 @jit()
-def _give_out(out: Any, shape: Any, scratch: Any) -> None:
+def _give_out(out: Any, first_row: Any, num_rows: Any, shape: Any, scratch: Any) -> None:
     dim, group = shape.head_dim, shape.group_size
-    padded_rows = _padded_rows(out.shape[0], shape)
+    padded_rows, row_size = _padded_rows(num_rows, shape), shape.num_kv_heads * group * dim
     for head in range(shape.num_kv_heads):
-        for row in range(out.shape[0] * group):
+        for row in range(num_rows * group):
             first = (head * padded_rows + row) * (dim + TILE)
-            column = (head * group + row % group) * dim
+            target = (first_row + row // group) * row_size + (head * group + row % group) * dim
             scaled(scratch.sums, first, dim, np.float32(1) / scratch.sums[first + dim])
             for number in range(0, dim, TILE):
-                rounded(scratch.sums, first + number, out, row // group * out.shape[1] + column + number)
+                rounded(scratch.sums, first + number, out, target + number)
 
 
 # Loops over slices, which begin at 0: only there does numba know that no index is negative, and LLVM makes vectors.

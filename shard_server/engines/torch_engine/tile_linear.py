@@ -1,4 +1,5 @@
-"""Linear layers through AMX tiles (tile_matmul.py, tile_matmul_int8.py): how weights are packed, and who computes what.
+"""Linear layers through AMX tiles (tile_matmul.py, tile_matmul_int8.py): how weights are packed, and what is computed
+with them.
 
 A row's bits do not depend on how many other rows are computed with it, so products may be of any size. Threads share
 the columns.
@@ -6,89 +7,74 @@ the columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from shard_server.engines.torch_engine.amx import request_amx
-from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.int8_linear import quantise_rows
 from shard_server.engines.torch_engine.linear import LookUp, Weight
+from shard_server.engines.torch_engine.tasks import INT8_PRODUCT, LOOK_UP_IN_TILES, PRODUCT, SPLIT, program, task
 from shard_server.engines.torch_engine.team import ThreadTeam
-from shard_server.engines.torch_engine.tile_matmul import (
-    ADDED,
-    DEPTH,
-    FLOATS,
-    GATED,
-    PANEL,
-    ROUNDED,
-    TILE,
-    take_columns,
-)
-from shard_server.engines.torch_engine.tile_matmul_int8 import INT8_DEPTH, split_rows
-from shard_server.engines.torch_engine.tile_tasks import (
-    multiply_int8_part,
-    multiply_part,
-    new_scratches,
-    thread_function,
-)
+from shard_server.engines.torch_engine.tile_matmul import ADDED, DEPTH, FLOATS, GATED, PANEL, ROUNDED, TILE
+from shard_server.engines.torch_engine.tile_matmul_int8 import INT8_DEPTH
 
 _NOTHING = torch.empty(0)
 
-_Array = np.ndarray[Any, Any]
 
+class Operands(NamedTuple):
+    """Addresses of what is another at every product; all is contiguous."""
 
-class TileTeam:
-    """The threads that multiply, and what they need for it."""
-
-    def __init__(self) -> None:
-        self._team = ThreadTeam()
-        self._scratches = new_scratches(self._team.num_threads)
-        self._common = (self._team.num_threads, self._scratches.ctypes.data)
-
-    def compute(self, kind: str, part: Callable[[_Array, int], None], *task: int) -> None:
-        """A task of tile_tasks.py, but for its first two numbers: `part` computes it, `kind` says so to threads."""
-        words = np.array(self._common + task, np.int64)
-        if self._team.num_threads == 1:
-            part(words, 0)
-        else:
-            self._team.run_compiled(thread_function(kind), words.ctypes.data)
+    x: int
+    """bf16 [rows, in_features]"""
+    out: int
+    """[rows, columns], as the product's kind says, see tile_matmul.ROUNDED"""
+    digits: int
+    """int8 [2, rows, depth], and"""
+    row_scales: int
+    """float32 [rows]: for rows as int8 weights are multiplied with"""
+    other: int = 0
+    """What is added; may be `out`"""
 
 
 class Tiles(Protocol):
     """Packed weights."""
 
+    depth: int
+    """in_features, padded"""
     num_columns: int
     """A multiple of 32"""
     weight_rows: LookUp | None
+    """See Linear.weight_rows."""
 
-    def multiply(self, x: torch.Tensor, kind: int, other: torch.Tensor, out: torch.Tensor) -> None:
-        """`x`: bf16 [at least one row, depth]; all are contiguous; the rest: see tile_matmul.multiply."""
+    def tasks(self, num_rows: int, kind: int, operands: Operands) -> list[list[int]]:
+        """Of one product."""
         ...
 
 
 class Bf16Tiles:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: TileTeam) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: ThreadTeam) -> None:
         weight = _padded(weight, DEPTH)
         self._team = team
-        self._depth = weight.shape[1]
+        self.depth = weight.shape[1]
         # Pairs of numbers that are multiplied together are a word.
         self._weight = _packed(weight.view(torch.int32)).view(torch.bfloat16)
         self.num_columns = len(weight)
         self._bias = _floats(bias, self.num_columns)
         self.weight_rows: LookUp | None = self._rows
 
-    def multiply(self, x: torch.Tensor, kind: int, other: torch.Tensor, out: torch.Tensor) -> None:
-        sizes = len(x), self._depth, self.num_columns, kind, out.nbytes // 2
-        addresses = (tensor.data_ptr() for tensor in (other, out, self._bias, self._weight, x))
-        self._team.compute("bf16", multiply_part, *sizes, *addresses, 0, 0)
+    def tasks(self, num_rows: int, kind: int, operands: Operands) -> list[list[int]]:
+        layer = self._team.scratches, self.depth, self.num_columns, kind, operands.other
+        tensors = self._bias.data_ptr(), self._weight.data_ptr()
+        return [task(PRODUCT, num_rows, operands.out, *layer, *tensors, operands.x)]
+
+    def look_up_task(self, num_rows: int, indices: int, out: int) -> list[int]:
+        """Columns of the weights, as they were given: bf16 `out` [rows, depth]; int64 `indices` [rows] (addresses)."""
+        return task(LOOK_UP_IN_TILES, num_rows, indices, self._weight.data_ptr(), self.depth, out)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
-        rows = torch.empty(len(indices), self._depth, dtype=torch.bfloat16)
-        take_columns(self._weight.view(torch.uint32).numpy(), indices.numpy(), rows.view(torch.uint32).numpy())
+        rows = torch.empty(len(indices), self.depth, dtype=torch.bfloat16)
+        self._team.run(program([self.look_up_task(len(indices), indices.data_ptr(), rows.data_ptr())]))
         return rows
 
 
@@ -97,57 +83,54 @@ class Int8Tiles:
 
     weight_rows: LookUp | None = None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: TileTeam) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: ThreadTeam) -> None:
+        self._in_features = weight.shape[1]
         values, scales = quantise_rows(weight)
         values = _padded(values, INT8_DEPTH)
         self._team = team
-        self._depth = values.shape[1]
+        self.depth = values.shape[1]
         self._weight = _packed(values.view(torch.int32))
         self.num_columns = len(values)
         self._scales = _floats(scales.flatten(), self.num_columns)
         self._bias = _floats(bias, self.num_columns)
 
-    def multiply(self, x: torch.Tensor, kind: int, other: torch.Tensor, out: torch.Tensor) -> None:
-        # Zeros, since what is behind a row's end is multiplied too.
-        make = torch.zeros if self._depth > x.shape[1] else torch.empty
-        digits, row_scales = make(2, len(x), self._depth, dtype=torch.int8), torch.empty(len(x))
-        split_rows(x.view(torch.uint16).numpy(), digits.numpy(), row_scales.numpy())
-        sizes = len(x), self._depth, self.num_columns, kind, out.nbytes // 2
-        tensors = (other, out, self._bias, self._weight, digits, row_scales, self._scales)
-        self._team.compute("int8", multiply_int8_part, *sizes, *(tensor.data_ptr() for tensor in tensors))
+    def tasks(self, num_rows: int, kind: int, operands: Operands) -> list[list[int]]:
+        layer = self._team.scratches, self.depth, self.num_columns, kind, operands.other
+        tensors = self._bias.data_ptr(), self._weight.data_ptr()
+        rows = operands.digits, operands.row_scales
+        return [
+            task(SPLIT, num_rows, operands.x, self._in_features, self.depth, *rows),
+            task(INT8_PRODUCT, num_rows, operands.out, *layer, *tensors, *rows, self._scales.data_ptr()),
+        ]
 
 
 class TileLinear:
-    """All methods take bf16 [rows, in_features]."""
+    """All methods take bf16 [rows, in_features], and compute that one product; models compute with `tiles`."""
 
     is_whole = True
 
-    def __init__(self, tiles: Tiles, in_features: int, out_features: int) -> None:
+    def __init__(self, tiles: Tiles, in_features: int, out_features: int, team: ThreadTeam) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self._tiles = tiles
+        self.tiles = tiles
         self.weight_rows = tiles.weight_rows
+        self._team = team
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """xW + b, bf16"""
-        return self._whole(self._compute(x, ROUNDED)).contiguous()
+        return self._whole(multiplied(self._team, self.tiles, x, ROUNDED, self._new_out(x))).contiguous()
 
     def floats(self, x: torch.Tensor) -> torch.Tensor:
         """xW + b, float32"""
-        return self._whole(self._compute(x, FLOATS, torch.float32))
+        return self._whole(multiplied(self._team, self.tiles, x, FLOATS, self._new_out(x, torch.float32)))
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """xW + b + other, bf16"""
-        if self.out_features != self._tiles.num_columns:
+        if self.out_features != self.tiles.num_columns:
             return self(x).add_(other)
-        return self._compute(x, ADDED, other=other.contiguous())
+        return multiplied(self._team, self.tiles, x, ADDED, self._new_out(x), other.contiguous())
 
-    def _compute(
-        self, x: torch.Tensor, kind: int, dtype: torch.dtype = torch.bfloat16, other: torch.Tensor = _NOTHING
-    ) -> torch.Tensor:
-        out = torch.empty(len(x), self._tiles.num_columns, dtype=dtype)
-        if len(x):
-            self._tiles.multiply(x.contiguous(), kind, other, out)
-        return out
+    def _new_out(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(len(x), self.tiles.num_columns, dtype=dtype)
 
     def _whole(self, out: torch.Tensor) -> torch.Tensor:
         """Without the columns that were added."""
@@ -159,42 +142,43 @@ class TileGated:
 
     is_whole = True
 
-    def __init__(self, tiles: Tiles, in_features: int) -> None:
+    def __init__(self, tiles: Tiles, in_features: int, team: ThreadTeam) -> None:
         """`tiles`: a tile's columns of each in turns."""
         self.in_features = in_features
-        self._tiles = tiles
+        self.tiles = tiles
+        self._team = team
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(x), self._tiles.num_columns // 2, dtype=torch.bfloat16)
-        if len(x):
-            self._tiles.multiply(x.contiguous(), GATED, _NOTHING, out)
-        return out
+        out = torch.empty(len(x), self.tiles.num_columns // 2, dtype=torch.bfloat16)
+        return multiplied(self._team, self.tiles, x, GATED, out)
 
 
 class TileLinears:
     """Makes a model's linear layers."""
 
-    def __init__(self, make_tiles: type[Bf16Tiles | Int8Tiles]) -> None:
+    def __init__(self, make_tiles: type[Bf16Tiles | Int8Tiles], team: ThreadTeam) -> None:
         self._make_tiles = make_tiles
-        self._team = TileTeam()
+        self._team = team
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TileLinear:
         out_features, in_features = weight.shape
-        return TileLinear(self._make_tiles(weight, bias, self._team), in_features, out_features)
+        return TileLinear(self._make_tiles(weight, bias, self._team), in_features, out_features, self._team)
 
     def gated(self, gate: Weight, up: Weight) -> TileGated:
         weight = _in_turns(gate[0], up[0])
         bias = None if gate[1] is None or up[1] is None else _in_turns(gate[1], up[1])
-        return TileGated(self._make_tiles(weight, bias, self._team), weight.shape[1])
+        return TileGated(self._make_tiles(weight, bias, self._team), weight.shape[1], self._team)
 
 
-def why_not_tiles(config: LlamaConfig, dtype: torch.dtype) -> str | None:
-    """What keeps TileLinears from this model or machine; None: nothing."""
-    if dtype != torch.bfloat16:
-        return "they are for bfloat16"
-    if any(size % DEPTH for size in (config.hidden_size, config.query_size, config.intermediate_size)):
-        return f"sizes must be multiples of {DEPTH}"
-    return None if request_amx() else "this CPU has no AMX"
+def multiplied(
+    team: ThreadTeam, tiles: Tiles, x: torch.Tensor, kind: int, out: torch.Tensor, other: torch.Tensor = _NOTHING
+) -> torch.Tensor:
+    """`out`, after one product."""
+    x = x.contiguous()
+    digits, row_scales = torch.empty(2, len(x), tiles.depth, dtype=torch.int8), torch.empty(len(x))
+    operands = Operands(*(tensor.data_ptr() for tensor in (x, out, digits, row_scales, other)))
+    team.run(program(tiles.tasks(len(x), kind, operands)))
+    return out
 
 
 def _packed(words: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ import numpy as np
 from shard_server.engines.torch_engine.amx import (
     load_tile_configuration,
     prefetch,
-    store_tile_configuration,
     tile_dot,
     tile_load,
     tile_store,
@@ -50,9 +49,7 @@ class Scratch(NamedTuple):
     full: _Array
     """Tile configurations: of a block of 32 rows,"""
     rest: _Array
-    """of the last one,"""
-    found: _Array
-    """and the one that was there before."""
+    """of the last one."""
 
 
 @jit()
@@ -82,7 +79,6 @@ def multiply(
     `x`: bf16 bits [rows * depth]. `weights`: bf16 bits, packed (see above). `bias`: float32 [columns]. `other` and
     `out`: bf16 bits [rows * columns], or what `kind` says: see ROUNDED.
     """
-    store_tile_configuration(scratch.found)
     num_rows = x.size // depth
     row_size = out.size // num_rows
     configure(scratch.full, TILE, TILE)
@@ -136,7 +132,6 @@ def multiply(
                 sums, finished = finished, sums
                 finished_rows, finished_row, finished_panel = rows, row, panel
     give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
-    load_tile_configuration(scratch.found)
 
 
 @jit()
@@ -163,11 +158,9 @@ def give_out(
 
 
 @jit()
-def take_columns(weights: Any, columns: Any, out: Any) -> None:
-    """`out[i]` = column `columns[i]` of the weights: words (uint32) of two numbers, [.., depth / 2]."""
-    half = out.shape[1]
-    for index in range(columns.size):
-        column = columns[index]
-        first = column // PANEL * PANEL * half + column % PANEL // TILE * _TILE_WORDS + column % TILE
-        for pair in range(half):
-            out[index, pair] = weights[first + pair // TILE * 2 * _TILE_WORDS + pair % TILE * TILE]
+def take_column(weights: Any, column: Any, out: Any) -> None:
+    """One column of the weights, in words (uint32) of two numbers: [depth / 2]"""
+    half = out.size
+    first = column // PANEL * PANEL * half + column % PANEL // TILE * _TILE_WORDS + column % TILE
+    for pair in range(half):
+        out[pair] = weights[first + pair // TILE * 2 * _TILE_WORDS + pair % TILE * TILE]

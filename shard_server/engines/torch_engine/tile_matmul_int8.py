@@ -13,7 +13,6 @@ import numpy as np
 from shard_server.engines.torch_engine.amx import (
     load_tile_configuration,
     prefetch,
-    store_tile_configuration,
     tile_dot_int8,
     tile_load,
     tile_store,
@@ -37,13 +36,14 @@ _ROUNDING = np.float32(12582912)
 
 
 @jit()
-def split_rows(x: Any, digits: Any, scales: Any) -> None:
-    """bf16 bits [rows, columns] → int8 [2, rows, at least columns; zeros behind them], float32 [rows]:
+def split_row(x: Any, first: Any, second: Any) -> Any:
+    """bf16 bits [columns] → int8 digits [at least columns; zeros behind them], and a scale (float32):
     (first + second / 254) * scale is the row, rounded."""
-    for row in range(x.shape[0]):
-        scale = max(_largest(x[row]), _SMALLEST) / _LIMIT
-        scales[row] = scale
-        _split(x[row], np.float32(1) / scale, digits[0, row], digits[1, row])
+    scale = max(_largest(x), _SMALLEST) / _LIMIT
+    _split(x, np.float32(1) / scale, first, second)
+    first[x.size :] = 0
+    second[x.size :] = 0
+    return scale
 
 
 @jit()
@@ -84,7 +84,6 @@ def multiply_int8(
     `digits`: int8 [2 * rows * depth]. `weights`: int8, packed. `column_scales` and `bias`: float32 [columns]. `kind`,
     `other` and `out`: as for tile_matmul.multiply.
     """
-    store_tile_configuration(scratch.found)
     num_rows = row_scales.size
     row_size = out.size // num_rows
     configure(scratch.full, TILE, TILE)
@@ -135,7 +134,6 @@ def multiply_int8(
                 finished_rows, finished_row, finished_panel = rows, row, panel
     _join(finished, 0, finished_rows, row_scales, finished_row, column_scales, bias, finished_panel)
     give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
-    load_tile_configuration(scratch.found)
 
 
 @jit()

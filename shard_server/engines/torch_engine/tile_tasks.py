@@ -1,37 +1,178 @@
-"""Products of tile_matmul.py and tile_matmul_int8.py as tasks that threads share without the interpreter.
-
-A task is an array of int64: addresses and sizes. To make arrays of Python's of them, and to enter the interpreter in
-every thread, costs more than the product of a row that decodes.
-"""
+"""Tasks (tasks.py) of the kernels that use matrix tiles: products, and attention. Threads share a product's columns."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
-from numba import cfunc, types
 from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.amx import aligned_zeros, tile_configuration
-from shard_server.engines.torch_engine.compiled import bf16_at, bytes_at, floats_at, int8_at, jit
-from shard_server.engines.torch_engine.tile_matmul import PANEL, Scratch, multiply
-from shard_server.engines.torch_engine.tile_matmul_int8 import multiply_int8
+from shard_server.engines.torch_engine.compiled import (
+    bf16_at,
+    bytes_at,
+    float_of_bits,
+    floats_at,
+    int8_at,
+    integers_at,
+    jit,
+    words_at,
+)
+from shard_server.engines.torch_engine.tasks import ROWS, share
+from shard_server.engines.torch_engine.tile_kernels import Shape, attend_pieces, scratch_at
+from shard_server.engines.torch_engine.tile_matmul import FLOATS, GATED, PANEL, Scratch, multiply, take_column
+from shard_server.engines.torch_engine.tile_matmul_int8 import multiply_int8, split_row
 
-_TASK_SIZE = 14
 _SUMS = PANEL * PANEL
 _CONFIGURATION_BYTES = 64
-_SCRATCH_BYTES = 2 * 4 * _SUMS + 3 * _CONFIGURATION_BYTES
+_SCRATCH_BYTES = 2 * 4 * _SUMS + 2 * _CONFIGURATION_BYTES
 
 
-def new_scratches(num_parts: int) -> np.ndarray[Any, Any]:
-    """uint8, for tile_matmul.Scratch of each part"""
-    scratches = aligned_zeros(num_parts * _SCRATCH_BYTES, np.uint8)
-    for configurations in scratches.reshape(num_parts, -1)[:, 2 * 4 * _SUMS :]:
-        configurations.reshape(3, -1)[:2] = tile_configuration()
+def new_scratches(num_threads: int) -> np.ndarray[Any, Any]:
+    """uint8, for tile_matmul.Scratch of each thread"""
+    scratches = aligned_zeros(num_threads * _SCRATCH_BYTES, np.uint8)
+    for configurations in scratches.reshape(num_threads, -1)[:, 2 * 4 * _SUMS :]:
+        configurations.reshape(2, -1)[:] = tile_configuration()
     return scratches
+
+
+@jit()
+def multiply_columns(task: Any, part: Any, num_parts: Any) -> None:
+    """out, scratches, depth, columns, kind (see tile_matmul.ROUNDED), other, bias, weights, x (bf16 [rows, depth])"""
+    out, scratches, depth, num_columns, kind, other, bias = (
+        task[3],
+        task[4],
+        task[5],
+        task[6],
+        task[7],
+        task[8],
+        task[9],
+    )
+    weights, x = task[10], task[11]
+    out_size = _out_size(task[ROWS], num_columns, kind)
+    first, end = share(num_columns // PANEL, part, num_parts)
+    multiply(
+        carray(bf16_at(x), (task[ROWS] * depth,)),
+        depth,
+        carray(bf16_at(weights), (num_columns * depth,)),
+        carray(floats_at(bias), (num_columns,)),
+        first,
+        end,
+        kind,
+        carray(bf16_at(other), (out_size,)),
+        carray(bf16_at(out), (out_size,)),
+        _scratch_at(scratches + part * _SCRATCH_BYTES),
+    )
+
+
+@jit()
+def multiply_int8_columns(task: Any, part: Any, num_parts: Any) -> None:
+    """out, scratches, depth, columns, kind, other, bias, weights: as for `multiply_columns`; digits and row_scales of
+    `split_rows`, column_scales (float32 [columns])"""
+    out, scratches, depth, num_columns, kind, other, bias = (
+        task[3],
+        task[4],
+        task[5],
+        task[6],
+        task[7],
+        task[8],
+        task[9],
+    )
+    weights, digits, row_scales, column_scales = task[10], task[11], task[12], task[13]
+    out_size = _out_size(task[ROWS], num_columns, kind)
+    first, end = share(num_columns // PANEL, part, num_parts)
+    multiply_int8(
+        carray(int8_at(digits), (2 * task[ROWS] * depth,)),
+        carray(floats_at(row_scales), (task[ROWS],)),
+        depth,
+        carray(int8_at(weights), (num_columns * depth,)),
+        carray(floats_at(column_scales), (num_columns,)),
+        carray(floats_at(bias), (num_columns,)),
+        first,
+        end,
+        kind,
+        carray(bf16_at(other), (out_size,)),
+        carray(bf16_at(out), (out_size,)),
+        _scratch_at(scratches + part * _SCRATCH_BYTES),
+    )
+
+
+@jit()
+def split_rows(task: Any, part: Any, num_parts: Any) -> None:
+    """x (bf16 [rows, columns]), columns, depth, digits (int8 [2, rows, depth]; zeros behind the columns), scales
+    (float32 [rows]): (first + second / 254) * scale is the row, rounded"""
+    x, num_columns, depth, digits, scales = task[3], task[4], task[5], task[6], task[7]
+    row_scales = carray(floats_at(scales), (task[ROWS],))
+    first, end = share(task[ROWS], part, num_parts)
+    for row in range(first, end):
+        row_scales[row] = split_row(
+            carray(bf16_at(x + row * num_columns * 2), (num_columns,)),
+            carray(int8_at(digits + row * depth), (depth,)),
+            carray(int8_at(digits + (task[ROWS] + row) * depth), (depth,)),
+        )
+
+
+@jit()
+def look_up_columns(task: Any, part: Any, num_parts: Any) -> None:
+    """indices (int64 [rows]), weights (packed, bf16), depth, out (bf16 [rows, depth]): columns of the weights"""
+    indices, weights, half, out = task[3], task[4], task[5] // 2, task[6]
+    columns = carray(integers_at(indices), (task[ROWS],))
+    first, end = share(task[ROWS], part, num_parts)
+    for row in range(first, end):
+        take_column(
+            carray(words_at(weights), (1 << 40,)), columns[row], carray(words_at(out + row * half * 4), (half,))
+        )
+
+
+@jit()
+def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
+    """plan (see TilePlan.words), queries (bf16, rows `stride` apart), stride, out (bf16 [rows, query_size]), layer,
+    window, constants (see TileAttention)"""
+    plan, queries, stride, out, layer, window = task[3], task[4], task[5], task[6], task[7], task[8]
+    (
+        pool,
+        pool_size,
+        scratches,
+        scratch_size,
+        ones,
+        configuration,
+        scale,
+        block_size,
+        num_kv_heads,
+        group_size,
+        head_dim,
+        block_stride,
+        token_size,
+    ) = carray(integers_at(task[9]), (13,))
+    shape = Shape(block_size, num_kv_heads, group_size, head_dim, block_stride, token_size)
+    row_size = num_kv_heads * group_size * head_dim
+    num_shares, tables_size = carray(integers_at(plan), (2,))
+    ends = carray(integers_at(plan + 16), (num_shares + 1,))
+    pieces = plan + 16 + (num_shares + 1) * 8
+    tables = carray(integers_at(pieces + ends[num_shares] * 8), (tables_size,))
+    for index in range(part, num_shares, num_parts):
+        attend_pieces(
+            carray(bf16_at(pool), (pool_size,)),
+            carray(words_at(pool), (pool_size // 2,)),
+            layer,
+            tables,
+            carray(integers_at(pieces + ends[index] * 8), (ends[index + 1] - ends[index],)),
+            shape,
+            carray(bf16_at(queries), (task[ROWS] * stride,)),
+            stride,
+            carray(bf16_at(out), (task[ROWS] * row_size,)),
+            window,
+            float_of_bits(np.uint32(scale)),
+            scratch_at(scratches + part * scratch_size, ones, configuration, shape),
+        )
+
+
+@jit(inline=True)
+def _out_size(num_rows: Any, num_columns: Any, kind: Any) -> Any:
+    """In bf16 numbers"""
+    if kind == GATED:
+        return num_rows * num_columns // 2
+    return num_rows * num_columns * 2 if kind == FLOATS else num_rows * num_columns
 
 
 @jit()
@@ -42,81 +183,4 @@ def _scratch_at(address: Any) -> Any:
         carray(floats_at(address + 4 * _SUMS), (_SUMS,)),
         carray(bytes_at(configurations), (_CONFIGURATION_BYTES,)),
         carray(bytes_at(configurations + _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
-        carray(bytes_at(configurations + 2 * _CONFIGURATION_BYTES), (_CONFIGURATION_BYTES,)),
     )
-
-
-@jit(inline=True)
-def _common(task: Any) -> Any:
-    """Numbers of every task: parts, address of the scratches, rows, depth, columns, kind, numbers in `out`."""
-    return task[0], task[1], task[2], task[3], task[4], task[5], task[6]
-
-
-@jit()
-def multiply_part(task: Any, part: Any) -> None:
-    """`task`: of `Bf16Tiles.multiply`."""
-    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = _common(task)
-    other, out, bias, weights, x = task[7], task[8], task[9], task[10], task[11]
-    panels = num_columns // PANEL
-    multiply(
-        carray(bf16_at(x), (num_rows * depth,)),
-        depth,
-        carray(bf16_at(weights), (num_columns * depth,)),
-        carray(floats_at(bias), (num_columns,)),
-        panels * part // num_parts,
-        panels * (part + 1) // num_parts,
-        kind,
-        carray(bf16_at(other), (out_size,)),
-        carray(bf16_at(out), (out_size,)),
-        _scratch_at(scratches + part * _SCRATCH_BYTES),
-    )
-
-
-@jit()
-def multiply_int8_part(task: Any, part: Any) -> None:
-    """`task`: of `Int8Tiles.multiply`."""
-    num_parts, scratches, num_rows, depth, num_columns, kind, out_size = _common(task)
-    other, out, bias, weights = task[7], task[8], task[9], task[10]
-    digits, row_scales, scales = task[11], task[12], task[13]
-    panels = num_columns // PANEL
-    multiply_int8(
-        carray(int8_at(digits), (2 * num_rows * depth,)),
-        carray(floats_at(row_scales), (num_rows,)),
-        depth,
-        carray(int8_at(weights), (num_columns * depth,)),
-        carray(floats_at(scales), (num_columns,)),
-        carray(floats_at(bias), (num_columns,)),
-        panels * part // num_parts,
-        panels * (part + 1) // num_parts,
-        kind,
-        carray(bf16_at(other), (out_size,)),
-        carray(bf16_at(out), (out_size,)),
-        _scratch_at(scratches + part * _SCRATCH_BYTES),
-    )
-
-
-@functools.cache
-def thread_function(kind: str) -> int:
-    """Address of what each of OpenMP's threads calls with the address of a task: it computes every so many parts, from
-    its own number on. `kind`: "bf16" or "int8"."""
-    thread, num_threads = (_openmp_function(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
-    compute = multiply_part if kind == "bf16" else multiply_int8_part
-
-    @cfunc(types.void(types.CPointer(types.int64)))
-    def work(data: Any) -> None:
-        task = carray(data, (_TASK_SIZE,))
-        for part in range(thread(), task[0], num_threads()):
-            compute(task, part)
-
-    _kept.append(work)
-    return int(work.address or 0)
-
-
-def _openmp_function(name: str) -> Any:
-    # torch has brought it; LLVM may not see it.
-    llvmlite.binding.add_symbol(name, ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value)
-    return types.ExternalFunction(name, types.int32())
-
-
-_kept: list[Any] = []
-"""Code is freed with what it was compiled from."""

@@ -21,6 +21,7 @@ from shard_server.engines.torch_engine.device.attention import (
 )
 from shard_server.engines.torch_engine.device.decode_steps import DecodeInputs, DecodeRow, DecodeSteps, step_sizes
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.linear import TorchLinears
 from shard_server.engines.torch_engine.memory import kv_block_bytes
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.model_runner import DTYPES, ScheduledSequence
@@ -74,7 +75,7 @@ class DeviceRunner:
                 weights,
                 dtype=options.dtype,
                 max_model_len=self.max_model_len,
-                max_rows=_INVARIANT_ROWS if options.wants_batch_invariance else None,
+                linears=TorchLinears(_INVARIANT_ROWS if options.wants_batch_invariance else None),
                 on_progress=on_progress,
                 device=device,
             )

@@ -1,0 +1,107 @@
+"""A forward pass over one step's rows, by torch's operators or by compiled kernels (compiled_forward.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shard_server.engines.torch_engine.attention import Extent, PagedAttention
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.int8_linear import Int8Linears
+from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
+from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.linear import MakesLinears, TorchLinears
+from shard_server.engines.torch_engine.model import LlamaModel
+from shard_server.engines.torch_engine.weights import OnProgress
+
+
+class Forward(Protocol):
+    """Of one model over one KV cache."""
+
+    multiplies_single_rows: bool
+    """Whether several rows of one sequence are cheaper as if each were another sequence's."""
+
+    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
+        """What attention does in a step. `decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of
+        `prefills` follow."""
+        ...
+
+    def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: Any) -> torch.Tensor:
+        """float32 [len(logit_rows), vocab_size]. Writes the KV of all rows."""
+        ...
+
+    def is_invariant(self) -> bool:
+        """Whether this machine computes a row alike in every batch, bit for bit: measured; to be asked first."""
+        ...
+
+
+class Kernels(Protocol):
+    """What computes a model's forward passes."""
+
+    linears: MakesLinears
+
+    def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> Forward:
+        """`model`: made with `linears`."""
+        ...
+
+
+def find_compiled_kernels(
+    config: LlamaConfig, dtype: torch.dtype, block_size: int, on_progress: OnProgress, *, int8_weights: bool
+) -> Kernels | None:
+    """None where they cannot run: then `on_progress` hears why."""
+    try:
+        from shard_server.engines.torch_engine.compiled_forward import CompiledKernels, why_not_compiled
+    except ImportError as error:
+        reason: str | None = str(error)
+    else:
+        reason = why_not_compiled(config, dtype, block_size)
+        if reason is None:
+            on_progress("compiled kernels (some seconds when they are compiled first)")
+            return CompiledKernels(int8_weights=int8_weights)
+    on_progress(f"torch's kernels, the compiled ones are left out: {reason}")
+    return None
+
+
+class TorchKernels:
+    """torch's operators. Raises EngineError where this CPU's int8 products are not exact."""
+
+    def __init__(self, dtype: torch.dtype, max_rows: int | None, *, int8_weights: bool) -> None:
+        """`max_rows`: of one product, see linear.py."""
+        self.linears: MakesLinears = Int8Linears(dtype) if int8_weights else TorchLinears(max_rows)
+
+    def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> TorchForward:
+        return TorchForward(model, config, cache)
+
+
+class TorchForward:
+    def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> None:
+        self._model, self._config, self._cache = model, config, cache
+        self._attention = PagedAttention(config, cache)
+        self._row_granularity = 1
+        self.multiplies_single_rows = self._attention.multiplies_single_rows
+        self.plan = self._attention.plan
+
+    def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: Any) -> torch.Tensor:
+        padding = [0] * (self._rounded(plan.num_rows) - len(token_ids))
+        logits = self._model.forward(
+            torch.tensor(token_ids + padding),
+            torch.tensor(positions + padding),
+            torch.tensor(logit_rows + [0] * (self._rounded(len(logit_rows)) - len(logit_rows)), dtype=torch.int64),
+            plan.token_rows,
+            functools.partial(self._attention.attend, plan),
+            self._cache,
+        )
+        return logits[: len(logit_rows)]
+
+    def is_invariant(self) -> bool:
+        granularity = common_row_granularity(self._model.distinct_products, self._cache.dtype)
+        self._row_granularity = granularity or 1
+        return granularity is not None and attention_is_invariant(
+            self._config, self._cache.dtype, self._cache.block_size, PagedAttention
+        )
+
+    def _rounded(self, num_rows: int) -> int:
+        return -(-num_rows // self._row_granularity) * self._row_granularity
