@@ -1,7 +1,7 @@
 """Threads that wait for one another inside compiled code.
 
-They spin, since most waits are shorter than a system call; one that has spun for long lets others have its core, so
-that threads that share one with other processes do not wait for somebody whose place they take.
+They spin for a little, since most waits are shorter than a system call, and sleep then: where other processes keep the
+cores busy, somebody who spins, or yields again and again, takes the place of the one he waits for, or loses his own.
 """
 
 from __future__ import annotations
@@ -17,32 +17,44 @@ from shard_server.engines.torch_engine.compiled import jit
 
 _I64 = ir.IntType(64)
 _PATIENCE = 1000
-"""Pauses, of 40 to 50 ns each, before a core is offered to others."""
+"""Pauses, of 40 to 50 ns each."""
+_FUTEX, _WAIT, _WAKE = 202, 128, 129
+"""Linux on x86-64: the system call, and its operations among the threads of one process."""
+_ALL = 2**31 - 1
 
 
-@jit(inline=True)
-def wait_for_all(counter: Any, target: Any, yield_address: Any) -> None:
-    """Until `target` calls have been made for the int64 at the address `counter`. All that the callers wrote before is
-    seen by all afterwards. `yield_address`: of sched_yield."""
-    add_one(counter)
-    num_pauses = 0
-    while read(counter) < target:
+@jit()
+def wait_for_all(barrier: Any, target: Any, system_call: Any) -> None:
+    """Until `target` calls have been made for the two int64 at the address `barrier`: calls, and how many sleep; zeros
+    at first. All that the callers wrote before is seen by all afterwards. `system_call`: address of C's function."""
+    sleepers = barrier + 8
+    if add(barrier, 1) + 1 == target:
+        if read(sleepers):
+            call_system(system_call, _FUTEX, barrier, _WAKE, _ALL)
+        return
+    for _ in range(_PATIENCE):
+        if read(barrier) >= target:
+            return
         pause()
-        num_pauses += 1
-        if num_pauses > _PATIENCE:
-            called(yield_address)
+    while True:
+        # Counted before it looks again: the last one either sees that somebody sleeps, or has been seen.
+        add(sleepers, 1)
+        num_calls = read(barrier)
+        if num_calls < target:
+            call_system(system_call, _FUTEX, barrier, _WAIT, num_calls)  # returns at once if there are more by now
+        add(sleepers, -1)
+        if read(barrier) >= target:
+            return
 
 
 @intrinsic
-def add_one(_typing: Any, _address: Any) -> Any:
-    """To the int64 at `address`, at once for all threads."""
+def add(_typing: Any, _address: Any, _number: Any) -> Any:
+    """To the int64 at `address`, at once for all threads; what was there before."""
 
-    def generate(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
-        place = builder.inttoptr(args[0], _I64.as_pointer())
-        builder.atomic_rmw("add", place, ir.Constant(_I64, 1), "seq_cst")
-        return context.get_dummy_value()
+    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
 
-    return types.void(types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -65,13 +77,28 @@ def pause(_typing: Any) -> Any:
     return types.void(), generate
 
 
+# Functions of C by address, not by name, so that the code can be kept.
+
+
 @intrinsic
-def called(_typing: Any, _address: Any) -> Any:
-    """What the C function at `address` returns: an int, of no arguments. An address and no name, so that the code can
-    be kept."""
+def called(_typing: Any, _function: Any) -> Any:
+    """What the function at the address `function` returns: an int, of no arguments."""
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         function_type = ir.FunctionType(ir.IntType(32), [])
         return builder.call(builder.inttoptr(args[0], function_type.as_pointer()), [])
 
     return types.int32(types.int64), generate
+
+
+@intrinsic
+def call_system(_typing: Any, _function: Any, _number: Any, _first: Any, _second: Any, _third: Any) -> Any:
+    """`syscall` at the address `function`, with three arguments; a fourth is 0."""
+
+    def generate(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(_I64, [_I64], var_arg=True)
+        function, *arguments = args
+        builder.call(builder.inttoptr(function, function_type.as_pointer()), [*arguments, ir.Constant(_I64, 0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate

@@ -41,9 +41,9 @@ from shard_server.engines.torch_engine.tile_tasks import (
 )
 
 CALL_SIZE = 8
-TASKS, NUM_TASKS, COUNTER, FOUND, THREAD_NUMBER, NUM_THREADS, YIELD = range(7)
-"""Of a call: addresses of the program, of the barrier's counter (0 at first), of 64 bytes for each thread, and of
-omp_get_thread_num, omp_get_num_threads (both 0: there is one thread) and sched_yield."""
+TASKS, NUM_TASKS, BARRIER, FOUND, THREAD_NUMBER, NUM_THREADS, SYSTEM_CALL = range(7)
+"""Of a call: addresses of the program, of a barrier (see barrier.py), of 64 bytes for each thread, and of C's
+omp_get_thread_num, omp_get_num_threads (both 0: there is one thread) and syscall."""
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def _run_tasks(call: Any) -> None:
             _compute(task, thread, num_threads)
         if task[IS_AWAITED] and num_threads > 1:
             num_arrivals += num_threads
-            wait_for_all(call[COUNTER], num_arrivals, call[YIELD])
+            wait_for_all(call[BARRIER], num_arrivals, call[SYSTEM_CALL])
     load_tile_configuration(found)
 
 

@@ -14,14 +14,14 @@ import torch
 
 from shard_server.engines.torch_engine.amx import aligned_zeros
 from shard_server.engines.torch_engine.program import (
+    BARRIER,
     CALL_SIZE,
-    COUNTER,
     FOUND,
     NUM_TASKS,
     NUM_THREADS,
+    SYSTEM_CALL,
     TASKS,
     THREAD_NUMBER,
-    YIELD,
     entry_point,
 )
 from shard_server.engines.torch_engine.tile_tasks import new_scratches
@@ -40,13 +40,17 @@ class ThreadTeam:
         self.scratches = self._scratches.ctypes.data
         """Address of what products need, see tile_tasks.py"""
         self._found = aligned_zeros(64 * self.num_threads, np.uint8)
-        self._counter = aligned_zeros(8, np.int64)
+        self._barrier = aligned_zeros(8, np.int64)
         self._call = np.zeros(CALL_SIZE, np.int64)
-        self._call[COUNTER] = self._counter.ctypes.data
+        self._call[BARRIER] = self._barrier.ctypes.data
         self._call[FOUND] = self._found.ctypes.data
         if self.num_threads > 1:
-            places = (THREAD_NUMBER, "omp_get_thread_num"), (NUM_THREADS, "omp_get_num_threads"), (YIELD, "sched_yield")
-            for place, name in places:
+            names = {
+                THREAD_NUMBER: "omp_get_thread_num",
+                NUM_THREADS: "omp_get_num_threads",
+                SYSTEM_CALL: "syscall",
+            }
+            for place, name in names.items():
                 self._call[place] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
         self._call_address = self._call.ctypes.data
         self._alone: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._entry_point)
@@ -54,7 +58,7 @@ class ThreadTeam:
     def run(self, tasks: np.ndarray[Any, Any]) -> None:
         """`tasks`: of tasks.program. Returns when all threads are through."""
         self._call[TASKS], self._call[NUM_TASKS] = tasks.ctypes.data, len(tasks)
-        self._counter[0] = 0
+        self._barrier[:] = 0
         if self.num_threads == 1:
             self._alone(self._call_address)
         else:
