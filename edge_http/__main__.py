@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edge_http.process import add_door_flags, doors_from, load_model, serve_edge
 from kvloom.config import load_config
+from kvloom.cpu_affinity import number_of, staying_on_a_cpu
 from kvloom.router_finder import linked_routers
 from kvloom.service import announce_ready, run_service, stop_event
 from kvloom.telemetry import configure_logging
@@ -20,8 +21,10 @@ async def serve(options: argparse.Namespace) -> None:
     stop = stop_event()
     model = await asyncio.to_thread(load_model, config)
     try:
-        async with linked_routers(config, options.name) as link:
-            await serve_edge(config, link, model, doors_from(options, config), stop, announce_ready)
+        # Edges take CPUs from the first on, routers from the last on.
+        with staying_on_a_cpu(number_of(options.name), wanted=config.edge.stays_on_cpu):
+            async with linked_routers(config, options.name) as link:
+                await serve_edge(config, link, model, doors_from(options, config), stop, announce_ready)
     finally:
         model.tokenizer.close()
 

@@ -91,6 +91,8 @@ class EdgeConfig(Section):
     """From the end of the headers to the end of the body."""
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
+    stays_on_cpu: bool = True
+    """The event loop stays on one CPU as long as nothing else keeps that busy (kvloom/cpu_affinity.py)."""
     routers: list[Address] = []
     """host:port of each. Empty: the one of [router], and all that announce themselves in Redis."""
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0
@@ -172,6 +174,8 @@ class RouterConfig(Section):
     max_streams_per_connection: PositiveInt = 4096
     """RPCs open at a time on one HTTP/2 connection; more wait at the client."""
     drain_timeout_seconds: PositiveFloat = 30.0
+    stays_on_cpu: bool = True
+    """As the edge's."""
     placement: PlacementConfig = msgspec.field(default_factory=PlacementConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from tokenizers import Tokenizer
 
 from kvloom.chat_template import ChatMessage, ChatTemplate, named_tokens, read_json
+from kvloom.cpu_affinity import use_every_cpu
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.piecewise import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, Plan
 from kvloom.special_tokens import AliasedEncoder, SpecialStrings
@@ -55,7 +56,7 @@ class ModelTokenizer:
         self._token_bytes = TokenBytes(tokenizer)
         self._aliased: AliasedEncoder | None = None
         self._aliased_lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer", initializer=use_every_cpu)
         self._num_pending = 0
         self._adds_tokens = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._pieces = PieceCache(PieceRules(tokenizer))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvloom import service, telemetry
 from kvloom.config import KvloomConfig, load_config
+from kvloom.cpu_affinity import number_of, staying_on_a_cpu
 from router.process import Doors, add_door_flags, doors_from, load_tokenizer, open_router
 
 
@@ -17,7 +18,9 @@ async def serve(config: KvloomConfig, name: str, doors: Doors) -> None:
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     server, address, metrics_address = await open_router(config, tokenizer, name, doors)
     service.announce_ready(address, metrics_address)
-    await server.serve(stop)
+    # Edges take CPUs from the first on, routers from the last on.
+    with staying_on_a_cpu(-1 - number_of(name), wanted=config.router.stays_on_cpu):
+        await server.serve(stop)
 
 
 def main() -> None:

@@ -53,7 +53,8 @@ from tools.page_table import write_between
     "comparison",
     type=click.Choice(COMPARISONS),
     default=None,
-    help="Each workload in two ways, by turns: answers gated or not screened; alone or beside long prompts.",
+    help="Each workload in two ways, by turns: answers gated or not screened; alone or beside long prompts; event "
+    "loops that stay on a CPU or not.",
 )
 @click.option("--scale-out", is_flag=True, help="Fabrics of growing size: edges x routers x shards, up to 256 shards.")
 @click.option(

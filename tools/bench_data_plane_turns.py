@@ -1,4 +1,5 @@
-"""One workload in two ways, by turns: what the answers' gate costs, and what others' long prompts do to a stream."""
+"""One workload in two ways, by turns: what the answers' gate costs, what others' long prompts do to a stream, and what
+event loops save that stay on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tools.process_counters import cpu_microseconds
 
 GATE: Final = "gate"
 LONG_PROMPTS: Final = "long-prompts"
-COMPARISONS: Final = (GATE, LONG_PROMPTS)
+CPUS: Final = "cpus"
+COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS)
 NUM_LONG_PROMPTS: Final = 1500
 """More than are asked for beside any workload."""
 _SETTLE_SECONDS: Final = 1.0
@@ -31,6 +33,8 @@ _BUSY_TIMEOUT_SECONDS: Final = 120.0
 
 Measure = Callable[[Workload, int], Any]
 """Of a workload and a seed; awaits what the client says."""
+Ways = Callable[[Plan, Workload, Path], contextlib.AbstractAsyncContextManager[Mapping[str, Measure]]]
+"""Of a workload, in a directory for what fabrics keep: the first is what the second is compared with."""
 
 
 def run_by_turns(comparison: str, plan: Plan, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -43,9 +47,8 @@ async def _compare(
     comparison: str, plan: Plan, workload: Workload, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {}
-    ways = _gate_ways if comparison == GATE else _long_prompt_ways
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
-        async with ways(plan, workload, Path(home)) as measures:
+        async with _WAYS[comparison](plan, workload, Path(home)) as measures:
             for run in range(plan.num_runs):
                 for name, measure in measures.items():
                     on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {name}")
@@ -61,17 +64,29 @@ async def _compare(
     }
 
 
-@contextlib.asynccontextmanager
-async def _gate_ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+def _gate(config: KvloomConfig, is_on: bool) -> None:
+    config.safety.answer_mode = "gate" if is_on else "off"
+
+
+def _stay_on_cpus(config: KvloomConfig, is_on: bool) -> None:
+    config.edge.stays_on_cpu = config.router.stays_on_cpu = is_on
+
+
+def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -> Ways:
     """Two fabrics that are up at the same time."""
-    async with contextlib.AsyncExitStack() as stack:
-        measures: dict[str, Measure] = {}
-        for name, is_gated in (("answers not screened", False), ("answers gated", True)):
-            config = fabric_config(plan, workload, home)
-            config.safety.answer_mode = "gate" if is_gated else "off"
-            data_dir = home / config.safety.answer_mode
-            measures[name] = await stack.enter_async_context(_fabric(plan, workload, config, data_dir))
-        yield measures
+
+    @contextlib.asynccontextmanager
+    async def ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+        async with contextlib.AsyncExitStack() as stack:
+            measures: dict[str, Measure] = {}
+            for is_on, name in enumerate((off, on)):
+                config = fabric_config(plan, workload, home)
+                switch(config, bool(is_on))
+                fabric = _fabric(plan, workload, config, home / f"fabric-{is_on}")
+                measures[name] = await stack.enter_async_context(fabric)
+            yield measures
+
+    return ways
 
 
 @contextlib.asynccontextmanager
@@ -134,3 +149,10 @@ def _differences(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
         "added_ttft_ms": {p: median_of(lambda run, p=p: run["added_ttft_ms"][p]) for p in ("p50", "p99")},
         "transit_ms": {p: median_of(lambda run, p=p: run["transit_ms"][p]) for p in ("p50", "p99")},
     }
+
+
+_WAYS: Final[Mapping[str, Ways]] = {
+    GATE: _settings("answers not screened", "answers gated", _gate),
+    CPUS: _settings("on any CPU", "event loops stay on one", _stay_on_cpus),
+    LONG_PROMPTS: _long_prompt_ways,
+}

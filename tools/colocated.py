@@ -14,6 +14,7 @@ from edge_http.process import add_door_flags as add_edge_flags
 from edge_http.process import doors_from as edge_doors_from
 from edge_http.process import serve_edge, served_model
 from kvloom.config import load_config
+from kvloom.cpu_affinity import number_of, staying_on_a_cpu
 from kvloom.service import announce_ready, run_service, stop_event
 from kvloom.telemetry import configure_logging
 from router.process import add_door_flags as add_router_flags
@@ -47,9 +48,10 @@ async def serve(options: argparse.Namespace) -> None:
 
     await link.start()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(router.serve(edge_has_ended), name="router")
-            tasks.create_task(serve_edge_side(), name="edge")
+        with staying_on_a_cpu(number_of(options.name), wanted=config.edge.stays_on_cpu):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(router.serve(edge_has_ended), name="router")
+                tasks.create_task(serve_edge_side(), name="edge")
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
     finally:
