@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.core.actions import FleetChanged, ModelState
 from router.core.events import ShardDescription
+from router.core.flows import Flows
 from router.core.health import ShardHealth
 from router.core.live import Attempt, Choice
 from router.core.slot_pool import SlotPool
@@ -20,6 +21,7 @@ class Shard:
         "attempts",
         "choices",
         "description",
+        "flows",
         "hands_over",
         "health",
         "is_draining",
@@ -43,6 +45,7 @@ class Shard:
         self.slots = SlotPool()
         self.choices: dict[int, Choice] = {}
         """By shard slot: those whose news is wanted."""
+        self.flows = Flows(self.choices)
         self.attempts: dict[int, Attempt] = {}
         """By shard slot: all that the shard has not ended, cancelled ones too."""
 
@@ -62,6 +65,7 @@ class Shard:
 
     def detach(self, choice: Choice) -> None:
         """Its news is not wanted any more."""
+        self.flows.leave(choice.shard_slot)
         del self.choices[choice.shard_slot]
         choice.shard_id = ""
 

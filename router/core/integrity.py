@@ -50,6 +50,7 @@ def _check_shards(fleet: Fleet, ledger: LoadLedger) -> None:
             num_slots[attempt.key] = num_slots.get(attempt.key, 0) + 1
         for attempt in shard.attempts.values():
             assert attempt.num_open_slots == num_slots[attempt.key]
+        shard.flows.check_integrity()
         for slot, choice in shard.choices.items():
             assert not choice.is_done
             assert (choice.shard_id, choice.shard_slot) == (shard.shard_id, slot)

@@ -69,6 +69,11 @@ class Lifecycle:
             if not client.choices:
                 self.clients.pop(client.client_id, None)
 
+    def end_flows(self) -> None:
+        """What the safety service says, or its coming and going, may concern any choice."""
+        for shard in self._fleet.shards.values():
+            shard.flows.end()
+
     # -- news goes on ---------------------------------------------------------------------------------------------
 
     def start(self, choice: Choice, start: Start, now: float) -> None:
@@ -137,6 +142,8 @@ class Lifecycle:
         """Show everything: no verdict is waited for any more."""
         live.prompt_verdict_open = False
         for choice in live.choices:
+            if choice.shard_id:
+                self._fleet.shards[choice.shard_id].flows.leave(choice.shard_slot)
             choice.is_screened = False
             self._screening.forget(choice)
             choice.screening_slot = None
@@ -188,8 +195,10 @@ class Lifecycle:
         """Cancel it where it runs, or take it out of what waits. Its slot stays in use until the shard has ended it."""
         live = choice.request
         if choice.shard_id:
+            shard = self._fleet.shards[choice.shard_id]
+            shard.flows.leave(choice.shard_slot)
             self._outbox.cancel(choice)
-            self._fleet.shards[choice.shard_id].detach(choice)
+            shard.detach(choice)
         elif choice in live.pending:
             live.pending.remove(choice)
             if live.is_queued and not live.pending:

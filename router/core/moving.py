@@ -23,6 +23,7 @@ class Mover:
     def move_off(self, shard: Shard, now: float) -> None:
         """Every request that another shard has room for; the rest stays, as some is better than none. Placed one after
         the other, each with those before it in the books, so that they spread."""
+        shard.flows.book()
         num_moved = 0
         for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
             if self._move(live, shard, now):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.admission import safety_unavailable
 from router.core.dispatch import Dispatcher
+from router.core.events import TextFilter
 from router.core.fleet import Shard
 from router.core.frames import Finish, Step
 from router.core.lifecycle import RETRYABLE_REASONS, Lifecycle
@@ -22,7 +23,7 @@ _NONE: Final = ()
 
 
 class Relay:
-    """Per token: a look-up, a few list appends; no object is made unless the token must be held."""
+    """Per token: a look-up, if it flows; else a few list appends. No object is made unless the token must be held."""
 
     def __init__(
         self,
@@ -73,54 +74,100 @@ class Relay:
 
     def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
-        choices = shard.choices
-        screening, outbox = self._screening, self._outbox
+        flows = shard.flows
+        cleared_by = self._screening.clears_all(step.deltas)
+        are_clear = flows.cleared_by is None or flows.cleared_by is cleared_by
+        client = flows.client
+        if client is None or not flows.client_slots:
+            return self._relay_each(shard, step, cleared_by, now)
+        client_slots = list(map(flows.client_slots.get, step.slots))
+        if not are_clear or None in client_slots:
+            return self._relay_each(shard, step, cleared_by, now)
+        flows.note(step.slots[:], step.token_ids, step.deltas)
+        out = self._outbox.step(client)
+        out.slots += cast("list[int]", client_slots)
+        out.token_ids += step.token_ids
+        out.deltas += step.deltas
+        return []
+
+    def _relay_each(self, shard: Shard, step: Step, cleared_by: TextFilter | None, now: float) -> list[Choice]:
+        """`cleared_by`: the filter that finds nothing in any text of the step, if there is one."""
+        choices, flows = shard.choices, shard.flows
+        flowing, flow_filter = flows.client_slots, None if flows.cleared_by is cleared_by else flows.cleared_by
+        noted_slots: list[int] = []
+        noted_ids: list[int] = []
+        noted_deltas: list[str] = []
+        flows.note(noted_slots, noted_ids, noted_deltas)
         overfull: list[Choice] = []
-        cleared_by = screening.clears_all(step.deltas)
-        client = None
-        add_slot = add_token = add_delta = None
         for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
-            choice = choices.get(slot)
-            if choice is None:
-                continue
-            choice.output_token_ids.append(token_id)
-            num_chars = choice.num_chars
-            choice.num_chars = end = num_chars + len(delta)
-            hold = choice.hold
-            if hold is None:
-                if choice.is_screened and delta:
-                    screening.send(choice, delta)
-            elif (
-                cleared_by is not None
-                and delta
-                and hold.num_clear_chars == num_chars
-                and not hold.entries
-                and choice.is_screened
-                and (choice.screening_slot is None or choice.prefilter is cleared_by)
-                and not choice.request.prompt_verdict_open
-            ):
-                # What nearly all tokens are, and what `_passes` would do: all of it clear, by this filter.
-                if hold.start is not None:
-                    self._lifecycle.release_start(choice, hold, now)
-                hold.num_clear_chars = end
-                hold.last_shown_char = choice.last_skipped_char = delta[-1]
-                choice.num_skipped_chars += end - num_chars
-            elif not self._passes(choice, hold, delta, is_plain=cleared_by is not None):
-                hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
-                hold.num_tokens += 1
-                if hold.num_tokens > choice.request.max_held_tokens:
-                    overfull.append(choice)
-                elif hold.num_clear_chars == choice.num_chars:
-                    self._lifecycle.settle(choice, now)
-                continue
-            if choice.client is not client:
-                client = choice.client
-                out = outbox.step(client)
-                add_slot, add_token, add_delta = out.slots.append, out.token_ids.append, out.deltas.append
-            add_slot(choice.client_slot)  # pyright: ignore[reportOptionalCall]  (set together with `client`)
-            add_token(token_id)  # pyright: ignore[reportOptionalCall]
-            add_delta(delta)  # pyright: ignore[reportOptionalCall]
+            client, client_slot = flows.client, flowing.get(slot)
+            if client_slot is not None and flow_filter is not None and delta and flow_filter.is_suspicious(delta):
+                flows.leave(slot)
+                client_slot = None
+            if client_slot is not None and client is not None:
+                noted_slots.append(slot)
+                noted_ids.append(token_id)
+                noted_deltas.append(delta)
+            else:
+                choice = choices.get(slot)
+                if choice is None or not self._goes_on(shard, choice, token_id, delta, cleared_by, overfull, now):
+                    continue
+                client, client_slot = choice.client, choice.client_slot
+            out = client.step or self._outbox.step(client)
+            out.slots.append(client_slot)
+            out.token_ids.append(token_id)
+            out.deltas.append(delta)
         return overfull
+
+    def _goes_on(
+        self,
+        shard: Shard,
+        choice: Choice,
+        token_id: int,
+        delta: str,
+        cleared_by: TextFilter | None,
+        overfull: list[Choice],
+        now: float,
+    ) -> bool:
+        """Whether a token goes straight to the client. From its second token on a choice may flow."""
+        choice.output_token_ids.append(token_id)
+        num_chars = choice.num_chars
+        choice.num_chars = end = num_chars + len(delta)
+        hold = choice.hold
+        if hold is None:
+            if not choice.is_screened:
+                if num_chars:
+                    shard.flows.join(choice, None)
+            elif delta:
+                self._screening.send(choice, delta)
+            return True
+        if (
+            cleared_by is not None
+            and delta
+            and hold.num_clear_chars == num_chars
+            and not hold.entries
+            and choice.is_screened
+            and (choice.screening_slot is None or choice.prefilter is cleared_by)
+            and not choice.request.prompt_verdict_open
+        ):
+            # What nearly all tokens are, and what `_passes` would do: all of it clear, by this filter.
+            if hold.start is not None:
+                self._lifecycle.release_start(choice, hold, now)
+            else:
+                shard.flows.join(choice, cleared_by)
+            hold.num_clear_chars = end
+            hold.last_shown_char = choice.last_skipped_char = delta[-1]
+            choice.num_skipped_chars += end - num_chars
+            return True
+        if self._passes(choice, hold, delta, is_plain=cleared_by is not None):
+            return True
+        hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
+        hold.num_tokens += 1
+        if hold.num_tokens > choice.request.max_held_tokens:
+            overfull.append(choice)
+        elif hold.num_clear_chars == choice.num_chars:
+            self._lifecycle.settle(choice, now)
+        return False
 
     def _passes(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
         """Have new text screened, unless the prefilter clears it; whether it can go straight to the client."""
@@ -141,6 +188,7 @@ class Relay:
         for slot, entry in step.logprobs:
             logprobs.setdefault(slot, []).append(entry)
         overfull: list[Choice] = []
+        shard.flows.end()
         is_plain = self._screening.clears_all(step.deltas) is not None
         position = 0
         for slot, count, delta in zip(step.slots, counts, step.deltas, strict=True):

@@ -69,6 +69,7 @@ class Verdicts:
         """Halts come first: what they forbid must not slip out with what the same frame clears."""
         if len(answers.slots) != len(answers.num_clear_chars):
             raise protocol_violation("A screening frame's arrays do not fit together.")
+        self._lifecycle.end_flows()
         screening, settle = self._screening, self._lifecycle.settle
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
@@ -97,6 +98,7 @@ class Verdicts:
     def on_down(self, now: float) -> None:
         """No verdict will come over this stream. What waits for one, or would need one later, is held until there is
         another stream; what cannot be held ends or goes on unscreened."""
+        self._lifecycle.end_flows()
         screening = self._screening
         if screening.is_up and self._patience_seconds > 0:
             self._waits_until = now + self._patience_seconds
@@ -108,6 +110,7 @@ class Verdicts:
 
     def on_up(self, now: float) -> None:
         """There is a stream again, after `Screening.set_up`: what was held is looked at anew."""
+        self._lifecycle.end_flows()
         if self._waits_until is None:
             return
         self._waits_until = None
@@ -127,6 +130,7 @@ class Verdicts:
         if self._waits_until is None or now < self._waits_until:
             return
         self._waits_until = None
+        self._lifecycle.end_flows()
         self._screening.reset(keeps_prefilter=False)
         for live in list(self._lifecycle.requests.values()):
             if self._needs_verdict(live):

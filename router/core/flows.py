@@ -1,0 +1,111 @@
+"""Sequences whose tokens go straight on, and what is kept of them for later.
+
+Most tokens change nothing: no news of their sequence is held, all its text so far is clear, and this text is too. For
+such a sequence a token's way needs one look-up, its slot on the client's stream. The failover buffer, and how much text
+was cleared, are written many frames at a time: what counts on a processor that has done other things since the last
+frame is how much different memory a token touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Final, cast
+
+from router.core.events import TextFilter
+from router.core.live import Choice, Client
+
+MAX_UNBOOKED_FRAMES: Final = 32
+
+
+class Flows:
+    """Of one shard, those that go to one client and are cleared by one filter; all others are relayed one by one."""
+
+    __slots__ = ("_choices", "_unbooked", "cleared_by", "client", "client_slots")
+
+    def __init__(self, choices: dict[int, Choice]) -> None:
+        """`choices`: the shard's, by its slots."""
+        self._choices = choices
+        self.client_slots: dict[int, int] = {}
+        """Shard slot → the client's."""
+        self.client: Client | None = None
+        self.cleared_by: TextFilter | None = None
+        """None: they are not screened."""
+        self._unbooked: list[tuple[list[int | None], Sequence[int], Sequence[str]]] = []
+        """Frames that the choices have not been told of: slots (None: whose has been), token ids, text."""
+
+    def join(self, choice: Choice, cleared_by: TextFilter | None) -> None:
+        """Nothing of it is held, its start was sent, and whatever this filter clears goes on at once."""
+        if not self.client_slots:
+            self.client, self.cleared_by = choice.client, cleared_by
+        if self.client is choice.client and self.cleared_by is cleared_by:
+            self.client_slots[choice.shard_slot] = choice.client_slot
+
+    def note(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+        """Tokens of these sequences go on. Takes the arrays over: they may grow until the next frame, no more."""
+        if self._unbooked and not self._unbooked[-1][0]:
+            self._unbooked.pop()
+        if len(self._unbooked) >= MAX_UNBOOKED_FRAMES:
+            self.book()
+        self._unbooked.append((cast("list[int | None]", slots), token_ids, deltas))
+
+    def leave(self, slot: int) -> None:
+        """Its choice is to be looked at, or changed. Repeatable."""
+        if self.client_slots.pop(slot, None) is None:
+            return
+        own_ids: list[int] = []
+        own_texts: list[str] = []
+        for slots, token_ids, deltas in self._unbooked:
+            while slot in slots:
+                at = slots.index(slot)
+                slots[at] = None
+                own_ids.append(token_ids[at])
+                own_texts.append(deltas[at])
+        _book(self._choices[slot], own_ids, own_texts)
+
+    def end(self) -> None:
+        """All leave."""
+        self.book()
+        self.client_slots.clear()
+
+    def book(self) -> None:
+        """Bring the choices up to date."""
+        unbooked, self._unbooked = self._unbooked, []
+        for slots, group in groupby(unbooked, itemgetter(0)):
+            frames = list(group)
+            ids_of_slots = zip(*[token_ids for _, token_ids, _ in frames], strict=True)
+            texts_of_slots = zip(*[deltas for _, _, deltas in frames], strict=True)
+            for slot, token_ids, texts in zip(slots, ids_of_slots, texts_of_slots, strict=True):
+                if slot is not None:
+                    _book(self._choices[slot], token_ids, texts)
+
+    def check_integrity(self) -> None:
+        """Assert that what flows may flow."""
+        for slot, client_slot in self.client_slots.items():
+            choice = self._choices[slot]
+            assert choice.client is self.client
+            assert choice.client_slot == client_slot
+            assert not choice.request.prompt_verdict_open
+            assert choice.is_screened == (self.cleared_by is not None)
+            hold = choice.hold
+            if self.cleared_by is None:
+                assert hold is None
+            else:
+                assert hold is not None
+                assert not hold.entries
+                assert hold.start is None
+                assert hold.num_clear_chars == choice.num_chars
+                assert choice.screening_slot is None or choice.prefilter is self.cleared_by
+
+
+def _book(choice: Choice, token_ids: Sequence[int], texts: Sequence[str]) -> None:
+    choice.output_token_ids.extend(token_ids)
+    text = "".join(texts)
+    if text:
+        choice.num_chars += len(text)
+        hold = choice.hold
+        if hold is not None:
+            hold.num_clear_chars = choice.num_chars
+            hold.last_shown_char = choice.last_skipped_char = text[-1]
+            choice.num_skipped_chars += len(text)
