@@ -58,7 +58,7 @@ class Layers:
         self.queries = torch.randn(MAX_TOKENS, self.config.query_size, generator=generator).mul_(2).bfloat16()
         self.table = random.Random(2).sample(range(NUM_BLOCKS), -(-MAX_TOKENS // shape.block_size))
         slots = [self.table[i // shape.block_size] * shape.block_size + i % shape.block_size for i in range(MAX_TOKENS)]
-        self.cache.write(self.cache.token_rows(slots)[1], self.keys_values)
+        self.attention.write(1, slots, self.keys_values)
 
     def attend(self, *extents: tuple[int, int]) -> torch.Tensor:
         """Rows of the positions from .. to each, as one step computes them."""
@@ -147,7 +147,6 @@ def test_what_lies_behind_the_end_leaves_no_trace():
     """Blocks are used again: behind a sequence's end lies what another one left there."""
     layers = Layers(Shape(2, 3, 64, None, 16))
     before = layers.attend((100, 150), (69, 70))
-    behind = layers.cache.token_rows([layers.table[150 // 16] * 16 + 150 % 16])[1]
-    layers.cache.write(behind, torch.full((1, 256), 1e30).bfloat16())
+    layers.attention.write(1, [layers.table[150 // 16] * 16 + 150 % 16], torch.full((1, 256), 1e30).bfloat16())
     layers.attend((600, 700))
     assert torch.equal(layers.attend((100, 150), (69, 70)), before)

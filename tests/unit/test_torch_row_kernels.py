@@ -65,20 +65,24 @@ def test_norms_of_heads_have_the_weights_of_queries_and_of_keys(team):
 
 
 def test_rotated_rows_and_what_is_stored_are_the_same_bits(team):
-    """Keys go to their slots with the values, among the layer's own."""
-    rows, query_size, kv_size, dim, block_size, num_layers, layer = 9, 96, 32, 16, 4, 3, 1
+    """Keys go to their slots with the values, among the layer's own and those of 16 tokens: pairs of a key's numbers
+    side by side, and pairs of tokens' values."""
+    rows, query_size, kv_size, dim, block_size, num_layers, layer = 9, 96, 32, 16, 32, 3, 1
     qkv = random_rows(rows, query_size + 2 * kv_size)
     cos, sin = rotation_table(50, dim, 1e4)
-    positions, slots = torch.arange(40, 40 + rows), torch.randperm(20)[:rows]
-    pool = torch.zeros(5, num_layers, block_size, 2 * kv_size).bfloat16()
-    expected_pool, expected = pool.clone(), qkv.clone()
+    positions, slots = torch.arange(40, 40 + rows), torch.randperm(5 * block_size)[:rows]
+    pool = torch.zeros(5, num_layers, block_size // 16, 2, kv_size * 16).bfloat16()
+    expected_pool, expected = torch.zeros(5, num_layers, block_size, 2 * kv_size).bfloat16(), qkv.clone()
     rotate_(expected[:, : query_size + kv_size].unflatten(-1, (-1, dim)), cos[positions, None], sin[positions, None])
     expected_pool[slots // block_size, layer, slots % block_size] = expected[:, query_size:]
     addresses = (tensor.data_ptr() for tensor in (positions, slots, qkv, cos, sin))
     sizes = query_size, kv_size, dim, pool.data_ptr(), block_size, num_layers, layer
     team.run(tasks.program([tasks.task(tasks.ROTATE, rows, *addresses, *sizes)]))
     assert torch.equal(qkv, expected)
-    assert torch.equal(pool, expected_pool)
+    keys = pool[:, :, :, 0].unflatten(3, (kv_size // 2, 16, 2)).permute(0, 1, 2, 4, 3, 5).reshape(5, 3, 32, kv_size)
+    values = pool[:, :, :, 1].unflatten(3, (kv_size // 16, 8, 16, 2)).permute(0, 1, 2, 4, 6, 3, 5)
+    assert torch.equal(keys, expected_pool[..., :kv_size])
+    assert torch.equal(values.reshape(5, 3, 32, kv_size), expected_pool[..., kv_size:])
 
 
 def test_rows_of_a_table_are_looked_up(team):

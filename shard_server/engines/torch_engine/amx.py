@@ -24,7 +24,6 @@ from numba.extending import intrinsic as _intrinsic
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES = _I8.as_pointer()
-_SIXTEEN_WORDS = ir.VectorType(_I32, 16)
 intrinsic: Any = _intrinsic
 """What it makes has one parameter less than it is given: type checkers cannot know."""
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -93,36 +92,6 @@ def tile_load(_typing: Any, register: Any, array: Any, first: Any, stride_bytes:
 @intrinsic
 def tile_store(_typing: Any, register: Any, array: Any, first: Any, stride_bytes: Any) -> Any:
     return _on_memory("tilestored64", register, array)
-
-
-@intrinsic
-def transpose_words(_typing: Any, source: Any, first: Any, stride: Any, target: Any, target_first: Any) -> Any:
-    """16 rows of 16 words, the first from `source[first]` on, `stride` words apart, become the 16 columns of what is
-    written from `target[target_first]` on."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, first, stride, target, target_first = args
-        rows: list[Any] = []
-        for row in range(16):
-            index = builder.add(first, builder.mul(stride, ir.Constant(_I64, row)))
-            place = address(context, builder, signature.args[0], source, index, _SIXTEEN_WORDS)
-            rows.append(builder.load(place, align=4))
-        # Swap the squares beside the diagonal, of 8 x 8 words, then within each of 4 x 4, 2 x 2 and 1 x 1.
-        for half in (8, 4, 2, 1):
-            for row in range(16):
-                if not row & half:
-                    pair = rows[row], rows[row + half]
-                    upper = [16 + lane - half if lane & half else lane for lane in range(16)]
-                    lower = [16 + lane if lane & half else lane + half for lane in range(16)]
-                    rows[row] = builder.shuffle_vector(*pair, ir.Constant(_SIXTEEN_WORDS, upper))
-                    rows[row + half] = builder.shuffle_vector(*pair, ir.Constant(_SIXTEEN_WORDS, lower))
-        for column, words in enumerate(rows):
-            index = builder.add(target_first, ir.Constant(_I64, 16 * column))
-            place = address(context, builder, signature.args[3], target, index, _SIXTEEN_WORDS)
-            builder.store(words, place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, types.int64, target, types.int64), generate
 
 
 @intrinsic

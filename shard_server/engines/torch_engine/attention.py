@@ -111,6 +111,10 @@ class Attention(Protocol):
         """What every layer of a step does, with its `token_rows` and `num_rows` (see AttentionPlan)."""
         ...
 
+    def write(self, layer: int, slots: Sequence[int], keys_and_values: torch.Tensor) -> None:
+        """Store `keys_and_values` [len(slots), 2 * kv_size] for `attend`. A slot is block * block_size + offset."""
+        ...
+
     def attend(self, plan: Any, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
         ...
@@ -155,6 +159,9 @@ class PagedAttention:
         if plan.max_gathered_blocks > self._buffer.shape[0]:
             self._buffer = self._cache.new_gather_buffer(plan.max_gathered_blocks)
         return plan
+
+    def write(self, layer: int, slots: Sequence[int], keys_and_values: torch.Tensor) -> None:
+        self._cache.write(self._cache.token_rows(slots)[layer], keys_and_values)
 
     def attend(self, plan: AttentionPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""

@@ -29,7 +29,7 @@ from shard_server.engines.torch_engine.tasks import (
 )
 from shard_server.engines.torch_engine.team import ThreadTeam
 from shard_server.engines.torch_engine.tile_attention import TileAttention, TilePlan
-from shard_server.engines.torch_engine.tile_kernels import PASS_DIM, TILE
+from shard_server.engines.torch_engine.tile_kernels import PASS_DIM
 from shard_server.engines.torch_engine.tile_linear import (
     Bf16Tiles,
     Int8Tiles,
@@ -39,7 +39,7 @@ from shard_server.engines.torch_engine.tile_linear import (
     TileLinears,
     Tiles,
 )
-from shard_server.engines.torch_engine.tile_matmul import ADDED, DEPTH, FLOATS, GATED, ROUNDED
+from shard_server.engines.torch_engine.tile_matmul import ADDED, DEPTH, FLOATS, GATED, ROUNDED, TILE
 
 _ROWS_STEP = 64
 """Workspaces are for a multiple of so many rows."""
@@ -122,13 +122,12 @@ class CompiledForward:
         qkv, x = space.qkv.data_ptr(), space.x
         tasks = [self._norm_task(x, layer.attention_norm)]
         tasks += _tiles(layer.qkv).tasks(0, ROUNDED, space.operands(space.normalised, space.qkv))
-        sizes = config.query_size, config.kv_size, config.head_dim
         if layer.query_key_norms is not None:
+            sizes = config.query_size, config.kv_size, config.head_dim
             weights = (weight.data_ptr() for weight in layer.query_key_norms)
             tasks.append(task(HEAD_NORMS, 0, qkv, *weights, *sizes, float_bits(config.rms_norm_eps)))
         table = self._model.cos.data_ptr(), self._model.sin.data_ptr()
-        cache = self._cache.pool.data_ptr(), self._cache.block_size, config.num_layers, index
-        tasks.append(task(ROTATE, 0, 0, 0, qkv, *table, *sizes, *cache))
+        tasks.append(self._attention.store_task(0, index, qkv, config.query_size, *table))
         tasks.append(self._attention.task(0, index, qkv, space.qkv.shape[1], space.attended.data_ptr()))
         tasks += _tiles(layer.attention_output).tasks(0, ADDED, space.operands(space.attended, x, x))
         tasks.append(self._norm_task(x, layer.mlp_norm))

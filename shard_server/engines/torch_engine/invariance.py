@@ -60,10 +60,10 @@ class _AttentionProbe:
         generator = torch.Generator().manual_seed(0)
         num_blocks = -(-_NUM_TOKENS // block_size)
         one_layer = dataclasses.replace(config, num_layers=1, layer_windows=(window,))
-        self._cache = KvCache(one_layer, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
-        self._attention = make(one_layer, self._cache)
+        cache = KvCache(one_layer, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self._attention = make(one_layer, cache)
         kv = torch.randn(_NUM_TOKENS, 2 * config.kv_size, generator=generator)
-        self._cache.write(self._cache.token_rows(range(_NUM_TOKENS))[0], kv.to(dtype))
+        self._attention.write(0, range(_NUM_TOKENS), kv.to(dtype))
         self._queries = torch.randn(_NUM_TOKENS, config.query_size, generator=generator).mul_(2).to(dtype)
         self._block_table = list(range(num_blocks))
 

@@ -15,6 +15,8 @@ from shard_server.engines.torch_engine.memory import available_memory_bytes, kv_
 _DEFAULT_WINDOWS = 8
 """Full-length sequences that the default number of blocks has room for."""
 _CPU = torch.device("cpu")
+_CACHE_LINE_BYTES = 64
+"""Where the pool begins: rows of matrix tiles are such lines."""
 _MEMORY_SHARE = 0.5
 """Of the memory that is free at the start, for the default number of blocks at most."""
 
@@ -24,7 +26,8 @@ class KvCache:
 
     All layers of a block lie side by side, so that memory is touched block by block as blocks come into use. Within a
     layer a token's keys and values of all heads do, so that a step writes them with one copy per layer, and attention
-    gathers a block with one.
+    gathers a block with one. (Compiled attention has an order of its own within a layer of a block, see
+    tile_kernels.store.)
     """
 
     def __init__(
@@ -91,8 +94,9 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > available_memory_bytes():
         raise EngineError(f"{shape[0]} KV blocks need {num_bytes / 2**30:.1f} GiB of memory, more than is free")
-    storage = np.zeros(shape, dtype=np.uint16 if dtype.itemsize == 2 else np.uint32)
-    return torch.from_numpy(storage).view(dtype)
+    storage = np.zeros(num_bytes + _CACHE_LINE_BYTES, np.uint8)
+    start = -storage.ctypes.data % _CACHE_LINE_BYTES
+    return torch.from_numpy(storage[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:

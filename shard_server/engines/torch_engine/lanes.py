@@ -85,8 +85,7 @@ def rounded_sum(_typing: Any, source: Any, first: Any, other: Any, target: Any, 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, first, other, target, target_first = args
         sums = _load(context, builder, signature.args[0], source, first, _F32)
-        others = builder.zext(_load(context, builder, signature.args[2], other, target_first, _I16), _I32)
-        others = builder.bitcast(builder.shl(others, _integers(16)), _F32)
+        others = _widened(builder, _load(context, builder, signature.args[2], other, target_first, _I16))
         _store(context, builder, signature.args[3], target, target_first, _bf16(builder, builder.fadd(sums, others)))
         return context.get_dummy_value()
 
@@ -140,21 +139,28 @@ def weigh(
     target: Any,
     target_first: Any,
 ) -> Any:
-    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift) where `largest_between` looks, else 0"""
+    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift) where `largest_between` looks, else 0.
+    Their sum, float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, first, width, seen_from, seen_to, scale, shift, target, target_first = args
         scale, shift = _spread(builder, scale), _spread(builder, builder.fneg(shift))
+        sums = cgutils.alloca_once_value(builder, _floats(0.0))
         with _each(builder, width) as index:
             scores = _load(context, builder, signature.args[0], source, builder.add(first, index), _F32)
             powers = _call(builder, "llvm.fma.v16f32", scores, scale, shift)
             is_seen = _is_between(builder, index, seen_from, seen_to)
             weights = _bf16(builder, builder.select(is_seen, _exp2(builder, powers), _floats(0.0)))
             _store(context, builder, signature.args[7], target, builder.add(target_first, index), weights)
-        return context.get_dummy_value()
+            builder.store(builder.fadd(builder.load(sums), _widened(builder, weights)), sums)
+        function_type = ir.FunctionType(_F32.element, [_F32.element, _F32])
+        reduce = cgutils.get_or_insert_function(builder.module, function_type, "llvm.vector.reduce.fadd.v16f32")
+        start = ir.Constant(_F32.element, 0.0)
+        # In whatever order is fast, the same for every row.
+        return builder.call(reduce, [start, builder.load(sums)], fastmath=("reassoc",))
 
     args = (source, *[types.int64] * 4, types.float32, types.float32, target, types.int64)
-    return types.void(*args), generate
+    return types.float32(*args), generate
 
 
 @intrinsic
@@ -181,25 +187,6 @@ def exp2(_typing: Any, x: Any) -> Any:
         return builder.extract_element(_exp2(builder, _spread(builder, args[0])), ir.Constant(ir.IntType(32), 0))
 
     return types.float32(types.float32), generate
-
-
-@intrinsic
-def paired(_typing: Any, source: Any, even: Any, odd: Any, width: Any, target: Any, target_first: Any) -> Any:
-    """Words target[target_first ..]: the 16-bit numbers source[even ..], and source[odd ..] above them; `width`: a
-    multiple of 16"""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        source, even, odd, width, target, target_first = args
-        with _each(builder, width) as index:
-            lower, upper = (
-                builder.zext(_load(context, builder, signature.args[0], source, builder.add(first, index), _I16), _I32)
-                for first in (even, odd)
-            )
-            words = builder.or_(lower, builder.shl(upper, _integers(16)))
-            _store(context, builder, signature.args[4], target, builder.add(target_first, index), words)
-        return context.get_dummy_value()
-
-    return types.void(source, types.int64, types.int64, types.int64, target, types.int64), generate
 
 
 @contextlib.contextmanager
@@ -236,6 +223,11 @@ class _Bfloat(ir.Type):
 def _bf16(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
     """The bits of the nearest, ties to even."""
     return builder.bitcast(builder.fptrunc(x, ir.VectorType(_Bfloat(), _LANES)), _I16)
+
+
+def _widened(builder: ir.IRBuilder, bits: _Lanes) -> _Lanes:
+    """float32 of bf16"""
+    return builder.bitcast(builder.shl(builder.zext(bits, _I32), _integers(16)), _F32)
 
 
 def _sigmoid(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:

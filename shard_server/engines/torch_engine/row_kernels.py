@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba.np.numpy_support import carray
 
+from shard_server.engines.torch_engine.attention_scratch import TILE
 from shard_server.engines.torch_engine.compiled import (
     bf16_at,
     bf16_of_float,
@@ -21,6 +22,7 @@ from shard_server.engines.torch_engine.compiled import (
     jit,
 )
 from shard_server.engines.torch_engine.tasks import ROWS, share
+from shard_server.engines.torch_engine.tile_kernels import store
 
 
 @jit()
@@ -66,7 +68,7 @@ def normalise_heads(task: Any, part: Any, num_parts: Any) -> None:
 def rotate_and_store_rows(task: Any, part: Any, num_parts: Any) -> None:
     """positions (int64 [rows]), slots (int64 [rows], see KvCache), qkv (bf16 [rows, query_size + 2 * kv_size]), cos and
     sin (see rope.rotation_table), query_size, kv_size, head_dim, pool (of a KvCache), block_size, layers, layer:
-    queries and keys are rotated in place, keys and values copied to where the layer has its own in the pool"""
+    queries and keys are rotated in place, keys and values stored (see tile_kernels.store) among the layer's own"""
     positions, slots, qkv, cos, sin = task[3], task[4], task[5], task[6], task[7]
     query_size, kv_size, dim, pool = task[8], task[9], task[10], task[11]
     block_size, num_layers, layer = task[12], task[13], task[14]
@@ -82,7 +84,8 @@ def rotate_and_store_rows(task: Any, part: Any, num_parts: Any) -> None:
             _rotate(numbers[start:middle], numbers[middle : start + dim], row_cos, row_sin)
         block, offset = row_slots[row] // block_size, row_slots[row] % block_size
         place = (block * num_layers + layer) * block_size + offset
-        _copy(carray(bf16_at(pool + place * kv_size * 4), (2 * kv_size,)), numbers[query_size:])
+        first = (place - place % TILE) * 2 * kv_size
+        store(carray(bf16_at(pool + first * 2), (TILE * 2 * kv_size,)), place % TILE, numbers[query_size:])
 
 
 @jit(inline=True)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.amx import aligned_zeros, tile_configuration
+from shard_server.engines.torch_engine.amx import aligned_zeros
 from shard_server.engines.torch_engine.attention import Extent
+from shard_server.engines.torch_engine.attention_scratch import PIECE_TOKENS, Shape, scratch_bytes
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.tasks import ATTEND, INPUT, float_bits, program, task
+from shard_server.engines.torch_engine.tasks import ATTEND, INPUT, ROTATE, float_bits, program, task
 from shard_server.engines.torch_engine.team import ThreadTeam
-from shard_server.engines.torch_engine.tile_kernels import PIECE_TOKENS, Shape, new_ones, scratch_bytes
 
 _NO_WINDOW = 1 << 40
 
@@ -42,6 +42,7 @@ class TileAttention:
 
     def __init__(self, config: LlamaConfig, cache: KvCache, team: ThreadTeam) -> None:
         self._block_size = cache.block_size
+        self._num_layers, self._kv_size, self._head_dim = config.num_layers, config.kv_size, config.head_dim
         self._team = team
         self._layer_windows = [_NO_WINDOW if window is None else window for window in config.layer_windows]
         self._query_size = config.query_size
@@ -58,14 +59,8 @@ class TileAttention:
         scale = config.head_dim**-0.5 * math.log2(math.e)
         self._pool = cache.pool
         self._scratches = aligned_zeros(scratch_bytes(shape) * team.num_threads, np.uint8)
-        self._ones, self._configuration = new_ones(), tile_configuration()
-        arrays = (
-            self._scratches.ctypes.data,
-            scratch_bytes(shape),
-            self._ones.ctypes.data,
-            self._configuration.ctypes.data,
-        )
-        self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *arrays, float_bits(scale), *shape])
+        scratches = self._scratches.ctypes.data, scratch_bytes(shape)
+        self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *scratches, float_bits(scale), *shape])
         """What the kernel needs of every layer, as in tile_tasks.attend_rows"""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> TilePlan:
@@ -96,6 +91,26 @@ class TileAttention:
         """`queries`, rows `stride` numbers apart, and `out`: addresses. The address of a plan's words is missing."""
         window = self._layer_windows[layer]
         return task(ATTEND, num_rows, 0, queries, stride, out, layer, window, self._constants.ctypes.data)
+
+    def store_task(
+        self, num_rows: int, layer: int, qkv: int, query_size: int, cos: int, sin: int, *inputs: int
+    ) -> list[int]:
+        """Rotate queries and keys, and keep the keys and values, of `qkv` (bf16 [rows, query_size + 2 * kv_size]). See
+        rope.rotation_table for `cos` and `sin`; `inputs`: int64 positions and slots. All are addresses; those of the
+        inputs may be given later."""
+        positions, slots = inputs or (0, 0)
+        sizes = query_size, self._kv_size, self._head_dim
+        cache = self._pool.data_ptr(), self._block_size, self._num_layers, layer
+        return task(ROTATE, num_rows, positions, slots, qkv, cos, sin, *sizes, *cache)
+
+    def write(self, layer: int, slots: Sequence[int], keys_and_values: torch.Tensor) -> None:
+        """Store `keys_and_values` [len(slots), 2 * kv_size], as `attend` finds them."""
+        ones, zeros = torch.ones(self._head_dim), torch.zeros(self._head_dim)  # no rotation
+        places = np.array([[0] * len(slots), slots], np.int64)
+        tensors = (tensor.data_ptr() for tensor in (ones, zeros))
+        qkv = keys_and_values.clone(memory_format=torch.contiguous_format)
+        inputs = (row.ctypes.data for row in places)
+        self._team.run(program([self.store_task(len(slots), layer, qkv.data_ptr(), 0, *tensors, *inputs)]))
 
     def attend(self, plan: TilePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""

@@ -70,7 +70,7 @@ class Bf16Tiles:
 
     def look_up_task(self, num_rows: int, indices: int, out: int) -> list[int]:
         """Columns of the weights, as they were given: bf16 `out` [rows, depth]; int64 `indices` [rows] (addresses)."""
-        return task(LOOK_UP_IN_TILES, num_rows, indices, self._weight.data_ptr(), self.depth, out)
+        return task(LOOK_UP_IN_TILES, num_rows, indices, self._weight.data_ptr(), self.depth, self.num_columns, out)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(len(indices), self.depth, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.amx import aligned_zeros, tile_configuration
+from shard_server.engines.torch_engine.attention_scratch import Shape, scratch_at
 from shard_server.engines.torch_engine.compiled import (
     bf16_at,
     bytes_at,
@@ -19,7 +20,7 @@ from shard_server.engines.torch_engine.compiled import (
     words_at,
 )
 from shard_server.engines.torch_engine.tasks import ROWS, share
-from shard_server.engines.torch_engine.tile_kernels import Shape, attend_pieces, scratch_at
+from shard_server.engines.torch_engine.tile_kernels import attend_pieces
 from shard_server.engines.torch_engine.tile_matmul import FLOATS, GATED, PANEL, Scratch, multiply, take_column
 from shard_server.engines.torch_engine.tile_matmul_int8 import multiply_int8, split_row
 
@@ -114,14 +115,13 @@ def split_rows(task: Any, part: Any, num_parts: Any) -> None:
 
 @jit()
 def look_up_columns(task: Any, part: Any, num_parts: Any) -> None:
-    """indices (int64 [rows]), weights (packed, bf16), depth, out (bf16 [rows, depth]): columns of the weights"""
-    indices, weights, half, out = task[3], task[4], task[5] // 2, task[6]
+    """indices (int64 [rows]), weights (packed, bf16), depth, columns, out (bf16 [rows, depth]): columns of the weights"""
+    indices, weights, half, num_columns, out = task[3], task[4], task[5] // 2, task[6], task[7]
     columns = carray(integers_at(indices), (task[ROWS],))
+    words = carray(words_at(weights), (num_columns * half,))
     first, end = share(task[ROWS], part, num_parts)
     for row in range(first, end):
-        take_column(
-            carray(words_at(weights), (1 << 40,)), columns[row], carray(words_at(out + row * half * 4), (half,))
-        )
+        take_column(words, columns[row], carray(words_at(out + row * half * 4), (half,)))
 
 
 @jit()
@@ -134,8 +134,6 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
         pool_size,
         scratches,
         scratch_size,
-        ones,
-        configuration,
         scale,
         block_size,
         num_kv_heads,
@@ -143,7 +141,7 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
         head_dim,
         block_stride,
         token_size,
-    ) = carray(integers_at(task[9]), (13,))
+    ) = carray(integers_at(task[9]), (11,))
     shape = Shape(block_size, num_kv_heads, group_size, head_dim, block_stride, token_size)
     row_size = num_kv_heads * group_size * head_dim
     num_shares, tables_size = carray(integers_at(plan), (2,))
@@ -153,7 +151,6 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
     for index in range(part, num_shares, num_parts):
         attend_pieces(
             carray(bf16_at(pool), (pool_size,)),
-            carray(words_at(pool), (pool_size // 2,)),
             layer,
             tables,
             carray(integers_at(pieces + ends[index] * 8), (ends[index + 1] - ends[index],)),
@@ -163,7 +160,7 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
             carray(bf16_at(out), (task[ROWS] * row_size,)),
             window,
             float_of_bits(np.uint32(scale)),
-            scratch_at(scratches + part * scratch_size, ones, configuration, shape),
+            scratch_at(scratches + part * scratch_size, shape),
         )
 
 
