@@ -115,7 +115,7 @@ def split_rows(task: Any, part: Any, num_parts: Any) -> None:
 
 @jit()
 def look_up_columns(task: Any, part: Any, num_parts: Any) -> None:
-    """indices (int64 [rows]), weights (packed bf16), depth, columns, out (bf16 [rows, depth]): columns of the weights"""
+    """indices (int64 [rows]), weights (packed bf16), depth, columns, out (bf16 [rows, depth]): columns of weights"""
     indices, weights, half, num_columns, out = task[3], task[4], task[5] // 2, task[6], task[7]
     columns = carray(integers_at(indices), (task[ROWS],))
     words = carray(words_at(weights), (num_columns * half,))
