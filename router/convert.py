@@ -18,6 +18,7 @@ from router.core.events import (
     ChoiceSpec,
     KvChange,
     KvEventsArrived,
+    LoadReported,
     PromptVerdict,
     ShardDescription,
     ShardLoad,
@@ -156,6 +157,20 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
         num_own_queued_prefill_tokens=load.num_own_queued_prefill_tokens,
         num_own_decode_context_tokens=load.num_own_decode_context_tokens,
     )
+
+
+def news_from_frame(
+    shard_id: str, frame: shard_service_pb2.ShardServiceConnectResponse
+) -> list[KvEventsArrived | LoadReported]:
+    """What it says of the cache and the load, but for a snapshot."""
+    news: list[KvEventsArrived | LoadReported] = []
+    if frame.HasField("kv_events"):
+        news.append(kv_events_from_proto(shard_id, frame.kv_events))
+    if frame.more_kv_events:
+        news += [kv_events_from_proto(shard_id, batch) for batch in frame.more_kv_events]
+    if frame.HasField("load"):
+        news.append(LoadReported(shard_id, load_from_proto(frame.load)))
+    return news
 
 
 def _plausible(measured: float) -> float:

@@ -48,6 +48,11 @@ class Core(Protocol):
     def next_deadline(self) -> float | None: ...
 
     @property
+    def deadlines_stand(self) -> bool:
+        """The last event did not change it."""
+        ...
+
+    @property
     def fleet(self) -> FleetChanged: ...
 
 
@@ -185,6 +190,7 @@ class Dispatcher:
         self._dispatching = True
         carry_out, pending = self._carry_out, self._pending
         next_event: Event | None = event
+        deadlines_stand = True
         fault: Exception | None = None
         try:
             while next_event is not None:
@@ -193,10 +199,12 @@ class Dispatcher:
                         carry_out[type(action)](action)
                 except Exception as error:  # the events behind it belong to other peers: they are handled first
                     fault = fault or error
+                deadlines_stand = deadlines_stand and self.core.deadlines_stand
                 next_event = pending.popleft() if pending else None
         finally:
             self._dispatching = False
-            self._arm_timer()
+            if not deadlines_stand:
+                self._arm_timer()
         if fault is not None:
             raise fault
 

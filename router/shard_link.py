@@ -7,6 +7,7 @@ or stalls so long that keepalive gives up, the core is told that the shard is do
 from __future__ import annotations
 
 import asyncio
+import functools
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from router.core.events import (
     KvEventsArrived,
     KvSnapshotArrived,
     LoadReported,
+    QuietFrame,
     ShardDown,
     ShardUp,
     StepArrived,
@@ -62,6 +64,8 @@ class ShardLink:
         self._cancels: dict[int, int | None] = {}
         """Slot → how many of its tokens had arrived; None: it goes on elsewhere."""
         self._want_kv_snapshot = False
+        self._next_kv_number: int | None = None
+        """Of the batch of KV events that comes without a gap; None: not known."""
         self._writer: FrameWriter[shard_service_pb2.ShardServiceConnectRequest] | None = None
         """Of the connection that stands."""
 
@@ -134,6 +138,7 @@ class ShardLink:
     async def _serve_frames(self, call: ConnectCall, first: shard_service_pb2.ShardServiceConnectResponse) -> None:
         shard_id = self.record.shard_id
         self._forget_waiting()
+        self._next_kv_number = None
         self._dispatcher.add_shard(shard_id, self)
         self._connected = True
         self._packs_token_ids = first.hello.reads_packed_token_ids
@@ -157,19 +162,34 @@ class ShardLink:
         """The cache and the load are those of the frame's step: known before the step's ends let the core place what
         was waiting."""
         shard_id = self.record.shard_id
+        step = convert.step_from_frame(frame.step) if frame.HasField("step") else None
+        if self._is_steady(frame) and step is not None and step.is_plain:
+            read_rest = functools.partial(convert.news_from_frame, shard_id, frame)
+            self._dispatcher.dispatch(QuietFrame(shard_id, step, read_rest))
+            return
         parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived] = []
         if frame.HasField("kv_snapshot"):
             snapshot = frame.kv_snapshot
             parts.append(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
-        if frame.HasField("kv_events"):
-            parts.append(convert.kv_events_from_proto(shard_id, frame.kv_events))
-        parts += [convert.kv_events_from_proto(shard_id, batch) for batch in frame.more_kv_events]
-        if frame.HasField("load"):
-            parts.append(LoadReported(shard_id, convert.load_from_proto(frame.load)))
-        if frame.HasField("step"):
-            parts.append(StepArrived(shard_id, convert.step_from_frame(frame.step)))
+        parts += convert.news_from_frame(shard_id, frame)
+        if step is not None:
+            parts.append(StepArrived(shard_id, step))
         if parts:
             self._dispatcher.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
+
+    def _is_steady(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> bool:
+        """Cache and load go on as they were: no gap between batches of KV events, no snapshot, no draining."""
+        expected = self._next_kv_number
+        if frame.more_kv_events or frame.HasField("kv_snapshot"):
+            self._next_kv_number = None
+            return False
+        if frame.HasField("kv_events"):
+            number = frame.kv_events.number
+            self._next_kv_number = number + 1
+            if number != expected:
+                return False
+        load = frame.load
+        return not (load.draining or load.hand_over)
 
     async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
         try:

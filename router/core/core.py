@@ -14,11 +14,12 @@ from typing import Any
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged
 from router.core.admission import check_names, check_servable, check_shard, draining, queue_timeout, safety_unavailable
+from router.core.cancellation import Cancellation
 from router.core.core_config import CoreConfig
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
@@ -37,6 +38,7 @@ from router.core.overload import OverloadGuard
 from router.core.placement import Plan
 from router.core.placement.placer import Placer
 from router.core.prefix_index import PrefixIndex
+from router.core.quiet_frames import QuietFrames
 from router.core.relay import Relay
 from router.core.screening import Screening
 from router.core.shard_news import ShardNews, check_frame, check_step
@@ -96,13 +98,14 @@ class RouterCore:
             serve_queue=self._serve_queue,
             note_fleet_change=self._note_fleet_change,
         )
+        self._quiet = QuietFrames(self._fleet, self._dispatcher.queue, self._overload, relay, news.take_in)
+        self.deadlines_stand = False
+        """`next_deadline` is what it was before the last event."""
         self._told_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
             ev.RequestArrived: self._on_request_arrived,
-            ev.SlotsCancelled: self._on_slots_cancelled,
-            ev.RequestCancelled: self._on_request_cancelled,
-            ev.ClientGone: self._on_client_gone,
+            **Cancellation(self._lifecycle, self._outbox).handlers,
             ev.ShardUp: self._on_shard_up,
             ev.ShardDown: self._on_shard_down,
             **news.handlers,
@@ -118,6 +121,7 @@ class RouterCore:
         checks: dict[type, Callable[[Any], None]] = {
             ev.StepArrived: check_step,
             ev.FrameArrived: check_frame,
+            ev.QuietFrame: check_step,
             ev.ShardUp: lambda event: check_shard(event.shard),
         }
         self._checks = checks
@@ -134,7 +138,15 @@ class RouterCore:
         check = self._checks.get(type(event))
         if check is not None:
             check(event)
-        if self._deadlines.has_due(now):
+        has_due = self._deadlines.has_due(now)
+        self.deadlines_stand = False
+        if type(event) is ev.QuietFrame and not has_due:
+            sent = self._quiet.relay(event, now)
+            if sent is not None:
+                self.deadlines_stand = True
+                return [sent]
+        self._quiet.catch_up()
+        if has_due:
             self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain
         self._handlers[type(event)](event, now)
         if self._fleet_may_differ:
@@ -148,6 +160,7 @@ class RouterCore:
 
     def plan(self, request: Request, now: float) -> Plan:
         """Where `request` would go, and how every shard looks to it. Places nothing."""
+        self._quiet.catch_up()
         error = self._refusal(request)
         if error is not None:
             return Plan(len(request.prompt_token_ids), (), error=error)
@@ -175,6 +188,7 @@ class RouterCore:
     @property
     def shards(self) -> list[ShardState]:
         """Those that are connected, and how fast they are."""
+        self._quiet.catch_up()
         return [self._shard_state(shard) for shard in self._fleet.shards.values()]
 
     @property
@@ -282,29 +296,6 @@ class RouterCore:
         rejected = LiveRequest(request, client, now)
         rejected.note_end(FINISH_REASON_ERROR, error)
         self._outbox.add(request_ended(rejected, now))
-
-    def _on_slots_cancelled(self, event: ev.SlotsCancelled, now: float) -> None:
-        client = self._lifecycle.clients.get(event.client_id)
-        if client is None:
-            return
-        for slot in event.slots:
-            choice = client.choices.get(slot)
-            if choice is not None:
-                self._lifecycle.end(choice, FINISH_REASON_CANCELLED, None, now)
-
-    def _on_request_cancelled(self, event: ev.RequestCancelled, now: float) -> None:
-        live = self._lifecycle.requests.get(event.request_id)
-        if live is not None and event.client_id in ("", live.request.client_id):
-            self._lifecycle.end_request(live, FINISH_REASON_CANCELLED, None, now)
-
-    def _on_client_gone(self, event: ev.ClientGone, now: float) -> None:
-        client = self._lifecycle.clients.get(event.client_id)
-        if client is None:
-            return
-        for choice in list(client.choices.values()):
-            self._lifecycle.end(choice, FINISH_REASON_CANCELLED, None, now)
-        self._outbox.drop_client(client)
-        del self._lifecycle.clients[event.client_id]
 
     # -- shards ---------------------------------------------------------------------------------------------------
 

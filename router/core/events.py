@@ -6,7 +6,7 @@ Every event goes through `RouterCore.handle(event, now)`, in one order, with `no
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -168,6 +168,16 @@ class FrameArrived(msgspec.Struct):
     parts: Sequence[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived]
 
 
+class QuietFrame(msgspec.Struct):
+    """As FrameArrived, where all but the tokens may be taken in later: no sequence starts or ends, each has one token
+    and no logprobs, no batch of KV events is missing before its own, the shard is not draining."""
+
+    shard_id: str
+    step: Step
+    read_rest: Callable[[], Sequence[KvEventsArrived | LoadReported]]
+    """What it says of its cache and its load, in order. Called once."""
+
+
 # -- safety -----------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +252,7 @@ Event = (
     | KvSnapshotArrived
     | LoadReported
     | FrameArrived
+    | QuietFrame
     | SafetyUp
     | SafetyDown
     | PromptVerdict

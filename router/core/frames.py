@@ -45,5 +45,10 @@ class Step(msgspec.Struct):
     starts: list[Start] = msgspec.field(default_factory=list)
     finishes: list[Finish] = msgspec.field(default_factory=list)
 
+    @property
+    def is_plain(self) -> bool:
+        """One token of each of some sequences, and nothing else."""
+        return not (self.starts or self.finishes or self.num_tokens or self.logprobs) and bool(self.slots)
+
     def __bool__(self) -> bool:
         return bool(self.slots or self.finishes or self.starts)

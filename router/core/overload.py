@@ -159,7 +159,7 @@ class OverloadGuard:
         self._lines = queue.lines
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
-        self._somebody_waited = False
+        self.somebody_waited = False
         """Since the last note, in some model's lines."""
 
     # -- measuring ------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class OverloadGuard:
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """An event was handled; that is what came of it."""
-        is_quiet = not (self._somebody_waited or self._lines.num_requests)
+        is_quiet = not (self.somebody_waited or self._lines.num_requests)
         for action in actions:
             if type(action) is SubmitAttempt:
                 is_quiet = False
@@ -179,10 +179,10 @@ class OverloadGuard:
                 self._model(action.model).learn(action)
         if is_quiet:  # there is nothing to measure: as with nearly all steps
             return
-        self._somebody_waited = False
+        self.somebody_waited = False
         for name, model in self._models.items():
             has_waiting = self._lines.num_waiting(name) > 0
-            self._somebody_waited = self._somebody_waited or has_waiting
+            self.somebody_waited = self.somebody_waited or has_waiting
             model.drain.note(now, model.num_dispatched, has_waiting=has_waiting)
             model.num_dispatched = 0
 

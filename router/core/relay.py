@@ -8,6 +8,7 @@ from typing import Final, cast
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.core.actions import SendStep
 from router.core.admission import safety_unavailable
 from router.core.dispatch import Dispatcher
 from router.core.events import TextFilter
@@ -44,10 +45,7 @@ class Relay:
 
     def on_step(self, shard: Shard, step: Step, now: float) -> None:
         """News of slots that are not in use, or were cancelled, is dropped."""
-        if shard.health is not None and step.slots and step.slots[0] in shard.attempts:
-            view = self._ledger.view(shard.shard_id)
-            is_prefilling = bool(view.queued or view.foreign_queued_tokens)
-            shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
+        self.note_pace(shard, step, now)
         if step.starts:
             started = [
                 (attempt.key, start.queue_time_seconds)
@@ -72,26 +70,30 @@ class Relay:
         for finish in step.finishes:
             self._on_finish(shard, finish, now)
 
+    def note_pace(self, shard: Shard, step: Step, now: float) -> None:
+        """How fast the shard decodes."""
+        if shard.health is not None and step.slots and step.slots[0] in shard.attempts:
+            view = self._ledger.view(shard.shard_id)
+            is_prefilling = bool(view.queued or view.foreign_queued_tokens)
+            shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
+
+    def flow(self, shard: Shard, step: Step) -> SendStep | None:
+        """A step of one token an entry, if all of them flow; the arrays are passed on as they are. None: not all do,
+        and nothing was done."""
+        flows = shard.flows
+        client = flows.client
+        client_slots = list(map(flows.client_slots.get, step.slots))
+        if client is None or not client_slots or None in client_slots:
+            return None
+        if flows.cleared_by is not None and self._screening.clears_all(step.deltas) is not flows.cleared_by:
+            return None
+        flows.note(step.slots[:], step.token_ids, step.deltas)
+        slots = cast("list[int]", client_slots)
+        return SendStep(client.client_id, Step(slots, [], step.token_ids, step.deltas))
+
     def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
-        flows = shard.flows
         cleared_by = self._screening.clears_all(step.deltas)
-        are_clear = flows.cleared_by is None or flows.cleared_by is cleared_by
-        client = flows.client
-        if client is None or not flows.client_slots:
-            return self._relay_each(shard, step, cleared_by, now)
-        client_slots = list(map(flows.client_slots.get, step.slots))
-        if not are_clear or None in client_slots:
-            return self._relay_each(shard, step, cleared_by, now)
-        flows.note(step.slots[:], step.token_ids, step.deltas)
-        out = self._outbox.step(client)
-        out.slots += cast("list[int]", client_slots)
-        out.token_ids += step.token_ids
-        out.deltas += step.deltas
-        return []
-
-    def _relay_each(self, shard: Shard, step: Step, cleared_by: TextFilter | None, now: float) -> list[Choice]:
-        """`cleared_by`: the filter that finds nothing in any text of the step, if there is one."""
         choices, flows = shard.choices, shard.flows
         flowing, flow_filter = flows.client_slots, None if flows.cleared_by is cleared_by else flows.cleared_by
         noted_slots: list[int] = []

@@ -17,7 +17,7 @@ from router.core.prefix_index import PrefixIndex
 from router.core.relay import Relay
 
 
-def check_step(event: ev.StepArrived) -> None:
+def check_step(event: ev.StepArrived | ev.QuietFrame) -> None:
     """Raises KvloomError (PROTOCOL_VIOLATION) for arrays that do not fit together."""
     step = event.step
     num_entries = len(step.slots)
@@ -66,7 +66,11 @@ class ShardNews:
             ev.LoadReported: self._on_load,
         }
         self._parts = parts
-        self.handlers = {**parts, ev.FrameArrived: self._on_frame}
+        self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.QuietFrame: self._on_quiet_frame}
+
+    def take_in(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
+        """What a frame says besides its step."""
+        self._parts[type(part)](part, now)
 
     def _on_frame(self, event: ev.FrameArrived, now: float) -> None:
         """As if its parts came one after another, at one time; what has to be done behind any event is done once."""
@@ -76,6 +80,11 @@ class ShardNews:
                 self._serve_queue(now)
             is_first = False
             self._parts[type(part)](part, now)
+
+    def _on_quiet_frame(self, event: ev.QuietFrame, now: float) -> None:
+        """There was something to look at after all."""
+        step = ev.StepArrived(event.shard_id, event.step)
+        self._on_frame(ev.FrameArrived(event.shard_id, [*event.read_rest(), step]), now)
 
     def _on_step(self, event: ev.StepArrived, now: float) -> None:
         shard = self._fleet.shards.get(event.shard_id)

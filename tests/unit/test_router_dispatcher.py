@@ -46,6 +46,10 @@ class ScriptedCore:
     def next_deadline(self) -> float | None:
         return self.deadline
 
+    @property
+    def deadlines_stand(self) -> bool:
+        return False
+
 
 class Silent:
     def placement_decided(self, decision: PlacementDecided) -> None: ...
