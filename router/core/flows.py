@@ -9,20 +9,16 @@ frame is how much different memory a token touches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
-from typing import Final, cast
 
+from kvloom.late_books import LateBooks
 from router.core.events import TextFilter
 from router.core.live import Choice, Client
-
-MAX_UNBOOKED_FRAMES: Final = 32
 
 
 class Flows:
     """Of one shard, those that go to one client and are cleared by one filter; all others are relayed one by one."""
 
-    __slots__ = ("_choices", "_unbooked", "cleared_by", "client", "client_slots")
+    __slots__ = ("_books", "_choices", "cleared_by", "client", "client_slots")
 
     def __init__(self, choices: dict[int, Choice]) -> None:
         """`choices`: the shard's, by its slots."""
@@ -32,8 +28,8 @@ class Flows:
         self.client: Client | None = None
         self.cleared_by: TextFilter | None = None
         """None: they are not screened."""
-        self._unbooked: list[tuple[list[int | None], Sequence[int], Sequence[str]]] = []
-        """Frames that the choices have not been told of: slots (None: whose has been), token ids, text."""
+        self._books = LateBooks()
+        """What the choices have not been told of."""
 
     def join(self, choice: Choice, cleared_by: TextFilter | None) -> None:
         """Nothing of it is held, its start was sent, and whatever this filter clears goes on at once."""
@@ -44,25 +40,14 @@ class Flows:
 
     def note(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
         """Tokens of these sequences go on. Takes the arrays over: they may grow until the next frame, no more."""
-        if self._unbooked and not self._unbooked[-1][0]:
-            self._unbooked.pop()
-        if len(self._unbooked) >= MAX_UNBOOKED_FRAMES:
+        if self._books.is_full:
             self.book()
-        self._unbooked.append((cast("list[int | None]", slots), token_ids, deltas))
+        self._books.note(slots, token_ids, deltas)
 
     def leave(self, slot: int) -> None:
         """Its choice is to be looked at, or changed. Repeatable."""
-        if self.client_slots.pop(slot, None) is None:
-            return
-        own_ids: list[int] = []
-        own_texts: list[str] = []
-        for slots, token_ids, deltas in self._unbooked:
-            while slot in slots:
-                at = slots.index(slot)
-                slots[at] = None
-                own_ids.append(token_ids[at])
-                own_texts.append(deltas[at])
-        _book(self._choices[slot], own_ids, own_texts)
+        if self.client_slots.pop(slot, None) is not None:
+            _book(self._choices[slot], *self._books.take(slot))
 
     def end(self) -> None:
         """All leave."""
@@ -71,14 +56,8 @@ class Flows:
 
     def book(self) -> None:
         """Bring the choices up to date."""
-        unbooked, self._unbooked = self._unbooked, []
-        for slots, group in groupby(unbooked, itemgetter(0)):
-            frames = list(group)
-            ids_of_slots = zip(*[token_ids for _, token_ids, _ in frames], strict=True)
-            texts_of_slots = zip(*[deltas for _, _, deltas in frames], strict=True)
-            for slot, token_ids, texts in zip(slots, ids_of_slots, texts_of_slots, strict=True):
-                if slot is not None:
-                    _book(self._choices[slot], token_ids, texts)
+        for slot, token_ids, text in self._books.take_all():
+            _book(self._choices[slot], token_ids, text)
 
     def check_integrity(self) -> None:
         """Assert that what flows may flow."""
@@ -99,9 +78,8 @@ class Flows:
                 assert choice.screening_slot is None or choice.prefilter is self.cleared_by
 
 
-def _book(choice: Choice, token_ids: Sequence[int], texts: Sequence[str]) -> None:
+def _book(choice: Choice, token_ids: Sequence[int], text: str) -> None:
     choice.output_token_ids.extend(token_ids)
-    text = "".join(texts)
     if text:
         choice.num_chars += len(text)
         hold = choice.hold

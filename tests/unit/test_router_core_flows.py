@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvloom.late_books import MAX_FRAMES
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import Action, CancelOnShard, ScreenAnswers, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
@@ -30,13 +31,12 @@ from router.core.events import (
     StepArrived,
     Tick,
 )
-from router.core.flows import MAX_UNBOOKED_FRAMES
 from router.core.frames import Finish, Start, Step
 from router.core.health import HealthSettings
 from router.prefilter import Prefilter
 from tests.fakes.core_rig import CoreRig, only, sent, submitted
 
-NUM_TOKENS = MAX_UNBOOKED_FRAMES + 8
+NUM_TOKENS = MAX_FRAMES + 8
 
 
 def flowing_rig(*slots: int, safety: bool = False) -> tuple[CoreRig, list[int]]:
