@@ -16,8 +16,8 @@ from shard_server.engines.torch_engine.amx import intrinsic
 from shard_server.engines.torch_engine.compiled import jit
 
 _I64 = ir.IntType(64)
-_PATIENCE = 1000
-"""Pauses, of 40 to 50 ns each."""
+_PATIENCE = 2000
+"""Pauses, of 40 to 50 ns each: to be woken costs as much."""
 _FUTEX, _WAIT, _WAKE = 202, 128, 129
 """Linux on x86-64: the system call, and its operations among the threads of one process."""
 _ALL = 2**31 - 1

@@ -17,10 +17,15 @@ from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.tasks import ATTEND, INPUT, ROTATE, float_bits, program, task
 from shard_server.engines.torch_engine.team import ThreadTeam
+from shard_server.engines.torch_engine.tile_kernels import PIECE_SIZE
 
 _NO_WINDOW = 1 << 40
+_PIECES_PER_THREAD = 4
+"""Where there are fewer, threads share their heads, too."""
 
 _Array = np.ndarray[Any, Any]
+Piece = tuple[int, int, int, int, int, int]
+"""See attend_pieces."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,7 +37,7 @@ class TilePlan:
     """int64 [rows]: where the KV of each token goes, see KvCache.token_rows"""
     words: _Array
     """int64: the number of parts that threads share; of block numbers in all tables; where each part's pieces begin,
-    and the last one's end; four numbers for each piece (see attend_pieces); block tables, one behind the other."""
+    and the last one's end; the pieces (see attend_pieces); block tables, one behind the other."""
 
 
 class TileAttention:
@@ -45,7 +50,7 @@ class TileAttention:
         self._num_layers, self._kv_size, self._head_dim = config.num_layers, config.kv_size, config.head_dim
         self._team = team
         self._layer_windows = [_NO_WINDOW if window is None else window for window in config.layer_windows]
-        self._query_size = config.query_size
+        self._num_kv_heads = config.num_kv_heads
         token_size = 2 * config.kv_size
         shape = Shape(
             cache.block_size,
@@ -65,24 +70,27 @@ class TileAttention:
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> TilePlan:
         """`decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of `prefills` follow."""
-        block_size = self._block_size
+        block_size, num_heads = self._block_size, self._num_kv_heads
         slots: list[int] = []
         tables: list[int] = []
-        pieces: list[tuple[int, int, int, int]] = []
+        pieces: list[Piece] = []
         for extent in (*decodes, *prefills):
             for start in range(0, extent.num_new, PIECE_TOKENS):
                 num_rows = min(PIECE_TOKENS, extent.num_new - start)
-                pieces.append((extent.first_row + start, num_rows, extent.num_past + start, len(tables)))
+                piece = extent.first_row + start, num_rows, extent.num_past + start, len(tables), 0, num_heads
+                pieces.append(piece)
             table = extent.block_table
             slots += [
                 table[position // block_size] * block_size + position % block_size
                 for position in range(extent.num_past, extent.num_tokens)
             ]
             tables += table[: -(-extent.num_tokens // block_size)]
+        if len(pieces) < _PIECES_PER_THREAD * self._team.num_threads > _PIECES_PER_THREAD:
+            pieces = [(*piece[:4], head, head + 1) for piece in pieces for head in range(num_heads)]
         parts = _shared_out(pieces, self._team.num_threads)
         ends = [0]
         for part in parts:
-            ends.append(ends[-1] + 4 * len(part))
+            ends.append(ends[-1] + PIECE_SIZE * len(part))
         numbers = [number for part in parts for piece in part for number in piece]
         words = np.array([len(parts), len(tables), *ends, *numbers, *tables], np.int64)
         return TilePlan(len(slots), np.array(slots, np.int64), words)
@@ -121,11 +129,11 @@ class TileAttention:
         return out
 
 
-def _shared_out(pieces: list[tuple[int, int, int, int]], num_threads: int) -> list[list[tuple[int, int, int, int]]]:
+def _shared_out(pieces: list[Piece], num_threads: int) -> list[list[Piece]]:
     """The costliest first, each to the thread that has least; order within a thread as given."""
     parts: list[list[int]] = [[] for _ in range(num_threads)]
     costs = [0] * num_threads
-    by_cost = [(num_rows * (position + num_rows), index) for index, (_, num_rows, position, _) in enumerate(pieces)]
+    by_cost = [(num_rows * (position + num_rows), index) for index, (_, num_rows, position, *_) in enumerate(pieces)]
     for cost, index in sorted(by_cost, reverse=True):
         thread = costs.index(min(costs))
         costs[thread] += cost

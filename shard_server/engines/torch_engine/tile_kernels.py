@@ -31,6 +31,7 @@ _VALUE_TILE_NUMBERS = 256
 """bf16, of values: 8 pairs of 16 columns' numbers"""
 _PAIR = 32
 """bf16 numbers in a tile's row: what one product of queries and keys sums over."""
+PIECE_SIZE = 6
 PASS_DIM = 64
 """Columns of values for which there are registers."""
 
@@ -63,44 +64,36 @@ def attend_pieces(
     scale: Any,
     scratch: Any,
 ) -> None:
-    """`pool`: bf16 bits of the KV cache. `tables`: block tables, one behind the other. `pieces`: int64 [pieces * 4]:
-    first row, rows, position of the first, where its table begins. `queries`: bf16 bits, rows `query_stride` apart;
-    `out`: of `num_heads * head_dim` numbers each."""
+    """`pool`: bf16 bits of the KV cache. `tables`: block tables, one behind the other. `pieces`: int64 [pieces *
+    PIECE_SIZE]: first row, rows, position of the first, where its table begins, first KV head and end. `queries`: bf16
+    bits, rows `query_stride` apart; `out`: of `num_heads * head_dim` numbers each."""
     layer_start = layer * shape.block_size * shape.token_size
     configured_rows = 0
-    for piece in range(0, pieces.size, 4):
+    for piece in range(0, pieces.size, PIECE_SIZE):
         first_row, num_rows = pieces[piece], pieces[piece + 1]
         position, table = pieces[piece + 2], pieces[piece + 3]
+        first_head, end_head = pieces[piece + 4], pieces[piece + 5]
         rows = min(TILE, num_rows * shape.group_size)
         if rows != configured_rows:
             _configure(scratch.configuration, rows)
             load_tile_configuration(scratch.configuration)
             configured_rows = rows
-        _take_queries(queries, first_row, num_rows, query_stride, shape, scratch)
+        _take_queries(queries, first_row, num_rows, query_stride, first_head, end_head, shape, scratch)
         num_keys = position + num_rows
         for chunk in range(_first_chunk(position, window), num_keys, CHUNK):
             for key in range(chunk, min(chunk + CHUNK, num_keys), TILE):
                 scratch.places[(key - chunk) // TILE] = _place(key, table, tables, layer_start, shape)
             # What is read next comes nearer meanwhile, bit by bit: all at once would be waited for.
-            next_chunk, next_keys, next_table = chunk + CHUNK, num_keys, table
-            if next_chunk >= num_keys and piece + 4 < pieces.size:
-                next_chunk = _first_chunk(pieces[piece + 6], window)
-                next_keys, next_table = pieces[piece + 5] + pieces[piece + 6], pieces[piece + 7]
-            num_parts = (min(CHUNK, max(0, next_keys - next_chunk)) + TILE - 1) // TILE * 2 * shape.num_kv_heads
-            for head in range(shape.num_kv_heads):
-                _prefetch_parts(
-                    pool,
-                    num_parts * head // shape.num_kv_heads,
-                    num_parts * (head + 1) // shape.num_kv_heads,
-                    next_chunk,
-                    next_table,
-                    tables,
-                    layer_start,
-                    shape,
-                )
+            next_chunk, following = chunk + CHUNK, piece
+            if next_chunk >= num_keys and piece + PIECE_SIZE < pieces.size:
+                following += PIECE_SIZE
+                next_chunk = _first_chunk(pieces[following + 2], window)
+            for head in range(first_head, end_head):
+                part, num_parts = head - first_head, end_head - first_head
+                _prefetch(pool, pieces, following, next_chunk, part, num_parts, tables, layer_start, shape)
                 for row in range(0, num_rows * shape.group_size, TILE):
                     _attend_tile(pool, head, row, num_rows, position, chunk, window, scale, shape, scratch)
-        _give_out(out, first_row, num_rows, shape, scratch)
+        _give_out(out, first_row, num_rows, first_head, end_head, shape, scratch)
 
 
 @jit()
@@ -125,14 +118,25 @@ def _place(key: Any, table: Any, tables: Any, layer_start: Any, shape: Any) -> A
 
 
 @jit()
-def _prefetch_parts(
-    pool: Any, first: Any, end: Any, chunk: Any, table: Any, tables: Any, layer_start: Any, shape: Any
+def _prefetch(
+    pool: Any,
+    pieces: Any,
+    piece: Any,
+    chunk: Any,
+    part: Any,
+    num_parts: Any,
+    tables: Any,
+    layer_start: Any,
+    shape: Any,
 ) -> None:
-    """Of a chunk: each 16 tokens have two for every head."""
-    parts, size = 2 * shape.num_kv_heads, TILE * shape.head_dim
-    for part in range(first, end):
-        place = _place(chunk + part // parts * TILE, table, tables, layer_start, shape)
-        prefetch(pool, place + part % parts * size, size * 2)
+    """One of `num_parts` of the keys and values that a piece sees of a chunk."""
+    num_keys, table = pieces[piece + 1] + pieces[piece + 2], pieces[piece + 3]
+    first_head, num_heads = pieces[piece + 4], pieces[piece + 5] - pieces[piece + 4]
+    size = TILE * shape.head_dim
+    num_runs = (min(CHUNK, max(0, num_keys - chunk)) + TILE - 1) // TILE * 2  # of keys, and of values, of 16 tokens
+    for run in range(num_runs * part // num_parts, num_runs * (part + 1) // num_parts):
+        place = _place(chunk + run // 2 * TILE, table, tables, layer_start, shape)
+        prefetch(pool, place + (run % 2 * shape.num_kv_heads + first_head) * size, num_heads * size * 2)
 
 
 @jit(inline=True)
@@ -141,19 +145,29 @@ def _padded_rows(num_rows: Any, shape: Any) -> Any:
 
 
 @jit()
-def _take_queries(queries: Any, first_row: Any, num_rows: Any, stride: Any, shape: Any, scratch: Any) -> None:
+def _take_queries(
+    queries: Any,
+    first_row: Any,
+    num_rows: Any,
+    stride: Any,
+    first_head: Any,
+    end_head: Any,
+    shape: Any,
+    scratch: Any,
+) -> None:
     """Rows of heads that share keys lie together: token by token, head by head."""
     dim, group = shape.head_dim, shape.group_size
     padded_rows = _padded_rows(num_rows, shape)
-    for head in range(shape.num_kv_heads):
+    for head in range(first_head, end_head):
         for row in range(num_rows * group):
             target = (head * padded_rows + row) * dim
             source = (first_row + row // group) * stride + (head * group + row % group) * dim
             for words in range(0, dim, 2 * TILE):
                 copied(queries, source + words, scratch.queries, target + words)
-    _fill(scratch.tops[: shape.num_kv_heads * padded_rows], np.float32(-np.inf))
-    _fill(scratch.totals[: shape.num_kv_heads * padded_rows], np.float32(0))
-    _fill(scratch.sums[: shape.num_kv_heads * padded_rows * dim], np.float32(0))
+    first, end = first_head * padded_rows, end_head * padded_rows
+    _fill(scratch.tops[first:end], np.float32(-np.inf))
+    _fill(scratch.totals[first:end], np.float32(0))
+    _fill(scratch.sums[first * dim : end * dim], np.float32(0))
 
 
 @jit()
@@ -238,10 +252,12 @@ def _add_weighted_values(pool: Any, first_value: Any, first_sum: Any, width: Any
 
 
 @jit()
-def _give_out(out: Any, first_row: Any, num_rows: Any, shape: Any, scratch: Any) -> None:
+def _give_out(
+    out: Any, first_row: Any, num_rows: Any, first_head: Any, end_head: Any, shape: Any, scratch: Any
+) -> None:
     dim, group = shape.head_dim, shape.group_size
     padded_rows, row_size = _padded_rows(num_rows, shape), shape.num_kv_heads * group * dim
-    for head in range(shape.num_kv_heads):
+    for head in range(first_head, end_head):
         for row in range(num_rows * group):
             state = head * padded_rows + row
             target = (first_row + row // group) * row_size + (head * group + row % group) * dim
