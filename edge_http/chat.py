@@ -26,6 +26,7 @@ async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
     """Raises KvloomError."""
     with edge.bodies.lease() as lease:
         raw = await read_json_body(request, edge.config, lease)
+        await edge.turns.take(len(raw))
         edge.check_room()
         body = decode_chat(raw, edge.config.max_messages)
         model = edge.find_model(body.model)

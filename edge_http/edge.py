@@ -12,6 +12,7 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.resume_journal import new_tag
 from edge_http.resume_table import ResumeTable
 from edge_http.sse import Corks
+from edge_http.turns import Turns
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link import RouterLink
@@ -82,6 +83,7 @@ class Edge:
         self.losses: LossReports | None = None
         """None for a router in this process: its bills end with it."""
         self.bodies = BodyBudget(config.max_pending_body_bytes)
+        self.turns = Turns()
         self.corks = Corks()
         self.num_running = 0
         self._draining = False

@@ -52,6 +52,10 @@ class RecordedAnswer(StreamedAnswer):
         choice.num_chars += len(delta)
         StreamedAnswer.on_tokens(self, index, delta, token_ids, logprobs)
 
+    def flow(self, index: int) -> None:  # noqa: ARG002
+        """Tokens and events have to be written down together."""
+        return
+
     def on_finish(self, index: int, finish: SequenceFinish) -> None:
         if self._goes_on:
             finish = self._whole(index, finish)

@@ -190,6 +190,10 @@ class ResumableStream:
             self._cut_off_slow_reader()
         return True
 
+    def flow(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> None:  # noqa: ARG002
+        """Each event is written to the log."""
+        return
+
     def cork(self) -> None:
         if self._live is not None:
             self._live.cork()

@@ -12,11 +12,13 @@ import asyncio
 import email.utils
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import aiohttp
 from aiohttp import web
+
+from edge_http.shapes import encode_json
 
 DONE: Final = b"[DONE]"
 _HEAD: Final = (
@@ -60,6 +62,10 @@ class EventSink(Protocol):
 
     def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
         """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
+        ...
+
+    def flow(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> Callable[[str], None] | None:
+        """A shorter way for the text of all events that are to come but the last ones, if there is one."""
         ...
 
     def cork(self) -> None:
@@ -118,12 +124,15 @@ class EventStream:
     """One response. `send` and `end` never raise and never block; a connection that is gone swallows everything."""
 
     __slots__ = (
+        "_after_text",
+        "_before_text",
         "_chunked",
         "_corked",
         "_corks",
         "_keep_alive",
         "_max_buffered_bytes",
         "_num_events",
+        "_on_slow_reader",
         "_transport",
         "begun",
         "ended",
@@ -142,6 +151,9 @@ class EventStream:
         self.begun = False
         """The status line is out."""
         self.ended = False
+        self._before_text = self._after_text = b""
+        """Of text that flows: all between its event's number and itself, and all behind it."""
+        self._on_slow_reader: Callable[[], None] | None = None
 
     @property
     def num_events(self) -> int:
@@ -189,6 +201,35 @@ class EventStream:
             self._corked += event
         return True
 
+    def flow(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> Callable[[str], None] | None:
+        """`push` instead of `send` for what has this prefix and suffix. Not over HTTP/1.0."""
+        if not self._chunked or self.ended:
+            return None
+        self._before_text, self._after_text = _DATA + prefix, suffix + _EVENT_END
+        self._on_slow_reader = on_slow_reader
+        return self.push
+
+    def push(self, text: str) -> None:
+        """The hot path: the next event of a stream that flows."""
+        transport = self._transport
+        if self.ended or not text or transport is None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > self._max_buffered_bytes:
+            if self._on_slow_reader is not None:
+                self._on_slow_reader()
+            return
+        self._num_events = number = self._num_events + 1
+        event_id = _NUMBERS[number] if number < _MAX_NUMBERS else b"%d" % number
+        event = b"".join((event_id, self._before_text, encode_json(text), self._after_text))
+        size = len(event)
+        event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
+        if self._corked is not None:
+            self._corked += event
+            return
+        if self._corks.waiting:
+            self._corks.pull()
+        transport.write(event)
+
     def write_framed(self, framed: bytes) -> bool:
         """Send an event that is in its HTTP/1.1 chunk already. False: the reader is too slow, it was not sent."""
         transport = self._transport
@@ -208,6 +249,7 @@ class EventStream:
         if self.begun and not self.ended:
             self._write(_LAST_CHUNK if self._chunked else b"")
         self.ended = True
+        self._on_slow_reader = None  # it points back here
 
     def break_off(self, last_payload: bytes, linger_seconds: float) -> None:
         """End with one more event whatever is buffered, then close: within `linger_seconds` if the reader does not

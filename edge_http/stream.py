@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from edge_http.answer import Answer
@@ -66,6 +66,14 @@ class StreamedAnswer(Answer):
                 self._on_slow_reader()
         except Exception:
             self._on_bug()
+
+    def flow(self, index: int) -> Callable[[str], None] | None:
+        """As FlowingSink (kvloom/link_flows.py)."""
+        prefix = self._prefixes[index]
+        return None if prefix is None else self._events.flow(prefix, self._suffix, self._on_slow_reader)
+
+    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:  # noqa: ARG002
+        self.num_output_tokens += len(token_ids)
 
     @property
     def events(self) -> EventSink:

@@ -31,6 +31,7 @@ from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.dispatcher import Dispatcher
+from router.inbox import Inbox
 from router.intake import MAX_NAME_CHARS, Intake
 from router.named_links import NamedLinks
 from router.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
@@ -71,6 +72,7 @@ class ClientLink:
         self._outbox = StepOutbox(max_waiting_entries)
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
+        self._inbox = Inbox(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)
         # Without an interval: tokens are metered by now, and what a router has not written is lost with it.
         self._writer = FrameWriter(context, self._take_response)
         self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
@@ -114,8 +116,7 @@ class ClientLink:
     def send_step(self, step: Step) -> None:
         for finish in step.finishes:
             self._open_slots.discard(finish.slot)
-        if self._half_closed and not self._open_slots:
-            self._writer.finish()
+        self._finish_if_done()
         if not self._outbox.add(step):
             self._end_with(
                 KvloomError(
@@ -152,8 +153,7 @@ class ClientLink:
     async def _read_frames(self) -> None:
         await deliver(self._context, RouterServiceConnectRequest, self._on_frame)  # until the client sends no more
         self._half_closed = True
-        if not self._open_slots:
-            self._writer.finish()
+        self._finish_if_done()
         await self._ended  # what it has asked for is still answered: the writer ends the stream
 
     def _on_frame(self, frame: RouterServiceConnectRequest) -> None:
@@ -162,10 +162,7 @@ class ClientLink:
         if frame.HasField("hello"):
             raise protocol_violation("Only the first frame carries a hello.")
         self._on_lost(frame.lost)  # what is submitted next may be the same request, going on
-        for submit in frame.submits:
-            self._on_submit(submit)
-        if frame.cancel_slots:
-            self._dispatcher.dispatch(SlotsCancelled(self._client_id, frame.cancel_slots[:]))
+        self._inbox.add(frame)
 
     def _on_lost(self, lost: Iterable[LostRequest]) -> None:
         for one in lost:
@@ -188,6 +185,9 @@ class ClientLink:
             return
         self._dispatcher.dispatch(RequestArrived(request))
 
+    def _on_cancel(self, slots: Sequence[int]) -> None:
+        self._dispatcher.dispatch(SlotsCancelled(self._client_id, slots))
+
     def _refuse(self, slots: Iterable[int], error: KvloomError) -> None:
         """The request is at fault, the stream goes on."""
         self._dispatcher.refused(error)
@@ -207,6 +207,11 @@ class ClientLink:
             convert.fill_frame(response.step, step)
         return response
 
+    def _finish_if_done(self) -> None:
+        """The client sends no more, and has an answer to all that it has sent."""
+        if self._half_closed and not self._open_slots and not self._inbox:
+            self._writer.finish()
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end_with(self, error: KvloomError | None) -> None:
@@ -219,6 +224,7 @@ class ClientLink:
         if self._has_left:
             return
         self._has_left = True
+        self._inbox.clear()
         self._dispatcher.remove_client(self._client_id)
         self._dispatcher.dispatch(ClientGone(self._client_id))
         self._named_links.close(self._link_id, self)

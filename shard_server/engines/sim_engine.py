@@ -129,13 +129,20 @@ class SimEngine:
             if self._closed:
                 return
             self._apply_cancels(output)
-            for sequence, num_tokens in planned:
-                if sequence.request.request_id in self._live:
-                    self._advance(sequence, num_tokens, output)
+            computed = [
+                sequence
+                for sequence, num_tokens in planned
+                if sequence.request.request_id in self._live and self._compute(sequence, num_tokens)
+            ]
             output.kv_events = self._pool.take_events()
+            # All at the step's end, as a model does: tokens with stamps tell that time.
+            for sequence in computed:
+                self._emit(sequence, output)
             if output.request_ids or output.ends or output.kv_events:
                 output.load = self._load()
                 yield output
+                # Another engine would schedule its next step without keeping this one's tokens in the process.
+                await asyncio.sleep(0)
 
     async def close(self) -> None:
         self._closed = True
@@ -230,13 +237,14 @@ class SimEngine:
         sequence.num_private_blocks += 1
         return True
 
-    def _advance(self, sequence: SimSequence, num_tokens: int, output: StepOutput) -> None:
-        """Account for computed tokens; with the last of them comes a new one."""
+    def _compute(self, sequence: SimSequence, num_tokens: int) -> bool:
+        """Account for computed tokens; whether they are all, so that a new one comes behind them."""
         new_hashes = sequence.compute(num_tokens)
         if new_hashes:
             self._pool.store(new_hashes)
-        if sequence.num_computed_tokens < len(sequence.token_ids):
-            return
+        return sequence.num_computed_tokens == len(sequence.token_ids)
+
+    def _emit(self, sequence: SimSequence, output: StepOutput) -> None:
         request = sequence.request
         if not sequence.started:
             sequence.started = True

@@ -12,6 +12,7 @@ from kvloom.errors import reason_name
 from kvloom.grpc_errors import from_rpc_error
 from kvloom.router_link import ChoiceProgress
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+from router.inbox import LONG_PROMPT_TOKENS
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
 
@@ -271,7 +272,8 @@ async def test_a_client_that_does_not_read_is_cut(world: RouterWorld) -> None:
         assert from_rpc_error(caught.value).reason_name == "CLIENT_TOO_SLOW"
 
 
-async def test_a_client_that_has_no_more_to_ask_still_gets_its_answers(world: RouterWorld) -> None:
+@pytest.mark.parametrize("prompt_size", [1, 2 * LONG_PROMPT_TOKENS], ids=["short prompts", "prompts that wait"])
+async def test_a_client_that_has_no_more_to_ask_still_gets_its_answers(world: RouterWorld, prompt_size: int) -> None:
     """Half-closing a stream is how simple clients say that they are done sending."""
     await world.start_shard("shard-0")
     await world.start_router()
@@ -279,13 +281,17 @@ async def test_a_client_that_has_no_more_to_ask_still_gets_its_answers(world: Ro
     await world.wait_for_shards(link, 1)
     call = (await world.stub()).Connect()
     await call.write(HELLO)
-    submit = _submit(4)
-    submit.stop.max_tokens = 30
-    await call.write(_connect_request(submits=[submit]))
+    prompt = [1] * prompt_size
+    submits = [_submit(slot) for slot in (4, 5, 6)]
+    for submit in submits:
+        submit.stop.max_tokens = 30
+        submit.prompt_token_ids[:] = prompt
+    await call.write(_connect_request(submits=submits))
     await call.done_writing()
-    tokens: list[int] = []
+    tokens: dict[int, list[int]] = {}
     async with asyncio.timeout(TIMEOUT_SECONDS):
         async for frame in call:
-            tokens.extend(frame.step.token_ids)
-    assert tokens == expected_tokens([1], 0, 30)
+            for slot, token_id in zip(frame.step.slots, frame.step.token_ids, strict=True):
+                tokens.setdefault(slot, []).append(token_id)
+    assert tokens == dict.fromkeys((4, 5, 6), expected_tokens(prompt, 0, 30))
     assert await call.code() is grpc.StatusCode.OK
