@@ -12,7 +12,7 @@ from typing import Final
 
 import grpc
 
-from kvloom.router_link import CHANNEL_OPTIONS
+from kvloom.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 

@@ -7,9 +7,9 @@ from typing import Final, TypeVar
 
 import grpc
 
+from kvloom.channel_options import CHANNEL_OPTIONS
 from kvloom.errors import KvloomError
 from kvloom.grpc_errors import from_rpc_error, told_error
-from kvloom.router_link import CHANNEL_OPTIONS
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 

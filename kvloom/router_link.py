@@ -15,8 +15,10 @@ from typing import Any, Final, Protocol
 
 import grpc
 
+from kvloom.channel_options import CHANNEL_OPTIONS
 from kvloom.errors import KvloomError
 from kvloom.frame_writer import FrameWriter
+from kvloom.link_flows import LinkFlows, OpenChoice
 from kvloom.link_identity import LinkIdentity
 from kvloom.link_request import ChoiceProgress, LinkRequest
 from kvloom.local_stream import LocalStream, connect_local, deliver
@@ -29,24 +31,6 @@ __all__ = ["ChoiceProgress", "GrpcRouterLink", "LinkRequest", "RouterLink", "Sin
 log = logging.getLogger(__name__)
 """The standard library's: in an SDK user's process nobody has set structlog up, and it would print to stdout."""
 
-MAX_MESSAGE_BYTES: Final = 64 * 2**20
-CHANNEL_OPTIONS: Final = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without this, channels to one address share a connection, and one stalled stream could stall another process's.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    # So long a router has to say something to a new connection; without it, 20 seconds. Of several that share a port
-    # one may hang, and the next try may come to another.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # Find out that the other machine is gone without a word, or that its process hangs.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # What a ping really waits for; without it, a minute.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-]
 RECONNECT_SECONDS: Final = 0.2
 MAX_PENDING_FRAME_PARTS: Final = 16_384
 
@@ -93,18 +77,6 @@ class RouterLink(Protocol):
     async def close(self) -> None: ...
 
 
-class _Open:
-    """A choice that is under way; it owns one slot."""
-
-    __slots__ = ("handle", "index", "sink")
-
-    def __init__(self, handle: int, index: int, sink: Sink | None) -> None:
-        self.handle = handle
-        self.index = index
-        self.sink = sink
-        """None: cancelled, the slot waits for its SequenceFinish."""
-
-
 class GrpcRouterLink:
     """RouterLink over `RouterService.Connect`; reconnects by itself."""
 
@@ -122,8 +94,9 @@ class GrpcRouterLink:
         the link connects: then the next connection goes to the same router."""
         self._heard_at = 0.0
         """Of a frame, or when there began to be something to wait for."""
-        self._by_slot: dict[int, _Open] = {}
+        self._by_slot: dict[int, OpenChoice] = {}
         self._slots_by_handle: dict[int, list[int]] = {}
+        self._flows = LinkFlows(self._by_slot)
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._next_handle = 0
@@ -166,7 +139,7 @@ class GrpcRouterLink:
         handle = self._next_handle
         choices = self._choices(request)
         for choice in choices:
-            self._by_slot[choice.slot] = _Open(handle, choice.index, sink)
+            self._by_slot[choice.slot] = OpenChoice(handle, choice.index, sink)
         self._slots_by_handle[handle] = [choice.slot for choice in choices]
         self._submits.append(
             router_service_pb2.Submit(
@@ -190,6 +163,7 @@ class GrpcRouterLink:
     def cancel(self, handle: int) -> None:
         for slot in self._slots_by_handle.pop(handle, ()):
             choice = self._by_slot[slot]
+            self._flows.end(slot)
             choice.sink = None
             self._cancels.append(slot)
         self._wake_writer()
@@ -311,18 +285,32 @@ class GrpcRouterLink:
         if step.num_tokens or step.logprobs:
             self._on_ragged_tokens(step)
         else:
-            for slot, token_id, delta in zip(step.slots[:], step.token_ids[:], step.deltas[:], strict=True):
-                choice = by_slot.get(slot)
-                if choice is not None and (sink := choice.sink) is not None:
-                    try:
-                        sink.on_tokens(choice.index, delta, (token_id,), ())
-                    except Exception:
-                        self._give_up_sink(choice)
+            self._on_single_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
         for finish in step.finishes:
             self._on_finish(finish)
 
+    def _on_single_tokens(self, slots: list[int], token_ids: list[int], deltas: list[str]) -> None:
+        """The hot path: one token an entry, no logprobs."""
+        ways = self._flows.ways
+        if ways:
+            self._flows.note(slots, token_ids, deltas)
+        for slot, token_id, delta in zip(slots, token_ids, deltas, strict=True):
+            way = ways.get(slot)
+            if way is not None:
+                way(delta)
+                continue
+            choice = self._by_slot.get(slot)
+            if choice is None or choice.sink is None:
+                continue
+            try:
+                choice.sink.on_tokens(choice.index, delta, (token_id,), ())
+                self._flows.begin(slot, choice)
+            except Exception:
+                self._give_up_sink(choice)
+
     def _on_ragged_tokens(self, step: generation_pb2.StepFrame) -> None:
         """Any number of tokens an entry, logprobs."""
+        self._flows.tell()
         by_slot = self._by_slot
         logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
         for entry in step.logprobs:
@@ -342,9 +330,11 @@ class GrpcRouterLink:
             position += count
 
     def _on_finish(self, finish: generation_pb2.SequenceFinish) -> None:
-        choice = self._by_slot.pop(finish.slot, None)
+        choice = self._by_slot.get(finish.slot)
         if choice is None:
             return
+        self._flows.end(finish.slot)
+        del self._by_slot[finish.slot]
         self._free_slots.append(finish.slot)
         if choice.sink is None and finish.slot in self._cancels:
             # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
@@ -360,7 +350,7 @@ class GrpcRouterLink:
             except Exception:
                 self._give_up_sink(choice)
 
-    def _give_up_sink(self, choice: _Open) -> None:
+    def _give_up_sink(self, choice: OpenChoice) -> None:
         """A sink raised: its request ends, the others on this link go on."""
         log.exception("a sink failed; its request is cancelled")
         self.cancel(choice.handle)
@@ -369,7 +359,9 @@ class GrpcRouterLink:
         """The connection is gone: its slots mean nothing any more."""
         self._connected = False
         self._fleet = router_service_pb2.FleetState()
-        lost, self._by_slot = self._by_slot, {}
+        self._flows.end_all()
+        lost = dict(self._by_slot)
+        self._by_slot.clear()
         self._slots_by_handle.clear()
         self._free_slots.clear()
         self._submits.clear()

@@ -9,9 +9,9 @@ from urllib.parse import unquote
 import grpc
 
 from kvloom.carried_answer import CarriedAnswer
+from kvloom.channel_options import CHANNEL_OPTIONS
 from kvloom.lost_attempts import LostAttempts
 from kvloom.router_channels import RouterChannels
-from kvloom.router_link import CHANNEL_OPTIONS
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 

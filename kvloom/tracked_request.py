@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, cast
 
 from kvloom.errors import KvloomError
+from kvloom.link_flows import FlowingSink
 from kvloom.router_link import ChoiceProgress, LinkRequest, Sink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -138,6 +139,18 @@ class TrackedRequest:
         except Exception:
             self._owner.on_over(self)
             raise
+
+    def flow(self, index: int) -> Callable[[str], None] | None:
+        """As FlowingSink (kvloom/link_flows.py). What happens to one choice of several may depend on the others'
+        tokens."""
+        flow = getattr(self._sink, "flow", None) if len(self.choices) == 1 else None
+        return None if flow is None else flow(index)
+
+    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+        progress = self.choices[index]
+        progress.token_ids.extend(token_ids)
+        progress.num_chars += num_chars
+        cast(FlowingSink, self._sink).on_flowed(index, token_ids, num_chars)
 
     def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
         self._num_running -= 1

@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc
 
-from kvloom.router_link import CHANNEL_OPTIONS
+from kvloom.channel_options import CHANNEL_OPTIONS
 
 FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 2.0

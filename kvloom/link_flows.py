@@ -1,0 +1,88 @@
+"""Choices of a link whose text goes straight on, without a word to their sinks until something else is to be said.
+
+A frame has a token for each of many answers. What a token costs is how much memory it touches, which other answers and
+other processes have since pushed out of the processor's caches: a slot's way is one object, and how many tokens a
+choice has is told to its sink many frames at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvloom.late_books import LateBooks
+
+
+class FlowingSink(Protocol):
+    """What a sink has besides, that lets text flow."""
+
+    def flow(self, index: int) -> Callable[[str], None] | None:
+        """Where a choice's text goes from now on, token by token; asked once, when it has begun. It must not raise.
+        None: it comes with `on_tokens`, as ever."""
+        ...
+
+    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+        """These tokens, so many characters, have gone that way. Comes before all other news of the choice, and does
+        not raise."""
+        ...
+
+
+class OpenChoice:
+    """A choice that is under way; it owns one slot."""
+
+    __slots__ = ("handle", "has_begun", "index", "sink")
+
+    def __init__(self, handle: int, index: int, sink: Any) -> None:
+        self.handle = handle
+        self.index = index
+        self.has_begun = False
+        """It has had a token."""
+        self.sink = sink
+        """None: cancelled, the slot waits for its SequenceFinish."""
+
+
+class LinkFlows:
+    """Of one link."""
+
+    __slots__ = ("_books", "_open_choices", "ways")
+
+    def __init__(self, open_choices: dict[int, OpenChoice]) -> None:
+        """`open_choices`: the link's, by slot."""
+        self._open_choices = open_choices
+        self._books = LateBooks()
+        self.ways: dict[int, Callable[[str], None]] = {}
+        """Slot → where its text goes."""
+
+    def note(self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+        """One token each; those of slots with a way go there."""
+        if self._books.is_full:
+            self.tell()
+        ways = self.ways
+        self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
+
+    def begin(self, slot: int, choice: OpenChoice) -> None:
+        """From its second token on a choice may flow."""
+        if not choice.has_begun:
+            choice.has_begun = True
+            return
+        flow = getattr(choice.sink, "flow", None)
+        way = None if flow is None else flow(choice.index)
+        if way is not None:
+            self.ways[slot] = way
+
+    def end(self, slot: int) -> None:
+        """Repeatable."""
+        if self.ways.pop(slot, None) is not None:
+            token_ids, text = self._books.take(slot)
+            choice = self._open_choices[slot]
+            choice.sink.on_flowed(choice.index, token_ids, len(text))
+
+    def tell(self) -> None:
+        """All sinks what went on."""
+        for slot, token_ids, text in self._books.take_all():
+            choice = self._open_choices[slot]
+            choice.sink.on_flowed(choice.index, token_ids, len(text))
+
+    def end_all(self) -> None:
+        self.tell()
+        self.ways.clear()

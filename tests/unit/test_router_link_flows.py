@@ -1,0 +1,142 @@
+"""Text that goes straight on: whoever has to go on with an answer must know all of it, and nothing comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from kvloom.late_books import MAX_FRAMES
+from kvloom.router_link import GrpcRouterLink, LinkRequest
+from kvloom.tracked_request import TrackedRequest
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_STOP,
+    SamplingParams,
+    SequenceFinish,
+    SequenceStart,
+    StepFrame,
+    StopConditions,
+)
+
+NUM_TOKENS = 2 * MAX_FRAMES + 3
+
+
+class FlowingAnswer:
+    """Counts what it is told, and keeps the text in the order in which it came, whichever way."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_pushed = 0
+        self.num_tokens = 0
+        self.finish: SequenceFinish | None = None
+
+    def on_start(self, index: int, start: SequenceStart) -> None: ...
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[Any]) -> None:
+        self.text += delta
+        self.num_tokens += len(token_ids)
+
+    def on_finish(self, index: int, finish: SequenceFinish) -> None:
+        self.finish = finish
+
+    def flow(self, index: int) -> Callable[[str], None]:
+        return self.push
+
+    def push(self, text: str) -> None:
+        self.num_pushed += 1
+        self.text += text
+
+    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+        self.num_tokens += len(token_ids)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.num_attempt_tokens: list[int] = []
+
+    def on_lost(self, tracked: TrackedRequest) -> None:
+        self.num_attempt_tokens.append(tracked.num_attempt_tokens)
+
+    def on_over(self, tracked: TrackedRequest) -> None: ...
+
+    def now(self) -> float:
+        return 1.0
+
+
+def link_with(num_requests: int) -> tuple[GrpcRouterLink, list[TrackedRequest], list[FlowingAnswer], Owner]:
+    """A connected link whose requests have the slots 1, 2, ..."""
+    link, owner = GrpcRouterLink("127.0.0.1:1", "edge"), Owner()
+    link._connected = True
+    answers = [FlowingAnswer() for _ in range(num_requests)]
+    requests: list[TrackedRequest] = []
+    for number, answer in enumerate(answers):
+        request = LinkRequest(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
+        requests.append(TrackedRequest(number, request, answer, owner, b""))
+        link.submit(request, requests[-1])
+        requests[-1].on_submitted("link")
+    return link, requests, answers, owner
+
+
+def tell(link: GrpcRouterLink, number: int, slots: Sequence[int], **parts: Any) -> None:
+    step = StepFrame(
+        slots=slots, token_ids=[100 * slot + number for slot in slots], deltas=[f"<{number}>"] * len(slots)
+    )
+    link._on_step(cast(Any, StepFrame(**parts) if parts else step))
+
+
+async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed() -> None:
+    """The next router is asked for what comes behind them; the lost one is told how many came."""
+    link, requests, answers, owner = link_with(2)
+    for number in range(NUM_TOKENS):
+        tell(link, number, [1, 2])
+    link._drop_all("lost")
+    assert owner.num_attempt_tokens == [NUM_TOKENS, NUM_TOKENS]
+    for slot, (request, answer) in enumerate(zip(requests, answers, strict=True), 1):
+        assert answer.num_pushed > NUM_TOKENS // 2
+        assert answer.text == "".join(f"<{number}>" for number in range(NUM_TOKENS))
+        assert request.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
+        [begun] = request.next_attempt().begun
+        assert begun.token_ids.tolist() == [100 * slot + number for number in range(NUM_TOKENS)]
+        assert begun.num_chars == len(answer.text)
+
+
+async def test_an_end_finds_all_tokens_counted_and_frees_the_slot() -> None:
+    """A slot is used again by an answer that shares frames with those that were told nothing yet."""
+    link, _, answers, owner = link_with(2)
+    for number in range(5):
+        tell(link, number, [2, 1])
+    tell(link, 5, [], finishes=[SequenceFinish(slot=1, reason=FINISH_REASON_STOP, num_output_tokens=5)])
+    assert answers[0].finish is not None
+    assert answers[0].num_tokens == 5
+    late = FlowingAnswer()
+    request = LinkRequest("late", "m", [1], "", SamplingParams(), StopConditions())
+    link.submit(request, TrackedRequest(3, request, late, owner, b""))
+    for number in range(5):
+        tell(link, number, [1, 2])
+    link._drop_all("lost")
+    assert (answers[0].num_tokens, answers[1].num_tokens, late.num_tokens) == (5, 10, 5)
+
+
+async def test_tokens_of_frames_with_several_an_entry_come_behind_those_that_flowed() -> None:
+    """What piled up leaves as one frame: the order of the failover buffer must be that of the text."""
+    link, requests, answers, _ = link_with(1)
+    for number in range(4):
+        tell(link, number, [1])
+    link._on_step(StepFrame(slots=[1], num_tokens=[2], token_ids=[7, 8], deltas=["ab"]))
+    tell(link, 4, [1])
+    link._drop_all("lost")
+    [begun] = requests[0].next_attempt().begun
+    assert begun.token_ids.tolist() == [100, 101, 102, 103, 7, 8, 104]
+    assert answers[0].text == "<0><1><2><3>ab<4>"
+
+
+async def test_a_cancelled_answer_hears_no_more() -> None:
+    """Its slot still has tokens in frames until the router has ended it."""
+    link, _, answers, _ = link_with(2)
+    for number in range(3):
+        tell(link, number, [1, 2])
+    link.cancel(1)
+    for number in range(3):
+        tell(link, number, [1, 2])
+    assert (answers[0].text, answers[0].num_tokens) == ("<0><1><2>", 3)
+    assert answers[1].text == 2 * "<0><1><2>"
