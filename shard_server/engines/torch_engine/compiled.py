@@ -1,8 +1,6 @@
 """What the compiled kernels share: how they are compiled, and bf16 numbers, which numba does not know.
 
-numba compiles them when they are first called and keeps the code beside their file, or in the user's cache directory
-where that is read-only. Kept code is compiled anew when the kernel's own file changes, not when what it imports does:
-after an edit here or in amx.py remove `__pycache__/*.nb*`.
+They are compiled into one entry point (program.py), whose code is kept until a source of this package changes.
 
 No kernel may reorder the sums of a row in a way that depends on other rows; within one it may, since the code is the
 same for every row of every batch.
@@ -27,14 +25,7 @@ def jit(*fastmath: str, inline: bool = False) -> Callable[[_Function], _Function
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
     if inline:
         options["inline"] = "always"
-
-    def decorate(function: _Function) -> _Function:
-        try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # nowhere to keep the code: each start compiles
-            return numba.njit(**options)(function)
-
-    return decorate
+    return numba.njit(**options)
 
 
 def _bitcast(source: types.Type, target: types.Type, target_ir: ir.Type) -> Any:

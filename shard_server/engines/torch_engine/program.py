@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from numba import cfunc, types
@@ -48,18 +50,32 @@ omp_get_thread_num, omp_get_num_threads (both 0: there is one thread) and syscal
 
 @functools.cache
 def entry_point() -> int:
-    """Address of what every thread calls with the address of a call. Compiled when it is first asked for."""
+    """Address of what every thread calls with the address of a call. Compiled when it is first asked for, and kept
+    beside this file, or in the user's cache directory where that is read-only."""
     signature = types.void(types.CPointer(types.int64))
+    run = _entry(_digest_of_sources())
     try:
-        function = cfunc(signature, cache=True)(_run)
+        function = cfunc(signature, cache=True)(run)
     except RuntimeError:  # nowhere to keep the code: each start compiles
-        function = cfunc(signature)(_run)
+        function = cfunc(signature)(run)
     _kept.append(function)
     return int(function.address or 0)
 
 
-def _run(data: Any) -> None:
-    _run_tasks(carray(data, (CALL_SIZE,)))
+def _digest_of_sources() -> int:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:4], "big")
+
+
+def _entry(version: int) -> Any:
+    # numba looks for changes in this file only; but what a function closes over is part of what kept code goes by.
+    def run(data: Any) -> None:
+        if version >= 0:
+            _run_tasks(carray(data, (CALL_SIZE,)))
+
+    return run
 
 
 @jit()
