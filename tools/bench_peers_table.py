@@ -82,7 +82,8 @@ def _errors(report: Mapping[str, Any]) -> str:
     """Which, and how often, over all its runs; "" if there were none."""
     counts = Counter[str]()
     for run in report["runs"]:
-        counts.update(run["errors"])
+        for error, count in run["errors"].items():
+            counts[" ".join(error.split())] += count  # one line each
     return "; ".join(f"{count:,} times `{error[:120]}`" for error, count in counts.most_common(_NUM_SHOWN_ERRORS))
 
 

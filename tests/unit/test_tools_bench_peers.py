@@ -63,9 +63,9 @@ def test_what_is_missing_is_in_the_table_too() -> None:
 
 def test_errors_are_named_below_the_table() -> None:
     """A figure that comes with errors is no figure of a gateway that works: the reader must see which."""
-    table = peers_table([report("smg", "W4", 2.0, {"HTTP/1.1 503": 3})], {}, "kvloom bench")
-    assert "| 6 |" in table
-    assert "smg, W4: 6 times `HTTP/1.1 503`." in table
+    table = peers_table([report("smg", "W4", 2.0, {"HTTP/1.1 503\r\n": 3, "HTTP/1.1\t503": 1})], {}, "kvloom bench")
+    assert "| 8 |" in table
+    assert "smg, W4: 8 times `HTTP/1.1 503`." in table
 
 
 def test_the_table_replaces_the_last_one_in_a_page(tmp_path: Path) -> None:
