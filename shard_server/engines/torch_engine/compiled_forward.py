@@ -97,6 +97,7 @@ class CompiledForward:
     def _grow(self, num_rows: int) -> None:
         """Room for `num_rows`."""
         model, num_rows = self._model, -(-num_rows // _ROWS_STEP) * _ROWS_STEP
+        self._max_rows = 0  # should memory not suffice, the next step grows again
         self._space = space = _Workspace(model, self._config, num_rows)
         tasks = [self._look_up_task()]
         for index, layer in enumerate(model.layers):
@@ -107,7 +108,7 @@ class CompiledForward:
         self._tasks = program(tasks)
         kinds = self._tasks[:, KIND]
         self._rotations, self._attentions = (np.flatnonzero(kinds == kind) for kind in (ROTATE, ATTEND))
-        self._max_rows = num_rows  # last, since memory may not suffice
+        self._max_rows = num_rows
 
     def _look_up_task(self) -> list[int]:
         embedding, out = self._model.embedding, self._space.x.data_ptr()
