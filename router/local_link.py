@@ -15,6 +15,7 @@ from typing import Final
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.link_flows import OpenChoice
 from kvloom.router_link import LinkRequest, Sink
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, TokenLogprobs
@@ -32,18 +33,6 @@ _NO_LOGPROBS: Final = ()
 _numbers = itertools.count(1)
 
 
-class _Open:
-    """A choice that is under way; it owns one slot."""
-
-    __slots__ = ("handle", "index", "sink")
-
-    def __init__(self, handle: int, index: int, sink: Sink) -> None:
-        self.handle = handle
-        self.index = index
-        self.sink: Sink | None = sink
-        """None: cancelled, the slot waits for its finish."""
-
-
 class LocalRouterLink:
     """A RouterLink (kvloom/router_link.py), and the core's client (router/dispatcher.py) at the same time."""
 
@@ -54,7 +43,7 @@ class LocalRouterLink:
         self._connected = False
         self._fleet = FleetState()
         self._fleet_changed = asyncio.Event()
-        self._by_slot: dict[int, _Open] = {}
+        self._by_slot: dict[int, OpenChoice] = {}
         self._slots_by_handle: dict[int, list[int]] = {}
         self._free_slots: list[int] = []
         self._next_slot = 0
@@ -109,7 +98,7 @@ class LocalRouterLink:
         choices = self._choices(request)
         slots = [choice.slot for choice in choices]
         for choice in choices:
-            self._by_slot[choice.slot] = _Open(handle, choice.index, sink)
+            self._by_slot[choice.slot] = OpenChoice(handle, choice.index, sink)
         self._slots_by_handle[handle] = slots
         try:
             self._arrived.append(self._intake.request_from_link(request, choices, self._client_id))
@@ -237,7 +226,7 @@ class LocalRouterLink:
             except Exception:
                 self._give_up_sink(choice)
 
-    def _give_up_sink(self, choice: _Open) -> None:
+    def _give_up_sink(self, choice: OpenChoice) -> None:
         """A sink raised: its request ends, the others go on."""
         log.exception("a sink failed; its request is cancelled")
         self.cancel(choice.handle)

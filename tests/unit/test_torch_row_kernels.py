@@ -10,21 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
+from tests.fakes.compiled_team import compiled_team
 
 tasks = pytest.importorskip("shard_server.engines.torch_engine.tasks")
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
 def team(request: pytest.FixtureRequest) -> Iterator[object]:
-    from shard_server.engines.torch_engine.amx import request_amx
-    from shard_server.engines.torch_engine.team import ThreadTeam
-
-    if not request_amx():
-        pytest.skip("no AMX")
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield ThreadTeam()
-    torch.set_num_threads(before)
+    with compiled_team(request.param) as found:
+        yield found
 
 
 def random_rows(*shape: int) -> torch.Tensor:

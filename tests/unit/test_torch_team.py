@@ -11,21 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.compiled_team import compiled_team
+
 tasks = pytest.importorskip("shard_server.engines.torch_engine.tasks")
 COLUMNS = 64
 
 
 @pytest.fixture(params=[1, 2, 5])
 def team(request: pytest.FixtureRequest) -> Iterator[object]:
-    from shard_server.engines.torch_engine.amx import request_amx
-    from shard_server.engines.torch_engine.team import ThreadTeam
-
-    if not request_amx():
-        pytest.skip("no AMX")
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield ThreadTeam()
-    torch.set_num_threads(before)
+    with compiled_team(request.param) as found:
+        yield found
 
 
 class Chain:

@@ -84,8 +84,8 @@ def rotate_and_store_rows(task: Any, part: Any, num_parts: Any) -> None:
             _rotate(numbers[start:middle], numbers[middle : start + dim], row_cos, row_sin)
         block, offset = row_slots[row] // block_size, row_slots[row] % block_size
         place = (block * num_layers + layer) * block_size + offset
-        first = (place - place % TILE) * 2 * kv_size
-        store(carray(bf16_at(pool + first * 2), (TILE * 2 * kv_size,)), place % TILE, numbers[query_size:])
+        tile = (place - place % TILE) * 2 * kv_size
+        store(carray(bf16_at(pool + tile * 2), (TILE * 2 * kv_size,)), place % TILE, numbers[query_size:])
 
 
 @jit(inline=True)

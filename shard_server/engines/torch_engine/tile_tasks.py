@@ -40,16 +40,8 @@ def new_scratches(num_threads: int) -> np.ndarray[Any, Any]:
 @jit()
 def multiply_columns(task: Any, part: Any, num_parts: Any) -> None:
     """out, scratches, depth, columns, kind (see tile_matmul.ROUNDED), other, bias, weights, x (bf16 [rows, depth])"""
-    out, scratches, depth, num_columns, kind, other, bias = (
-        task[3],
-        task[4],
-        task[5],
-        task[6],
-        task[7],
-        task[8],
-        task[9],
-    )
-    weights, x = task[10], task[11]
+    out, scratches, depth, num_columns, kind, other, bias, weights = _operands(task)
+    x = task[11]
     out_size = _out_size(task[ROWS], num_columns, kind)
     first, end = share(num_columns // PANEL, part, num_parts)
     multiply(
@@ -70,16 +62,8 @@ def multiply_columns(task: Any, part: Any, num_parts: Any) -> None:
 def multiply_int8_columns(task: Any, part: Any, num_parts: Any) -> None:
     """out, scratches, depth, columns, kind, other, bias, weights: as for `multiply_columns`; digits and row_scales of
     `split_rows`, column_scales (float32 [columns])"""
-    out, scratches, depth, num_columns, kind, other, bias = (
-        task[3],
-        task[4],
-        task[5],
-        task[6],
-        task[7],
-        task[8],
-        task[9],
-    )
-    weights, digits, row_scales, column_scales = task[10], task[11], task[12], task[13]
+    out, scratches, depth, num_columns, kind, other, bias, weights = _operands(task)
+    digits, row_scales, column_scales = task[11], task[12], task[13]
     out_size = _out_size(task[ROWS], num_columns, kind)
     first, end = share(num_columns // PANEL, part, num_parts)
     multiply_int8(
@@ -162,6 +146,12 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
             float_of_bits(np.uint32(scale)),
             scratch_at(scratches + part * scratch_size, shape),
         )
+
+
+@jit(inline=True)
+def _operands(task: Any) -> Any:
+    """Of every product: see `multiply_columns`."""
+    return task[3], task[4], task[5], task[6], task[7], task[8], task[9], task[10]
 
 
 @jit(inline=True)
