@@ -1,8 +1,8 @@
 """Causal attention over the paged KV cache, for a ragged batch, with the same bits whatever the batch is.
 
 torch's CPU flash attention walks over the keys in blocks of 512 in order, with float32 sums. Its result for a row
-depends neither on how far the keys are padded (with masked ones, see `_KEY_ALIGNMENT`), nor on how many sequences or
-rows there are, as long as the rows are not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves prefill,
+depends neither on how far the keys are padded (with masked ones, see `Grain`), nor on how many sequences or rows there
+are, as long as the rows are not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves prefill,
 chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
 
 Layers with a window leave out leading keys that no row of theirs sees, in steps of the kernel's own 512: a row's keys
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,17 +29,28 @@ _ROWS_PER_TILE = 32
 """The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
 _PIECE_TOKENS = 128
 """A prompt's queries are taken in pieces, so that later keys, which are masked, are not computed for all of them."""
-_KEY_ALIGNMENT = {torch.bfloat16: 32, torch.float32: 512}
-"""Matrix tiles take 32 keys, exponentials are vectors of 16: leftovers would get code that rounds differently. float32
-products are blocked by their size in ways that are not public: only the kernel's whole 512 was measured to work."""
-_MIN_DECODE_ROWS = {torch.bfloat16: 2, torch.float32: 8}
-"""The kernel multiplies few query rows with other code. A decoding sequence has as many as heads share a KV head."""
 _GROUP_TOKENS = 3072
 """Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
 _GROUP_WASTE_TOKENS = 192
 """Padding in a group beyond which another group is cheaper."""
 _KERNEL_KEYS = 512
 """The kernel takes so many keys at a time."""
+
+
+class Grain(NamedTuple):
+    """Sizes that keep the kernel to one way of computing."""
+
+    num_keys: int
+    """Keys are padded to a multiple of this."""
+    min_decode_rows: int
+    """The kernel has other code for few query rows; a decoding sequence has as many as heads share a KV head."""
+
+
+_WHOLE = Grain(num_keys=_KERNEL_KEYS, min_decode_rows=8)
+GRAINS = {torch.bfloat16: (Grain(num_keys=32, min_decode_rows=2), _WHOLE), torch.float32: (_WHOLE,)}
+"""The cheapest first; the first with which a machine's results do not depend on the batch is to be taken. Matrix tiles
+(AMX) take 32 keys, exponentials are vectors of 16: leftovers would get code that rounds differently. Other products are
+blocked by their size in ways that are not public: only the kernel's whole 512 was measured to work."""
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -128,13 +139,13 @@ class PagedAttention:
 
     multiplies_single_rows = True
 
-    def __init__(self, config: LlamaConfig, cache: KvCache) -> None:
+    def __init__(self, config: LlamaConfig, cache: KvCache, grain: Grain) -> None:
         self._cache = cache
         self._num_kv_heads = config.num_kv_heads
         self._group_size = config.num_heads_per_kv_head
         self._head_dim = config.head_dim
-        self._padded_decode_rows = max(0, _MIN_DECODE_ROWS[cache.dtype] - self._group_size)
-        self._key_alignment = math.lcm(_KEY_ALIGNMENT[cache.dtype], cache.block_size)
+        self._padded_decode_rows = max(0, grain.min_decode_rows - self._group_size)
+        self._key_alignment = math.lcm(grain.num_keys, cache.block_size)
         self._first_key_alignment = math.lcm(_KERNEL_KEYS, cache.block_size)
         self._layer_windows = config.layer_windows
         self._buffer = cache.new_gather_buffer(_GROUP_TOKENS // cache.block_size)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shard_server.engines.torch_engine.attention import Extent, PagedAttention
+from shard_server.engines.torch_engine.attention import GRAINS, Extent, PagedAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.int8_linear import Int8Linears
 from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
@@ -79,10 +79,12 @@ class TorchKernels:
 class TorchForward:
     def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> None:
         self._model, self._config, self._cache = model, config, cache
-        self._attention = PagedAttention(config, cache)
+        self._attention = PagedAttention(config, cache, GRAINS[cache.dtype][0])
         self._row_granularity = 1
         self.multiplies_single_rows = self._attention.multiplies_single_rows
-        self.plan = self._attention.plan
+
+    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
+        return self._attention.plan(decodes, prefills)
 
     def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: Any) -> torch.Tensor:
         padding = [0] * (self._rounded(plan.num_rows) - len(token_ids))
@@ -97,11 +99,17 @@ class TorchForward:
         return logits[: len(logit_rows)]
 
     def is_invariant(self) -> bool:
-        granularity = common_row_granularity(self._model.distinct_products, self._cache.dtype)
-        self._row_granularity = granularity or 1
-        return granularity is not None and attention_is_invariant(
-            self._config, self._cache.dtype, self._cache.block_size, PagedAttention
-        )
+        config, cache = self._config, self._cache
+        granularity = common_row_granularity(self._model.distinct_products, cache.dtype)
+        if granularity is None:
+            return False
+        for grain in GRAINS[cache.dtype]:
+            make = functools.partial(PagedAttention, grain=grain)
+            if attention_is_invariant(config, cache.dtype, cache.block_size, make):
+                self._row_granularity = granularity
+                self._attention = make(config, cache)
+                return True
+        return False
 
     def _rounded(self, num_rows: int) -> int:
         return -(-num_rows // self._row_granularity) * self._row_granularity

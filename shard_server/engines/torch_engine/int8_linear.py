@@ -2,10 +2,12 @@
 
 So it is where tiles compute (tile_matmul_int8.py) and, elsewhere, here:
 
-oneDNN multiplies int8 by int8 and sums in 32-bit integers: exactly, in whatever order. So a row's result does not
-depend on how many other rows are computed with it, and products may be of any size. torch's own kernel for int8 weights
-with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one row, but half as fast from eight on.
-One digit would save little when decoding, where weights are what is read, and costs most of the quality.
+oneDNN multiplies 8-bit integers and sums in 32-bit ones: exactly, in whatever order. So a row's result does not
+depend on how many other rows are computed with it, and products may be of any size. Of int8 by int8 it has a quick
+kernel only where there are tiles (elsewhere 8 ms a row of 576 x 576): digits go in as uint8, 128 more than they are.
+torch's own kernel for int8 weights with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one
+row, but half as fast from eight on. One digit would save little when decoding, where weights are what is read, and
+costs most of the quality.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _LIMIT = 127
 """Symmetric: -128 is not used, so that a product never saturates where others would not."""
 _BASE = 2 * _LIMIT
 """A step of the first digit is so many of the second's."""
+_OFFSET = 128
 _SMALLEST = 1e-12
 """Stands for the largest value of a channel or row that is all zeros."""
 
@@ -30,7 +33,7 @@ class DigitRows(NamedTuple):
     """What several products of one input share."""
 
     digits: torch.Tensor
-    """int8 [2 * rows, in_features]: all first digits, then all second ones."""
+    """uint8 [2 * rows, in_features]: all first digits, then all second ones, each plus _OFFSET."""
     scales: torch.Tensor
     """float32 [rows, 1]; (first + second / _BASE) * scales is the input, rounded."""
 
@@ -77,7 +80,19 @@ class Int8Linear:
     def _product(self, x: torch.Tensor | DigitRows) -> torch.Tensor:
         digits, scales = x if isinstance(x, DigitRows) else split_digits(x)
         products = torch.ops.onednn.qlinear_pointwise(
-            digits, 1.0, 0, self._weight, self._scales, self._zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+            digits,
+            1.0,
+            _OFFSET,
+            self._weight,
+            self._scales,
+            self._zero_points,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
         )
         # Not split: of no rows at all, which the head gets in the middle of a prompt, that makes one part.
         first, second = products[: len(scales)], products[len(scales) :]
@@ -127,7 +142,7 @@ def split_digits(x: torch.Tensor) -> DigitRows:
     first = steps.round()
     digits[:num_rows] = first
     digits[num_rows:] = steps.sub_(first).mul_(_BASE).round_()
-    return DigitRows(digits, scales)
+    return DigitRows(digits.view(torch.uint8).bitwise_xor_(_OFFSET), scales)  # xor: what + 128 is in 8 bits
 
 
 def _steps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
