@@ -24,6 +24,7 @@ from edge_http.resumable import ResumableStream
 from edge_http.resume_journal import EdgeRecord, JournalBatch, ResumeJournal
 from edge_http.resume_records import encode
 from edge_http.resume_table import ResumeTable
+from kvloom.beat import seconds_to_beat
 from kvloom.config import EdgeResumeConfig
 
 log = structlog.get_logger()
@@ -72,7 +73,7 @@ class ResumePublisher:
         self._requests_bytes: dict[str, int] = {}
         """What is kept of running responses besides, by id."""
         self._forgotten: list[str] = []
-        self._kept_at = 0.0
+        self._keep_at = 0.0
         self._is_announced = False
         self._flushing = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -107,7 +108,7 @@ class ResumePublisher:
                 await self.flush()
                 is_reachable = True
             except RedisError as error:
-                self._kept_at = 0.0
+                self._keep_at = 0.0
                 if is_reachable:
                     log.warning("resumable responses cannot be published", error=str(error))
                 is_reachable = False
@@ -127,7 +128,7 @@ class ResumePublisher:
         """Or until the edge has to say again that it is there."""
         await asyncio.sleep(PAUSE_SECONDS if self._config.commit_seconds else LAZY_PAUSE_SECONDS)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._kept_at + KEEP_SECONDS - time.monotonic())):
+            async with asyncio.timeout(max(0.0, self._keep_at - time.monotonic())):
                 await self.gate.wake.wait()
 
     async def flush(self) -> None:
@@ -137,7 +138,7 @@ class ResumePublisher:
 
     async def _flush(self) -> None:
         now = time.monotonic()
-        if now - self._kept_at >= KEEP_SECONDS or not self._kept_at:
+        if now >= self._keep_at:
             await self._keep(now)
         is_complete = not self.gate.wake.is_set()
         while not is_complete:
@@ -176,7 +177,7 @@ class ResumePublisher:
         was_known, taken = await self._journal.keep(
             self._tag, self._own_record(), self._ttl_seconds, len(self._written)
         )
-        self._kept_at = now
+        self._keep_at = now + seconds_to_beat(now, KEEP_SECONDS)
         self._let_go(taken)
         if self._is_announced and not was_known:
             self._write_again()
@@ -260,7 +261,7 @@ class ResumePublisher:
 
     def _note_written(self, now: float, size_bytes: int) -> None:
         if not self._written:
-            self._kept_at = 0.0  # the journal may be new, and has to expire like the rest
+            self._keep_at = 0.0  # the journal may be new, and has to expire like the rest
         self._written.append((now, size_bytes))
         self._num_bytes += size_bytes
         self._position += size_bytes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Generic, TypeVar
 
 import redis.exceptions
 import structlog
 
+from kvloom.beat import seconds_to_beat
 from kvloom.registry import HEARTBEAT_SECONDS, Registry, RouterRecord, ShardRecord
 
 log = structlog.get_logger()
@@ -36,7 +38,7 @@ class Announcer(Generic[_Record]):
                 if not reachable:
                     log.info("the registry can be reached again")
                 reachable = True
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(seconds_to_beat(time.monotonic(), HEARTBEAT_SECONDS))
 
     async def withdraw(self) -> None:
         """Those who look hear of it at once; without Redis the announcement expires by itself."""

@@ -20,6 +20,8 @@ from typing import Final
 
 import structlog
 
+from kvloom.beat import seconds_to_beat
+
 MAX_WAITING_SHARE: Final = 0.1
 """Of the time: longer, ready to run, a thread does not wait for its CPU."""
 MIN_PAUSE_SECONDS: Final = 10.0
@@ -95,7 +97,7 @@ class _Stay:
         self._look_seconds = look_seconds
         self._loop = asyncio.get_running_loop()
         self._looked_at, self._waited = self._loop.time(), _waited_seconds()
-        self._timer = self._loop.call_later(look_seconds, self._look)
+        self._timer = self._loop.call_later(self._seconds_to_look(), self._look)
 
     def end(self) -> None:
         self._timer.cancel()
@@ -112,7 +114,10 @@ class _Stay:
                 log.warning("event loop does not stay on a CPU", cpus=cpus, error=str(error))
                 return
             log.info("event loop may use CPUs", cpus=cpus)
-        self._timer = self._loop.call_later(self._look_seconds, self._look)
+        self._timer = self._loop.call_later(self._seconds_to_look(), self._look)
+
+    def _seconds_to_look(self) -> float:
+        return seconds_to_beat(self._looked_at, self._look_seconds)
 
 
 def _waited_seconds() -> float:

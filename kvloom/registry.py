@@ -8,7 +8,8 @@ registry only says whom to connect to.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -16,8 +17,12 @@ import redis.asyncio
 import redis.asyncio.retry
 import redis.backoff
 
+from kvloom.beat import seconds_to_beat
+
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 2.0
+"""News comes at once; this finds out what has expired, or was missed."""
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
@@ -55,17 +60,16 @@ class Registry(Generic[_Record]):
         self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
         self._prefix = f"{key_prefix}:{kind}"
         self._record_type: type[_Record] = record_type
+        self._last_keys: list[str] = []
 
     async def announce(self, record: _Record) -> None:
         """Say that a process is there for the next TTL_SECONDS."""
-        name = self._name(record.key)
-        is_news = not await self._redis.exists(name)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(name, msgspec.json.encode(record), px=round(TTL_SECONDS * 1000))
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._name(record.key), msgspec.json.encode(record), px=round(TTL_SECONDS * 1000), get=True)
             pipe.sadd(self._ids_name, record.key)
-            if is_news:
-                pipe.publish(self._channel, record.key)
-            await pipe.execute()
+            before, _ = await pipe.execute()
+        if before is None:
+            await self._redis.publish(self._channel, record.key)
 
     async def withdraw(self, key: str) -> None:
         """Say that a process has gone."""
@@ -77,11 +81,10 @@ class Registry(Generic[_Record]):
 
     async def list_records(self) -> dict[str, _Record]:
         """All whose announcement has not expired, by key."""
-        members = await self._redis.smembers(self._ids_name)
-        keys = sorted(member.decode() if isinstance(member, bytes) else member for member in members)
-        if not keys:
-            return {}
-        values = await self._redis.mget([self._name(key) for key in keys])
+        keys, values = await self._read(self._last_keys)
+        if keys != self._last_keys:
+            self._last_keys = keys
+            _, values = await self._read(keys)
         found: dict[str, _Record] = {}
         expired: list[str] = []
         for key, value in zip(keys, values, strict=True):
@@ -93,14 +96,25 @@ class Registry(Generic[_Record]):
             await self._redis.srem(self._ids_name, *expired)
         return found
 
-    async def watch(self, poll_seconds: float = HEARTBEAT_SECONDS) -> AsyncIterator[None]:
-        """Yields whenever it is time to look again: at once on news, else every `poll_seconds`. Ends with RedisError
+    async def _read(self, keys: Sequence[str]) -> tuple[list[str], list[bytes | None]]:
+        """All keys, sorted, and the records of `keys`: asked for together, since they are mostly those of last time."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.smembers(self._ids_name)
+            if keys:
+                pipe.mget([self._name(key) for key in keys])
+            members, *values = await pipe.execute()
+        return sorted(member.decode() for member in members), values[0] if values else []
+
+    async def watch(self) -> AsyncIterator[None]:
+        """Yields whenever it is time to look again: at once on news, else every POLL_SECONDS. Ends with RedisError
         when the server goes away."""
         async with self._redis.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             while True:
                 yield
-                await pubsub.get_message(ignore_subscribe_messages=True, timeout=poll_seconds)
+                await pubsub.get_message(
+                    ignore_subscribe_messages=True, timeout=seconds_to_beat(time.monotonic(), POLL_SECONDS)
+                )
 
     async def close(self) -> None:
         await self._redis.aclose()

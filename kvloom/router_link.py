@@ -8,6 +8,7 @@ must not block.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -201,30 +202,31 @@ class GrpcRouterLink:
         return self._next_slot
 
     async def _run(self) -> None:
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            while not self._closed:
-                try:
-                    await self._serve_one_connection(channel)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                    log.debug("the link to the router broke: %s", error)
-                except Exception:
-                    # A frame that makes no sense. The link must outlive it: a new connection starts from scratch.
-                    log.exception("the link to the router failed")
-                self._drop_all("The connection to the router was lost.")
-                await asyncio.sleep(RECONNECT_SECONDS)
+        while not self._closed:
+            try:
+                async with contextlib.AsyncExitStack() as channels:
+                    await self._serve_one_connection(await self._open(channels))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                log.debug("the link to the router broke: %s", error)
+            except Exception:
+                # A frame that makes no sense. The link must outlive it: a new connection starts from scratch.
+                log.exception("the link to the router failed")
+            self._drop_all("The connection to the router was lost.")
+            await asyncio.sleep(RECONNECT_SECONDS)
 
-    async def _open(self, channel: grpc.aio.Channel) -> ConnectCall:
-        """Once the router is there: over a local socket if it is on this machine, else over gRPC."""
+    async def _open(self, channels: contextlib.AsyncExitStack) -> ConnectCall:
+        """Once the router is there: over a local socket if it is on this machine, else over gRPC, whose threads a
+        process does not have until it needs a channel: they wake up several times a second all their lives."""
         local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
-        if local is None:
-            await channel.channel_ready()
-            local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
         if local is not None:
             return local
-        return router_service_pb2_grpc.RouterServiceStub(channel).Connect(wait_for_ready=True)
+        channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        await channels.enter_async_context(channel)
+        await channel.channel_ready()
+        local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
+        return local or router_service_pb2_grpc.RouterServiceStub(channel).Connect(wait_for_ready=True)
 
-    async def _serve_one_connection(self, channel: grpc.aio.Channel) -> None:
-        call = await self._open(channel)
+    async def _serve_one_connection(self, call: ConnectCall) -> None:
         await call.write(router_service_pb2.RouterServiceConnectRequest(hello=self._hello()))
         self._writer = FrameWriter(call, self._take_frame)
         writer = asyncio.create_task(self._write_frames(self._writer, call), name="router-link writer")

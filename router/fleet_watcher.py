@@ -16,7 +16,6 @@ from router.shard_link import ShardLink
 
 log = structlog.get_logger()
 
-POLL_SECONDS: Final = 1.0
 MAX_SHARDS: Final = 4096
 
 
@@ -43,7 +42,7 @@ class FleetWatcher:
         while True:
             started = loop.time()
             try:
-                async for _ in self._registry.watch(POLL_SECONDS):
+                async for _ in self._registry.watch():
                     self._follow(await self._registry.list_shards(), links)
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("the shard registry cannot be read", cause=type(error).__name__, num_links=len(self._links))

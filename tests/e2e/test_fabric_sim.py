@@ -155,3 +155,11 @@ def test_a_client_that_is_killed_mid_stream_stops_the_engine_and_frees_its_block
     assert num_read <= generated() - num_before <= num_read + 3
     assert sim_fabric.sum_over_shards("kvloom_wasted_tokens_total") - wasted_before <= 2
     assert [load.num_available_blocks for load in sim_fabric.shard_loads()] == blocks_before
+
+
+def test_an_edge_beside_its_router_has_no_threads_of_grpc(sim_fabric: RunningFabric):
+    """They wake up several times a second, whether or not there is a channel to look after."""
+    (edge,) = sim_fabric.processes("edge")
+    names = {(task / "comm").read_text().strip() for task in Path(f"/proc/{edge['pid']}/task").iterdir()}
+    assert "python" in names
+    assert not {name for name in names if name.startswith(("grpc", "event_engine"))}

@@ -197,7 +197,7 @@ async def test_what_the_journal_never_heard_of_is_not_billed(redis_url: str) -> 
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         first.edge.losses, second.edge.losses = Ledger("link-1", is_told=False), Ledger("link-2")
-        one._publisher._kept_at = 0.0  # as a second later
+        one._publisher._keep_at = 0.0  # as a second later
         streamed = client(first, path)
         reading = asyncio.create_task(streamed.begin(body))
         request = await first.link.next_request()
