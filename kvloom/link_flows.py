@@ -44,23 +44,39 @@ class OpenChoice:
 class LinkFlows:
     """Of one link."""
 
-    __slots__ = ("_books", "_open_choices", "ways")
+    __slots__ = ("_books", "_give_up", "_open_choices", "_ways")
 
-    def __init__(self, open_choices: dict[int, OpenChoice]) -> None:
-        """`open_choices`: the link's, by slot."""
+    def __init__(self, open_choices: dict[int, OpenChoice], give_up: Callable[[OpenChoice], None]) -> None:
+        """`open_choices`: the link's, by slot. `give_up`: for a choice whose sink raised."""
         self._open_choices = open_choices
+        self._give_up = give_up
         self._books = LateBooks()
-        self.ways: dict[int, Callable[[str], None]] = {}
+        self._ways: dict[int, Callable[[str], None]] = {}
         """Slot → where its text goes."""
 
-    def note(self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        """One token each; those of slots with a way go there."""
-        if self._books.is_full:
-            self.tell()
-        ways = self.ways
-        self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
+    def on_tokens(self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+        """The hot path: one token each, no logprobs, to where it goes. Slots that are not in use, or were cancelled,
+        are passed over. Takes the arrays over."""
+        ways = self._ways
+        if ways:
+            if self._books.is_full:
+                self.tell()
+            self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
+        for slot, token_id, delta in zip(slots, token_ids, deltas, strict=True):
+            way = ways.get(slot)
+            if way is not None:
+                way(delta)
+                continue
+            choice = self._open_choices.get(slot)
+            if choice is None or choice.sink is None:
+                continue
+            try:
+                choice.sink.on_tokens(choice.index, delta, (token_id,), ())
+                self._begin(slot, choice)
+            except Exception:
+                self._give_up(choice)
 
-    def begin(self, slot: int, choice: OpenChoice) -> None:
+    def _begin(self, slot: int, choice: OpenChoice) -> None:
         """From its second token on a choice may flow."""
         if not choice.has_begun:
             choice.has_begun = True
@@ -68,11 +84,11 @@ class LinkFlows:
         flow = getattr(choice.sink, "flow", None)
         way = None if flow is None else flow(choice.index)
         if way is not None:
-            self.ways[slot] = way
+            self._ways[slot] = way
 
     def end(self, slot: int) -> None:
         """Repeatable."""
-        if self.ways.pop(slot, None) is not None:
+        if self._ways.pop(slot, None) is not None:
             token_ids, text = self._books.take(slot)
             choice = self._open_choices[slot]
             choice.sink.on_flowed(choice.index, token_ids, len(text))
@@ -85,4 +101,4 @@ class LinkFlows:
 
     def end_all(self) -> None:
         self.tell()
-        self.ways.clear()
+        self._ways.clear()

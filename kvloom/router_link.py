@@ -97,7 +97,7 @@ class GrpcRouterLink:
         """Of a frame, or when there began to be something to wait for."""
         self._by_slot: dict[int, OpenChoice] = {}
         self._slots_by_handle: dict[int, list[int]] = {}
-        self._flows = LinkFlows(self._by_slot)
+        self._flows = LinkFlows(self._by_slot, self._give_up_sink)
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._next_handle = 0
@@ -287,28 +287,9 @@ class GrpcRouterLink:
         if step.num_tokens or step.logprobs:
             self._on_ragged_tokens(step)
         else:
-            self._on_single_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
+            self._flows.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
         for finish in step.finishes:
             self._on_finish(finish)
-
-    def _on_single_tokens(self, slots: list[int], token_ids: list[int], deltas: list[str]) -> None:
-        """The hot path: one token an entry, no logprobs."""
-        ways = self._flows.ways
-        if ways:
-            self._flows.note(slots, token_ids, deltas)
-        for slot, token_id, delta in zip(slots, token_ids, deltas, strict=True):
-            way = ways.get(slot)
-            if way is not None:
-                way(delta)
-                continue
-            choice = self._by_slot.get(slot)
-            if choice is None or choice.sink is None:
-                continue
-            try:
-                choice.sink.on_tokens(choice.index, delta, (token_id,), ())
-                self._flows.begin(slot, choice)
-            except Exception:
-                self._give_up_sink(choice)
 
     def _on_ragged_tokens(self, step: generation_pb2.StepFrame) -> None:
         """Any number of tokens an entry, logprobs."""

@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from kvloom.errors import KvloomError
-from kvloom.link_flows import OpenChoice
+from kvloom.link_flows import LinkFlows, OpenChoice
 from kvloom.router_link import LinkRequest, Sink
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, TokenLogprobs
@@ -44,6 +44,7 @@ class LocalRouterLink:
         self._fleet = FleetState()
         self._fleet_changed = asyncio.Event()
         self._by_slot: dict[int, OpenChoice] = {}
+        self._flows = LinkFlows(self._by_slot, self._give_up_sink)
         self._slots_by_handle: dict[int, list[int]] = {}
         self._free_slots: list[int] = []
         self._next_slot = 0
@@ -111,6 +112,7 @@ class LocalRouterLink:
     def cancel(self, handle: int) -> None:
         slots = self._slots_by_handle.pop(handle, ())
         for slot in slots:
+            self._flows.end(slot)
             self._by_slot[slot].sink = None
         if slots:
             self._cancelled += slots
@@ -168,20 +170,13 @@ class LocalRouterLink:
         self._tell_fleet_changed()
 
     def send_step(self, step: Step) -> None:
-        """The hot path: one call a token, to its sink."""
+        """The hot path: one call a token."""
         for start in step.starts:
             self._on_start(start)
         if step.num_tokens or step.logprobs:
             self._on_ragged_tokens(step)
         else:
-            by_slot = self._by_slot
-            for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
-                choice = by_slot[slot]
-                if choice.sink is not None:
-                    try:
-                        choice.sink.on_tokens(choice.index, delta, (token_id,), _NO_LOGPROBS)
-                    except Exception:
-                        self._give_up_sink(choice)
+            self._flows.on_tokens(step.slots, step.token_ids, step.deltas)
         for finish in step.finishes:
             self._on_finish(finish)
 
@@ -195,6 +190,7 @@ class LocalRouterLink:
 
     def _on_ragged_tokens(self, step: Step) -> None:
         """Any number of tokens an entry, logprobs."""
+        self._flows.tell()
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for slot, entry in step.logprobs:
             logprobs.setdefault(slot, []).append(convert.logprobs_to_proto(slot, entry))
@@ -211,9 +207,11 @@ class LocalRouterLink:
                     self._give_up_sink(choice)
 
     def _on_finish(self, finish: Finish) -> None:
-        choice = self._by_slot.pop(finish.slot, None)
+        choice = self._by_slot.get(finish.slot)
         if choice is None:
             return
+        self._flows.end(finish.slot)
+        del self._by_slot[finish.slot]
         self._free_slots.append(finish.slot)
         slots = self._slots_by_handle.get(choice.handle)
         if slots is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import pytest
+
 from kvloom.late_books import MAX_FRAMES
 from kvloom.router_link import GrpcRouterLink, LinkRequest
 from kvloom.tracked_request import TrackedRequest
@@ -17,6 +19,9 @@ from kvloom.v1.generation_pb2 import (
     StepFrame,
     StopConditions,
 )
+from router.core.actions import FleetChanged
+from router.core.frames import Finish, Step
+from router.local_link import LocalRouterLink
 
 NUM_TOKENS = 2 * MAX_FRAMES + 3
 
@@ -63,33 +68,94 @@ class Owner:
         return 1.0
 
 
-def link_with(num_requests: int) -> tuple[GrpcRouterLink, list[TrackedRequest], list[FlowingAnswer], Owner]:
+class Remote:
+    """Frames of a router elsewhere."""
+
+    def __init__(self) -> None:
+        self.link = GrpcRouterLink("127.0.0.1:1", "edge")
+        self.link._connected = True
+
+    def tell(
+        self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str], counts: Sequence[int]
+    ) -> None:
+        self.link._on_step(StepFrame(slots=slots, num_tokens=counts, token_ids=token_ids, deltas=deltas))
+
+    def finish(self, slot: int) -> None:
+        self.link._on_step(StepFrame(finishes=[SequenceFinish(slot=slot, reason=FINISH_REASON_STOP)]))
+
+    async def lose(self) -> None:
+        self.link._drop_all("lost")
+
+
+class NoRouter:
+    """What a link inside the router's process asks of it."""
+
+    fleet = FleetChanged(models=(), draining=False)
+    core: Any
+
+    def __init__(self) -> None:
+        self.core = self
+
+    def add_client(self, client_id: str, peer: object) -> None: ...
+
+    def remove_client(self, client_id: str) -> None: ...
+
+    def dispatch(self, event: object) -> None: ...
+
+    def request_from_link(self, *_args: object) -> None: ...
+
+
+class Local:
+    """Steps of the router in the same process."""
+
+    def __init__(self) -> None:
+        router = cast(Any, NoRouter())
+        self.link = LocalRouterLink(router, router, "edge")
+        self.link._connected = True
+
+    def tell(
+        self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str], counts: Sequence[int]
+    ) -> None:
+        self.link.send_step(Step(slots, counts, token_ids, deltas))
+
+    def finish(self, slot: int) -> None:
+        self.link.send_step(Step(finishes=[Finish(slot, FINISH_REASON_STOP)]))
+
+    async def lose(self) -> None:
+        await self.link.close()
+
+
+Way = Remote | Local
+
+
+@pytest.fixture(params=[Remote, Local])
+def way(request: pytest.FixtureRequest) -> type[Way]:
+    return request.param
+
+
+def link_with(way: type[Way], num_requests: int) -> tuple[Way, list[TrackedRequest], list[FlowingAnswer], Owner]:
     """A connected link whose requests have the slots 1, 2, ..."""
-    link, owner = GrpcRouterLink("127.0.0.1:1", "edge"), Owner()
-    link._connected = True
+    router, owner = way(), Owner()
     answers = [FlowingAnswer() for _ in range(num_requests)]
     requests: list[TrackedRequest] = []
     for number, answer in enumerate(answers):
         request = LinkRequest(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
         requests.append(TrackedRequest(number, request, answer, owner, b""))
-        link.submit(request, requests[-1])
+        router.link.submit(request, requests[-1])
         requests[-1].on_submitted("link")
-    return link, requests, answers, owner
+    return router, requests, answers, owner
 
 
-def tell(link: GrpcRouterLink, number: int, slots: Sequence[int], **parts: Any) -> None:
-    step = StepFrame(
-        slots=slots, token_ids=[100 * slot + number for slot in slots], deltas=[f"<{number}>"] * len(slots)
-    )
-    link._on_step(cast(Any, StepFrame(**parts) if parts else step))
+def tell(router: Way, number: int, slots: list[int]) -> None:
+    router.tell(slots, [100 * slot + number for slot in slots], [f"<{number}>"] * len(slots), [])
 
 
-async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed() -> None:
+async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way: type[Way]) -> None:
     """The next router is asked for what comes behind them; the lost one is told how many came."""
-    link, requests, answers, owner = link_with(2)
+    router, requests, answers, owner = link_with(way, 2)
     for number in range(NUM_TOKENS):
-        tell(link, number, [1, 2])
-    link._drop_all("lost")
+        tell(router, number, [1, 2])
+    await router.lose()
     assert owner.num_attempt_tokens == [NUM_TOKENS, NUM_TOKENS]
     for slot, (request, answer) in enumerate(zip(requests, answers, strict=True), 1):
         assert answer.num_pushed > NUM_TOKENS // 2
@@ -100,43 +166,43 @@ async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed() ->
         assert begun.num_chars == len(answer.text)
 
 
-async def test_an_end_finds_all_tokens_counted_and_frees_the_slot() -> None:
+async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(way: type[Way]) -> None:
     """A slot is used again by an answer that shares frames with those that were told nothing yet."""
-    link, _, answers, owner = link_with(2)
+    router, _, answers, owner = link_with(way, 2)
     for number in range(5):
-        tell(link, number, [2, 1])
-    tell(link, 5, [], finishes=[SequenceFinish(slot=1, reason=FINISH_REASON_STOP, num_output_tokens=5)])
+        tell(router, number, [2, 1])
+    router.finish(1)
     assert answers[0].finish is not None
     assert answers[0].num_tokens == 5
     late = FlowingAnswer()
     request = LinkRequest("late", "m", [1], "", SamplingParams(), StopConditions())
-    link.submit(request, TrackedRequest(3, request, late, owner, b""))
+    router.link.submit(request, TrackedRequest(3, request, late, owner, b""))
     for number in range(5):
-        tell(link, number, [1, 2])
-    link._drop_all("lost")
+        tell(router, number, [1, 2])
+    await router.lose()
     assert (answers[0].num_tokens, answers[1].num_tokens, late.num_tokens) == (5, 10, 5)
 
 
-async def test_tokens_of_frames_with_several_an_entry_come_behind_those_that_flowed() -> None:
+async def test_tokens_of_frames_with_several_an_entry_come_behind_those_that_flowed(way: type[Way]) -> None:
     """What piled up leaves as one frame: the order of the failover buffer must be that of the text."""
-    link, requests, answers, _ = link_with(1)
+    router, requests, answers, _ = link_with(way, 1)
     for number in range(4):
-        tell(link, number, [1])
-    link._on_step(StepFrame(slots=[1], num_tokens=[2], token_ids=[7, 8], deltas=["ab"]))
-    tell(link, 4, [1])
-    link._drop_all("lost")
+        tell(router, number, [1])
+    router.tell([1], [7, 8], ["ab"], [2])
+    tell(router, 4, [1])
+    await router.lose()
     [begun] = requests[0].next_attempt().begun
     assert begun.token_ids.tolist() == [100, 101, 102, 103, 7, 8, 104]
     assert answers[0].text == "<0><1><2><3>ab<4>"
 
 
-async def test_a_cancelled_answer_hears_no_more() -> None:
+async def test_a_cancelled_answer_hears_no_more(way: type[Way]) -> None:
     """Its slot still has tokens in frames until the router has ended it."""
-    link, _, answers, _ = link_with(2)
+    router, _, answers, _ = link_with(way, 2)
     for number in range(3):
-        tell(link, number, [1, 2])
-    link.cancel(1)
+        tell(router, number, [1, 2])
+    router.link.cancel(1)
     for number in range(3):
-        tell(link, number, [1, 2])
+        tell(router, number, [1, 2])
     assert (answers[0].text, answers[0].num_tokens) == ("<0><1><2>", 3)
     assert answers[1].text == 2 * "<0><1><2>"
