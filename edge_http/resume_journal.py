@@ -80,6 +80,15 @@ def tag_of(response_id: str) -> str:
     return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""
 
 
+# An edge is never known without being a newcomer: another's absence would be taken for its death.
+_ANNOUNCE: Final = """
+local before = redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2], 'GET')
+if before then return 1 end
+redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
+return 0
+"""
+
+
 class EdgesUnknownError(Exception):
     """Redis does not know the edges at the moment."""
 
@@ -100,16 +109,16 @@ class ResumeJournal:
         """Announce the edge and keep the latest of its journal for the next `ttl_seconds`, also when it dies
         meanwhile. False when Redis did not know the edge: it is new, or Redis has lost what it knew. And the responses
         that others have taken over."""
+        keys = self._edge_key(tag), self._newcomer_key
         async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._edge_key(tag), msgspec.json.encode(record), px=_ms(ttl_seconds), get=True)
+            pipe.eval(
+                _ANNOUNCE, len(keys), *keys, msgspec.json.encode(record), _ms(ttl_seconds), tag, _ms(NEWCOMER_SECONDS)
+            )
             pipe.xtrim(self._journal_key(tag), maxlen=max_entries, approximate=False)
             pipe.pexpire(self._journal_key(tag), _ms(ttl_seconds))
             pipe.smembers(self.taken_key(tag))
-            before, *_, taken = await pipe.execute()
-        was_known = before is not None
-        if not was_known:
-            await self.redis.set(self._newcomer_key, tag, px=_ms(NEWCOMER_SECONDS))
-        return was_known, {response_id.decode() for response_id in taken}
+            was_known, *_, taken = await pipe.execute()
+        return bool(was_known), {response_id.decode() for response_id in taken}
 
     async def find_edge(self, tag: str, own_tag: str) -> EdgeRecord | None:
         """None for an edge that is unknown for good. Raises EdgesUnknownError while it may only not have announced
