@@ -106,6 +106,9 @@ class Conversation:
             async for delta in deltas:
                 answer.add(delta)
                 print(delta.text, end="", flush=True)
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # gRPC may lose a Ctrl-C that comes as a message arrives
+                    raise asyncio.CancelledError
         finally:
             # Ends the request at the router at once, rather than when the generator is collected.
             await deltas.aclose()
