@@ -9,9 +9,10 @@ from typing import Final
 import redis.exceptions
 import structlog
 
+from kvloom.cancellation import raise_if_cancelled
 from kvloom.registry import ShardRecord, ShardRegistry
 from router.dispatcher import Dispatcher
-from router.reconnect import Backoff, raise_if_cancelled
+from router.reconnect import Backoff
 from router.shard_link import ShardLink
 
 log = structlog.get_logger()

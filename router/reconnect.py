@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 import grpc
@@ -40,14 +39,6 @@ class Backoff:
         seconds = FIRST_SECONDS if stood_seconds > LONGEST_SECONDS else self._seconds
         self._seconds = min(seconds * 2, self._longest_seconds)
         return seconds
-
-
-def raise_if_cancelled() -> None:
-    """To be called where an exception was caught: an error while something is being closed (a Redis connection whose
-    server has just gone, say) takes the place of the cancellation that closed it, and the task would live on."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def cause_of(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 import grpc
 import structlog
 
+from kvloom.cancellation import raise_if_cancelled
 from kvloom.errors import KvloomError
 from kvloom.v1 import safety_service_pb2
 from router import convert
@@ -20,7 +21,7 @@ from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
 from router.dispatcher import Dispatcher
 from router.prompt_filter import PromptFilter
-from router.reconnect import Backoff, LinkError, cause_of, raise_if_cancelled
+from router.reconnect import Backoff, LinkError, cause_of
 from router.safety_stream import SafetyStream
 
 log = structlog.get_logger()

@@ -14,6 +14,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
+from kvloom.cancellation import raise_if_cancelled
 from kvloom.errors import KvloomError
 from kvloom.frame_writer import FrameWriter
 from kvloom.local_stream import LocalStream, connect_local, deliver
@@ -32,7 +33,7 @@ from router.core.events import (
     StepArrived,
 )
 from router.dispatcher import Dispatcher
-from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of, raise_if_cancelled
+from router.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
 
 log = structlog.get_logger()
 

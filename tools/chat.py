@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from kvloom.cancellation import raise_if_cancelled
 from kvloom.client import Client
 from kvloom.errors import KvloomError
 from kvloom.generate_request import GenerateOptions
@@ -106,9 +107,7 @@ class Conversation:
             async for delta in deltas:
                 answer.add(delta)
                 print(delta.text, end="", flush=True)
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # gRPC may lose a Ctrl-C that comes as a message arrives
-                    raise asyncio.CancelledError
+                raise_if_cancelled()  # Ctrl-C
         finally:
             # Ends the request at the router at once, rather than when the generator is collected.
             await deltas.aclose()

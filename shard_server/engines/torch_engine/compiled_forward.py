@@ -10,9 +10,9 @@ import torch
 
 from shard_server.engines.torch_engine.amx import request_amx
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
+from shard_server.engines.torch_engine.invariance import attention_is_invariant
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import MakesLinears, Product
+from shard_server.engines.torch_engine.linear import MakesLinears, Product, common_row_granularity
 from shard_server.engines.torch_engine.model import DecoderLayer, LlamaModel
 from shard_server.engines.torch_engine.tasks import (
     ATTEND,

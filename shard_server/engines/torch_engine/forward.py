@@ -11,9 +11,9 @@ import torch
 from shard_server.engines.torch_engine.attention import GRAINS, Extent, PagedAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.int8_linear import Int8Linears
-from shard_server.engines.torch_engine.invariance import attention_is_invariant, common_row_granularity
+from shard_server.engines.torch_engine.invariance import attention_is_invariant
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import MakesLinears, TorchLinears
+from shard_server.engines.torch_engine.linear import MakesLinears, TorchLinears, common_row_granularity
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.weights import OnProgress
 

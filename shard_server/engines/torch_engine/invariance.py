@@ -1,32 +1,22 @@
-"""Measures, when an engine starts, whether its results are the same bits in whatever batch they are computed.
+"""Measures, when an engine starts, whether attention gives the same bits in whatever batch it is computed.
 
 Matrix libraries promise no such thing: it depends on the CPU, the library's version and the shapes. So it is tried,
-on random input, with the shapes of the model at hand; that takes some hundredths of a second.
+on random input, with the shapes of the model at hand; that takes some hundredths of a second. Products: see linear.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
 from shard_server.engines.torch_engine.attention import Extent, MakeAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Product, row_granularity
 
 _NUM_TOKENS = 640
 """More than the 512 keys that the attention kernel takes at a time."""
 _PROBED_WINDOW = 100
-
-
-def common_row_granularity(products: Sequence[Product], dtype: torch.dtype) -> int | None:
-    """To what multiple batches must be padded, so that rows do not depend on the batch; None: no padding helps."""
-    granularities = [row_granularity(product, dtype) for product in products]
-    if None in granularities:
-        return None
-    return max(granularity for granularity in granularities if granularity is not None)
 
 
 def attention_is_invariant(config: LlamaConfig, dtype: torch.dtype, block_size: int, make: MakeAttention) -> bool:

@@ -10,7 +10,7 @@ on the batch, products are never larger than INVARIANT_ROWS rows. Below that, `r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -184,15 +184,22 @@ class _Gated:
         return up.multiply(x, gate.silu(x))
 
 
+def common_row_granularity(products: Sequence[Product], dtype: torch.dtype) -> int | None:
+    """To what multiple batches must be padded, so that rows do not depend on the batch; None: no padding helps."""
+    # Of gated ones also each part, whose sums can be seen.
+    parts = [part for product in products if isinstance(product, _Gated) for part in product.parts]
+    granularities = [row_granularity(product, dtype) for product in (*products, *parts)]
+    if None in granularities:
+        return None
+    return max(granularity for granularity in granularities if granularity is not None)
+
+
 def row_granularity(product: Product, dtype: torch.dtype) -> int | None:
     """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows; and of more
     rows, where products are not cut.
 
     Measured on random input, bit for bit; None if there is no such g.
     """
-    if isinstance(product, _Gated):
-        parts = [row_granularity(part, dtype) for part in product.parts]
-        return None if None in parts else max(part for part in parts if part is not None)
     num_rows = _LARGE_ROWS if product.is_whole else INVARIANT_ROWS
     x = torch.randn(num_rows, product.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     rounded = product(x)
