@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Final, cast
+from typing import Any, Final
 
 MAX_FRAMES: Final = 32
 
@@ -20,7 +20,7 @@ class LateBooks:
     __slots__ = ("_frames",)
 
     def __init__(self) -> None:
-        self._frames: list[tuple[list[int | None], Sequence[int], Sequence[str]]] = []
+        self._frames: list[tuple[list[Any], Sequence[int], Sequence[str]]] = []
         """Slots (None: taken), token ids, text."""
 
     @property
@@ -32,7 +32,7 @@ class LateBooks:
         """Takes the arrays over: they may grow until the next frame, no more. A slot that is None counts as taken."""
         if self._frames and not self._frames[-1][0]:
             self._frames.pop()
-        self._frames.append((cast("list[int | None]", slots), token_ids, deltas))
+        self._frames.append((slots, token_ids, deltas))
 
     def take(self, slot: int) -> tuple[list[int], str]:
         """One slot's token ids and text."""

@@ -114,9 +114,9 @@ class ClientLink:
     # -- ClientPeer ---------------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
-        for finish in step.finishes:
-            self._open_slots.discard(finish.slot)
-        self._finish_if_done()
+        if step.finishes:
+            self._open_slots.difference_update([finish.slot for finish in step.finishes])
+            self._finish_if_done()
         if not self._outbox.add(step):
             self._end_with(
                 KvloomError(

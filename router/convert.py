@@ -49,7 +49,8 @@ def step_from_frame(frame: generation_pb2.StepFrame) -> Step:
 def fill_frame(frame: generation_pb2.StepFrame, step: Step) -> None:
     """Write a step into an empty frame. In place: handing a finished frame to its response would copy it once more."""
     frame.slots.extend(step.slots)
-    frame.num_tokens.extend(step.num_tokens)
+    if step.num_tokens:
+        frame.num_tokens.extend(step.num_tokens)
     frame.token_ids.extend(step.token_ids)
     frame.deltas.extend(step.deltas)
     if step.logprobs:

@@ -143,20 +143,16 @@ class RouterCore:
         if type(event) is ev.QuietFrame and not has_due:
             sent = self._quiet.relay(event, now)
             if sent is not None:
-                self.deadlines_stand = True
-                return [sent]
+                if not self._quiet.is_full:
+                    self.deadlines_stand = True
+                    return [sent]
+                self._quiet.catch_up()
+                return [sent, *self._conclude(now)]
         self._quiet.catch_up()
         if has_due:
             self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain
         self._handlers[type(event)](event, now)
-        if self._fleet_may_differ:
-            self._tell_fleet()
-        self._serve_queue(now)
-        if self._outbox.clients:
-            self._lifecycle.drop_idle_clients(self._outbox.clients)
-        actions = self._outbox.take()
-        self._overload.note_event(actions, now)
-        return actions
+        return self._conclude(now)
 
     def plan(self, request: Request, now: float) -> Plan:
         """Where `request` would go, and how every shard looks to it. Places nothing."""
@@ -206,6 +202,17 @@ class RouterCore:
         integrity.check(
             self._fleet, self._lifecycle, self._dispatcher, self._placer, self._ledger, self._index, self._screening
         )
+
+    def _conclude(self, now: float) -> list[Action]:
+        """What is done behind any event, and all that came of it."""
+        if self._fleet_may_differ:
+            self._tell_fleet()
+        self._serve_queue(now)
+        if self._outbox.clients:
+            self._lifecycle.drop_idle_clients(self._outbox.clients)
+        actions = self._outbox.take()
+        self._overload.note_event(actions, now)
+        return actions
 
     def _shard_state(self, shard: Shard) -> ShardState:
         view = self._ledger.view(shard.shard_id)

@@ -45,12 +45,17 @@ class QuietFrames:
         shard = self._fleet.shards.get(frame.shard_id)
         if shard is None or shard.is_draining or shard.hands_over:
             return None
-        if self._lines.num_requests or self._overload.somebody_waited or len(self._put_off) >= MAX_PUT_OFF:
+        if self._lines.num_requests or self._overload.somebody_waited:
             return None
         sent = self._relay.flow(shard, frame.step)
         if sent is not None:
             self._put_off.append((frame, now))
         return sent
+
+    @property
+    def is_full(self) -> bool:
+        """It is time to catch up."""
+        return len(self._put_off) >= MAX_PUT_OFF
 
     def catch_up(self) -> None:
         """Something is to be decided, or told."""

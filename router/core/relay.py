@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -82,14 +82,16 @@ class Relay:
         and nothing was done."""
         flows = shard.flows
         client = flows.client
-        client_slots = list(map(flows.client_slots.get, step.slots))
-        if client is None or not client_slots or None in client_slots:
+        try:
+            client_slots = list(map(flows.client_slots.__getitem__, step.slots))
+        except KeyError:
+            return None
+        if client is None or not client_slots:
             return None
         if flows.cleared_by is not None and self._screening.clears_all(step.deltas) is not flows.cleared_by:
             return None
         flows.note(step.slots[:], step.token_ids, step.deltas)
-        slots = cast("list[int]", client_slots)
-        return SendStep(client.client_id, Step(slots, [], step.token_ids, step.deltas))
+        return SendStep(client.client_id, Step(client_slots, [], step.token_ids, step.deltas))
 
     def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
