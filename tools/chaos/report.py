@@ -36,6 +36,8 @@ def make_report(
     )
     unexplained = [record for record in unexcused if record.finding.verdict not in NEVER_ALLOWED]
     never = [record for record in unexcused if record.finding.verdict in NEVER_ALLOWED]
+    excused = [record for record in records if _has_failed(record) and record not in unexcused]
+    excused.sort(key=lambda record: record.finding.verdict is Verdict.BROKEN)  # the most common last
     return {
         "requests": len(records),
         "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
@@ -43,6 +45,7 @@ def make_report(
         "double_billed": len(settlement.over),
         "not_billed": len(settlement.under),
         "failures": dict(Counter(_failure_name(r) for r in records if _has_failed(r)).most_common()),
+        "excused": [_problem("excused ", r, disturbances, begin) for r in excused[:MAX_LISTED]],
         "manners": dict(Counter(f"{record.errand.manner}" for record in records).most_common()),
         "doors": dict(Counter(f"{record.errand.door}" for record in records).most_common()),
         "answers_with_two_choices": sum(record.errand.question.n > 1 for record in records),

@@ -28,6 +28,7 @@ def summary(report: dict[str, Any]) -> str:
     ]
     if report["failures"]:
         lines.append("failures: " + ", ".join(f"{count} {name}" for name, count in report["failures"].items()))
+        lines += report["excused"]
     if report["faults"]:
         lines += ["", _fault_table(report)]
     lines += ["", _memory_table(report)]
