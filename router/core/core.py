@@ -14,21 +14,21 @@ from typing import Any
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged
-from router.core.admission import check_names, check_servable, check_shard, draining, queue_timeout, safety_unavailable
+from router.core.admission import check_shard, draining, queue_timeout
+from router.core.arrivals import Arrivals
 from router.core.cancellation import Cancellation
 from router.core.core_config import CoreConfig
 from router.core.deadlines import Deadlines
 from router.core.dispatch import Dispatcher
-from router.core.events import Event, Request, Tier
+from router.core.events import Event, Request
 from router.core.fleet import Fleet, Shard
-from router.core.frames import Finish
 from router.core.health import HealthState
 from router.core.health_watch import HealthWatch
-from router.core.lifecycle import Lifecycle, request_ended
+from router.core.lifecycle import Lifecycle
 from router.core.live import Client, LiveRequest
 from router.core.load_ledger import LoadLedger
 from router.core.moving import Mover
@@ -77,6 +77,17 @@ class RouterCore:
         patience_seconds = config.overload.outage_patience_seconds
         self._outage = Outage(self._dispatcher.queue, self._lifecycle, self._deadlines, patience_seconds)
         self._verdicts = Verdicts(self._lifecycle, self._screening, config)
+        self._arrivals = Arrivals(
+            config,
+            self._fleet,
+            self._placer,
+            self._dispatcher,
+            self._overload,
+            self._lifecycle,
+            self._verdicts,
+            self._deadlines,
+            self._outbox,
+        )
         relay = Relay(
             self._lifecycle,
             self._dispatcher,
@@ -104,7 +115,7 @@ class RouterCore:
         self._told_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
-            ev.RequestArrived: self._on_request_arrived,
+            ev.RequestArrived: self._arrivals.on_request,
             **Cancellation(self._lifecycle, self._outbox).handlers,
             ev.ShardUp: self._on_shard_up,
             ev.ShardDown: self._on_shard_down,
@@ -157,7 +168,7 @@ class RouterCore:
     def plan(self, request: Request, now: float) -> Plan:
         """Where `request` would go, and how every shard looks to it. Places nothing."""
         self._quiet.catch_up()
-        error = self._refusal(request)
+        error = self._arrivals.refusal(request)
         if error is not None:
             return Plan(len(request.prompt_token_ids), (), error=error)
         return self._placer.plan(LiveRequest(request, Client(request.client_id), now), now)
@@ -224,85 +235,6 @@ class RouterCore:
             decode_step_seconds=view.report.decode_step_seconds,
             prefill_seconds=view.speed.coefficients,
         )
-
-    # -- clients --------------------------------------------------------------------------------------------------
-
-    def _on_request_arrived(self, event: ev.RequestArrived, now: float) -> None:
-        request = event.request
-        client = self._lifecycle.client(request.client_id)
-        timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
-        error = (
-            self._refusal(request)
-            or check_names(request, client, self._lifecycle.requests)
-            or self._overload.refusal(request, timeout_seconds, now)
-        )
-        if error is not None:
-            self._refuse(request, client, error, now)
-            return
-        live = LiveRequest(request, client, now)
-        live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
-        said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
-        needs_shard = len(said) < len(live.choices)
-        open_shards = self._placer.open_shards(live) if needs_shard else []
-        is_parked = (
-            request.tier is not Tier.INTERACTIVE
-            and needs_shard
-            and (not open_shards or self._dispatcher.queue.lines.num_waiting(request.model) > 0)
-        )
-        has_room = not is_parked and (bool(open_shards) or not needs_shard)
-        if not has_room and not self._make_queue_place(request, now):
-            self._refuse(request, client, self._overload.full(request, now), now)
-            return
-        live.deadline = now + timeout_seconds
-        live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
-        self._overload.note_admitted(request, now)
-        self._lifecycle.add(live, client)
-        self._verdicts.begin(live)
-        for choice in said:
-            self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
-        if not live.num_open_choices:
-            return
-        self._deadlines.add(live.deadline, live)
-        if is_parked:
-            self._dispatcher.queue.park(live)
-        else:
-            self._dispatcher.queue.place(live, open_shards, now)
-        if live.is_queued:
-            self._deadlines.add(live.queue_deadline, live)
-            # Under a policy that holds requests back one may wait although there is room: that shows only now.
-            is_over = has_room and self._dispatcher.queue.lines.num_untouched > self._config.max_queued_requests
-            if is_over and not self._make_queue_place(request, now):
-                error = self._overload.full(request, now)
-                self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
-        self._deadlines.drop_ended(len(self._lifecycle.requests))
-
-    def _refusal(self, request: Request) -> KvloomError | None:
-        error = check_servable(request, self._fleet)
-        if error is None and not self._verdicts.can_admit:
-            return safety_unavailable(request.request_id)
-        return error
-
-    def _make_queue_place(self, request: Request, now: float) -> bool:
-        """Whether one more request may wait; a lower tier gives way to a higher one, a tenant above its share to one
-        below."""
-        if self._dispatcher.queue.lines.num_untouched < self._config.max_queued_requests:
-            return True
-        victim = self._dispatcher.queue.lines.take_victim(request.tenant, request.tier)
-        if victim is None:
-            return False
-        error = self._overload.full(victim.request, now)
-        self._lifecycle.end_request(victim, FINISH_REASON_ERROR, error, now)
-        return True
-
-    def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
-        step = self._outbox.step(client)
-        num_prompt_tokens = len(request.prompt_token_ids)
-        for slot in dict.fromkeys(choice.slot for choice in request.choices):
-            if slot not in client.choices:
-                step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
-        rejected = LiveRequest(request, client, now)
-        rejected.note_end(FINISH_REASON_ERROR, error)
-        self._outbox.add(request_ended(rejected, now))
 
     # -- shards ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import lifecycle
 from router.core.actions import RequestEnded
-from router.core.core import RouterCore
+from router.core.arrivals import Arrivals
 from router.core.fleet import Shard
 from router.core.frames import Step
 from router.core.lifecycle import Lifecycle
@@ -118,14 +118,14 @@ def reports_the_end_of_every_choice(patch: Patch) -> None:
 @caught_by(EndsOnce)
 def refuses_in_silence(patch: Patch) -> None:
     """A request that finds the queue full is reported as ended, but its client hears nothing."""
-    original = RouterCore._refuse
+    original = Arrivals._refuse
 
-    def refuse(self: RouterCore, request: Any, client: Any, error: KvloomError, now: float) -> None:
+    def refuse(self: Arrivals, request: Any, client: Any, error: KvloomError, now: float) -> None:
         original(self, request, client, error, now)
         if error.reason == ErrorReason.ERROR_REASON_QUEUE_FULL:
             client.step.finishes.clear()
 
-    patch.setattr(RouterCore, "_refuse", refuse)
+    patch.setattr(Arrivals, "_refuse", refuse)
 
 
 @caught_by(BilledIsDelivered)
@@ -150,13 +150,13 @@ def bills_given_tokens_again(patch: Patch) -> None:
 @caught_by(EndsJustified)
 def has_no_patience_in_the_queue(patch: Patch) -> None:
     """A request waits half as long as it may."""
-    original = RouterCore._on_request_arrived
+    original = Arrivals.on_request
 
-    def on_request_arrived(self: RouterCore, event: Any, now: float) -> None:
+    def on_request(self: Arrivals, event: Any, now: float) -> None:
         self._overload._max_queue_seconds = 0.02
         original(self, event, now)
 
-    patch.setattr(RouterCore, "_on_request_arrived", on_request_arrived)
+    patch.setattr(Arrivals, "on_request", on_request)
 
 
 @caught_by(EndsJustified)

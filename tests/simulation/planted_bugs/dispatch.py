@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from router.core.core import RouterCore
+from router.core.arrivals import Arrivals
 from router.core.dispatch import Dispatcher
-from router.core.events import ShardLoad
+from router.core.events import Request, ShardLoad
 from router.core.fleet import Fleet, Shard
 from router.core.frames import Step
 from router.core.lifecycle import Lifecycle
@@ -168,12 +168,12 @@ def prefers_one_tenant(patch: Patch) -> None:
 @caught_by(QueueBound)
 def counts_the_queue_before_it_grows(patch: Patch) -> None:
     """One more may wait than is configured."""
-    original = RouterCore._make_queue_place
+    original = Arrivals._make_queue_place
 
-    def make_queue_place(self: RouterCore, tenant: str, now: float) -> bool:
-        return len(self._dispatcher.queue) == self._config.max_queued_requests or original(self, tenant, now)
+    def make_queue_place(self: Arrivals, request: Request, now: float) -> bool:
+        return len(self._queue) == self._config.max_queued_requests or original(self, request, now)
 
-    patch.setattr(RouterCore, "_make_queue_place", make_queue_place)
+    patch.setattr(Arrivals, "_make_queue_place", make_queue_place)
 
 
 @caught_by(PortionsFit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.core.arrivals import Arrivals
 from router.core.core import RouterCore
 from router.core.dispatch_queue import DispatchQueue
 from router.core.event_order import EventOrder
@@ -22,17 +23,17 @@ def tells_attempts_apart_by_their_numbers(patch: Patch) -> None:
 @caught_by(EndsJustified, max_seeds=400)
 def takes_a_place_for_who_needs_none(patch: Patch) -> None:
     """A resumed request that is at its limit drives another one out of the full queue, or is refused."""
-    original = RouterCore._on_request_arrived
+    original = Arrivals.on_request
 
-    def on_request_arrived(self: RouterCore, event: Any, now: float) -> None:
+    def on_request(self: Arrivals, event: Any, now: float) -> None:
         request = event.request
-        if self._refusal(request) is None and request.request_id not in self._lifecycle.requests:
+        if self.refusal(request) is None and request.request_id not in self._lifecycle.requests:
             live = LiveRequest(request, self._lifecycle.client(request.client_id), now)
             if not self._placer.can_run(live):
                 self._make_queue_place(request, now)
         original(self, event, now)
 
-    patch.setattr(RouterCore, "_on_request_arrived", on_request_arrived)
+    patch.setattr(Arrivals, "on_request", on_request)
 
 
 @caught_by(IndexExact)
