@@ -17,22 +17,20 @@ MAX_FRAMES: Final = 32
 class LateBooks:
     """Frames of one token a slot. Slots are found again by `take` and `take_all`, each token once."""
 
-    __slots__ = ("_frames",)
+    __slots__ = ("_frames", "is_full")
 
     def __init__(self) -> None:
         self._frames: list[tuple[list[Any], Sequence[int], Sequence[str]]] = []
         """Slots (None: taken), token ids, text."""
-
-    @property
-    def is_full(self) -> bool:
+        self.is_full = False
         """It is time to `take_all`."""
-        return len(self._frames) >= MAX_FRAMES
 
-    def note(self, slots: list[int] | list[int | None], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+    def note(self, slots: list[Any], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
         """Takes the arrays over: they may grow until the next frame, no more. A slot that is None counts as taken."""
         if self._frames and not self._frames[-1][0]:
             self._frames.pop()
         self._frames.append((slots, token_ids, deltas))
+        self.is_full = len(self._frames) >= MAX_FRAMES
 
     def take(self, slot: int) -> tuple[list[int], str]:
         """One slot's token ids and text."""
@@ -49,6 +47,7 @@ class LateBooks:
     def take_all(self) -> Iterator[tuple[int, Sequence[int], str]]:
         """(slot, its token ids, their text); a slot may come more than once, its tokens come in order."""
         taken, self._frames = self._frames, []
+        self.is_full = False
         for slots, group in groupby(taken, itemgetter(0)):
             frames = list(group)
             ids_of_slots = zip(*[token_ids for _, token_ids, _ in frames], strict=True)

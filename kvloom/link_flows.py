@@ -54,14 +54,23 @@ class LinkFlows:
         self._ways: dict[int, Callable[[str], None]] = {}
         """Slot → where its text goes."""
 
-    def on_tokens(self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+    def on_tokens(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
         """The hot path: one token each, no logprobs, to where it goes. Slots that are not in use, or were cancelled,
         are passed over. Takes the arrays over."""
+        try:
+            ways = list(map(self._ways.__getitem__, slots))
+        except KeyError:
+            self._on_mixed_tokens(slots, token_ids, deltas)
+            return
+        self._note(slots, token_ids, deltas)
+        for way, delta in zip(ways, deltas, strict=True):
+            way(delta)
+
+    def _on_mixed_tokens(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+        """Some do not flow."""
         ways = self._ways
         if ways:
-            if self._books.is_full:
-                self.tell()
-            self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
+            self._note([slot if slot in ways else None for slot in slots], token_ids, deltas)
         for slot, token_id, delta in zip(slots, token_ids, deltas, strict=True):
             way = ways.get(slot)
             if way is not None:
@@ -75,6 +84,11 @@ class LinkFlows:
                 self._begin(slot, choice)
             except Exception:
                 self._give_up(choice)
+
+    def _note(self, slots: list[Any], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
+        if self._books.is_full:
+            self.tell()
+        self._books.note(slots, token_ids, deltas)
 
     def _begin(self, slot: int, choice: OpenChoice) -> None:
         """From its second token on a choice may flow."""

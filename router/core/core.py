@@ -146,9 +146,6 @@ class RouterCore:
         Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together and for a shard that names
         impossible sizes; nothing has changed then, and the stream that brought it should be broken.
         """
-        check = self._checks.get(type(event))
-        if check is not None:
-            check(event)
         has_due = self._deadlines.has_due(now)
         self.deadlines_stand = False
         if type(event) is ev.QuietFrame and not has_due:
@@ -159,6 +156,9 @@ class RouterCore:
                     return [sent]
                 self._quiet.catch_up()
                 return [sent, *self._conclude(now)]
+        check = self._checks.get(type(event))
+        if check is not None:
+            check(event)
         self._quiet.catch_up()
         if has_due:
             self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain

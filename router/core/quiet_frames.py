@@ -39,6 +39,8 @@ class QuietFrames:
         self._relay = relay
         self._take_in = take_in
         self._put_off: list[tuple[QuietFrame, float]] = []
+        self.is_full = False
+        """It is time to catch up."""
 
     def relay(self, frame: QuietFrame, now: float) -> SendStep | None:
         """The tokens, if that is all that has to be done now. None: nothing was done, treat it as any other frame."""
@@ -50,18 +52,15 @@ class QuietFrames:
         sent = self._relay.flow(shard, frame.step)
         if sent is not None:
             self._put_off.append((frame, now))
+            self.is_full = len(self._put_off) >= MAX_PUT_OFF
         return sent
-
-    @property
-    def is_full(self) -> bool:
-        """It is time to catch up."""
-        return len(self._put_off) >= MAX_PUT_OFF
 
     def catch_up(self) -> None:
         """Something is to be decided, or told."""
         if not self._put_off:
             return
         put_off, self._put_off = self._put_off, []
+        self.is_full = False
         for frame, now in put_off:
             for part in frame.read_rest():
                 self._take_in(part, now)

@@ -86,7 +86,7 @@ class Relay:
             client_slots = list(map(flows.client_slots.__getitem__, step.slots))
         except KeyError:
             return None
-        if client is None or not client_slots:
+        if client is None or not len(client_slots) == len(step.token_ids) == len(step.deltas):
             return None
         if flows.cleared_by is not None and self._screening.clears_all(step.deltas) is not flows.cleared_by:
             return None
