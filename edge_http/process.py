@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
@@ -22,6 +23,9 @@ from kvloom.router_group import RouterGroup
 from kvloom.router_link import RouterLink
 from kvloom.service import StartError
 from kvloom.tokenizer import ModelTokenizer
+
+READY_SECONDS: Final = 2.0
+"""A door may stay closed for so long before anyone can be served."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,13 +70,16 @@ async def serve_edge(
     server = EdgeServer(edge)
     peers: Peers | None = None
     try:
-        # Clients may wait at the shared door already: until the others are known, an answer of theirs would be denied.
+        # Clients may wait at the door already: they would be turned away until a shard can be reached, and at a shared
+        # one, until the others are known, an answer of theirs would be denied.
         if doors.peer_port is None:
+            await _wait_until_ready(edge, stop)
             address = own_address = await _open(server, config.edge.host, doors)
             peers = join_peers(edge, config.redis, own_address)
         else:
             own_address = await server.listen(config.edge.host, doors.peer_port)
             peers = join_peers(edge, config.redis, own_address, shares_port=True)
+            await _wait_until_ready(edge, stop)
             address = await _open(server, config.edge.host, doors)
         on_ready(address, own_address)
         await stop.wait()
@@ -83,6 +90,22 @@ async def serve_edge(
     finally:
         if peers is not None:
             await peers.close()
+
+
+async def _wait_until_ready(edge: Edge, stop: asyncio.Event) -> None:
+    """Not for long: without routers or shards the door opens too, and whoever comes is told why."""
+
+    async def watch() -> None:
+        while edge.not_ready_reason():
+            await edge.link.wait_fleet_change()
+
+    waits = [asyncio.create_task(watch(), name="until ready"), asyncio.create_task(stop.wait(), name="stop")]
+    try:
+        await asyncio.wait(waits, timeout=READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def _open(server: EdgeServer, host: str, doors: Doors) -> str:

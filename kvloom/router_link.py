@@ -66,6 +66,10 @@ class RouterLink(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    async def wait_fleet_change(self) -> None:
+        """Return after the next change of `fleet` or `connected`."""
+        ...
+
     def submit(self, request: LinkRequest, sink: Sink) -> int:
         """Send a request; returns a handle for `cancel`. Raises KvloomError (ROUTER_LOST) while there is no
         connection. When the connection breaks, every open choice finishes with ROUTER_LOST."""

@@ -157,6 +157,14 @@ class RouterLinkSuite:
         assert not rig.link.connected
         assert not rig.link.fleet.models
 
+    async def test_whoever_waits_hears_of_a_change(self, rig: LinkRig) -> None:
+        """The end is one."""
+        waiting = asyncio.create_task(rig.link.wait_fleet_change())
+        await asyncio.sleep(0)
+        await rig.link.close()
+        async with asyncio.timeout(5):
+            await waiting
+
     async def test_closing_ends_what_runs_and_refuses_what_comes(self, rig: LinkRig) -> None:
         """No request waits for ever; repeatable."""
         answer = Answer(2)

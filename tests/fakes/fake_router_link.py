@@ -109,6 +109,19 @@ class FakeRouterLink:
         self.requests: list[FakeRequest] = []
         self._by_handle: dict[int, FakeRequest] = {}
         self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
+        self._fleet_changed = asyncio.Event()
+        self.num_waits = 0
+        """How often somebody began to wait for a change of the fleet."""
+
+    def tell(self, fleet: FleetState, *, connected: bool = True) -> None:
+        """The router's news of its shards, or of the connection."""
+        self.fleet, self.connected = fleet, connected
+        self._fleet_changed.set()
+        self._fleet_changed = asyncio.Event()
+
+    async def wait_fleet_change(self) -> None:
+        self.num_waits += 1
+        await self._fleet_changed.wait()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
         if not self.connected:
@@ -127,8 +140,7 @@ class FakeRouterLink:
             self._by_handle[handle].cancelled.set()
 
     async def close(self) -> None:
-        self.connected = False
-        self.fleet = FleetState()
+        self.tell(FleetState(), connected=False)
         for request in self.requests:
             request.lose()
 

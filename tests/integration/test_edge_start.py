@@ -5,33 +5,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
+from edge_http import process
 from edge_http.edge import ServedModel
 from edge_http.process import Doors, serve_edge
 from kvloom.config import KvloomConfig, RedisConfig
+from kvloom.v1.router_service_pb2 import FleetState
 from tests.fakes.edge_peers import CHAT, left_by_a_dead_edge
-from tests.fakes.fake_router_link import FakeRouterLink
+from tests.fakes.fake_router_link import FakeRouterLink, answer
+from tests.fakes.router_world import eventually
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
 NUM_WAITING = 16
 
 
 @contextlib.asynccontextmanager
-async def edge_process(redis: RedisConfig, doors: Doors) -> AsyncIterator[None]:
-    """All of it but its router."""
+async def edge_process(
+    redis: RedisConfig, doors: Doors, link: FakeRouterLink | None = None
+) -> AsyncIterator[asyncio.Future[tuple[str, str]]]:
+    """All of it but its router; where it can be reached, once it can."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
     config = KvloomConfig(redis=redis)
     serving = asyncio.create_task(
-        serve_edge(config, FakeRouterLink(), model, doors, stop, lambda *address: ready.set_result(address))
+        serve_edge(config, link or FakeRouterLink(), model, doors, stop, lambda *address: ready.set_result(address))
     )
     try:
-        await asyncio.wait_for(ready, 5)
-        yield
+        if link is None:
+            await asyncio.wait_for(ready, 5)
+        yield ready
     finally:
         stop.set()
         await asyncio.wait_for(serving, 10)
@@ -56,3 +63,55 @@ async def test_who_waits_at_the_door_finds_what_a_dead_edge_left(redis_url: str,
             await writer.wait_closed()
     assert {text.partition(b"\r\n")[0] for text in answers} == {b"HTTP/1.1 200 OK"}
     assert all(b"data: [DONE]" in text for text in answers)
+
+
+def chat_request() -> bytes:
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: edge\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("peer_port", [None, 0])
+async def test_who_waits_at_the_door_is_served_by_the_shards_that_come(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, peer_port: int | None
+) -> None:
+    """A new edge has its way to a router and its shards some milliseconds later: who came before that would be turned
+    away with an error, though nothing is wrong."""
+    monkeypatch.setattr(process, "READY_SECONDS", 60.0)
+    link = FakeRouterLink()
+    link.script = answer("yes")
+    fleet = link.fleet
+    link.tell(FleetState(), connected=False)
+    redis = RedisConfig(url=redis_url, key_prefix=f"edge-start-shards-{peer_port}")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(chat_request())
+        doors = Doors(port=0, listen_fd=listener.dup().detach(), peer_port=peer_port)
+        async with edge_process(redis, doors, link) as ready:
+            await eventually(lambda: link.num_waits == 1, "the edge waits")
+            link.tell(FleetState())  # the router, and no shard
+            await eventually(lambda: link.num_waits == 2, "the edge waits on")
+            assert not ready.done()
+            link.tell(fleet)
+            await asyncio.wait_for(ready, 5)
+            text = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert text.startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_a_door_opens_without_a_router_too(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later than with one; whoever comes is told why it is of no use."""
+    monkeypatch.setattr(process, "READY_SECONDS", 0.01)
+    link = FakeRouterLink()
+    link.tell(FleetState(), connected=False)
+    redis = RedisConfig(url=redis_url, key_prefix="edge-start-alone")
+    async with edge_process(redis, Doors(port=0), link) as ready:
+        address, _ = await asyncio.wait_for(ready, 5)
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(chat_request())
+        text = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert text.startswith(b"HTTP/1.1 503 ")
+    assert b"router_unavailable" in text
