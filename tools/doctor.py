@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from shard_server.engines.create import create_engine
 from tools.doctor_checks import CHECKS, CheckFailedError, CheckSkippedError
 from tools.doctor_session import EngineSession
 from tools.failures import CommandError
+from tools.interpreter import interpreter_name
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 
 ENGINES: Final = ("torch", "sim", "tensorrt_llm")
@@ -103,7 +103,7 @@ def _reason(error: Exception) -> str:
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}"]
+    found = [interpreter_name()]
     for package in _PACKAGES:
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from tools.failures import CommandError
+from tools.interpreter import interpreter_name
 
 
 def write_between(page: Path, begin: str, end: str, table: str) -> None:
@@ -24,9 +25,8 @@ def conditions(command: str, num_runs: int) -> str:
     model = next((line.partition(":")[2].strip() for line in _cpu_info() if line.startswith("model name")), "CPU")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (
-        f"`{command}`, {today}: {os.cpu_count()} x {model}, Linux {platform.release()}, Python "
-        f"{platform.python_version()}, load average {os.getloadavg()[2]:.1f}; medians of {num_runs} runs ± half the "
-        "spread"
+        f"`{command}`, {today}: {os.cpu_count()} x {model}, Linux {platform.release()}, {interpreter_name()}, load "
+        f"average {os.getloadavg()[2]:.1f}; medians of {num_runs} runs ± half the spread"
     )
 
 
