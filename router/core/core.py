@@ -153,9 +153,9 @@ class RouterCore:
             if sent is not None:
                 if not self._quiet.is_full:
                     self.deadlines_stand = True
-                    return [sent]
+                    return sent
                 self._quiet.catch_up()
-                return [sent, *self._conclude(now)]
+                return [*sent, *self._conclude(now)]
         check = self._checks.get(type(event))
         if check is not None:
             check(event)

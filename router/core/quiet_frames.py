@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from router.core.actions import SendStep
+from router.core.actions import Action
 from router.core.dispatch_queue import DispatchQueue
 from router.core.events import QuietFrame
 from router.core.fleet import Fleet
@@ -42,7 +42,7 @@ class QuietFrames:
         self.is_full = False
         """It is time to catch up."""
 
-    def relay(self, frame: QuietFrame, now: float) -> SendStep | None:
+    def relay(self, frame: QuietFrame, now: float) -> list[Action] | None:
         """The tokens, if that is all that has to be done now. None: nothing was done, treat it as any other frame."""
         shard = self._fleet.shards.get(frame.shard_id)
         if shard is None or shard.is_draining or shard.hands_over:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from router.core.actions import SendStep
+from router.core.actions import Action, SendStep
 from router.core.admission import safety_unavailable
 from router.core.dispatch import Dispatcher
 from router.core.events import TextFilter
 from router.core.fleet import Shard
 from router.core.frames import Finish, Step
 from router.core.lifecycle import RETRYABLE_REASONS, Lifecycle
-from router.core.live import Choice, Hold
+from router.core.live import Choice, Client, Hold
 from router.core.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 from router.core.screening import Screening
@@ -77,38 +77,42 @@ class Relay:
             is_prefilling = bool(view.queued or view.foreign_queued_tokens)
             shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
 
-    def flow(self, shard: Shard, step: Step) -> SendStep | None:
-        """A step of one token an entry, if all of them flow; the arrays are passed on as they are. None: not all do,
-        and nothing was done."""
+    def flow(self, shard: Shard, step: Step) -> list[Action] | None:
+        """A step of one token an entry, if all of them flow; the arrays are passed on as they are where all are one
+        client's. None: not all flow, and nothing was done."""
         flows = shard.flows
-        client = flows.client
         try:
             client_slots = list(map(flows.client_slots.__getitem__, step.slots))
         except KeyError:
             return None
-        if client is None or not len(client_slots) == len(step.token_ids) == len(step.deltas):
+        if not len(client_slots) == len(step.token_ids) == len(step.deltas):
             return None
         if flows.cleared_by is not None and self._screening.clears_all(step.deltas) is not flows.cleared_by:
             return None
         flows.note(step.slots[:], step.token_ids, step.deltas)
-        return SendStep(client.client_id, Step(client_slots, [], step.token_ids, step.deltas))
+        client = flows.only_client
+        if client is None:
+            return _by_client(map(flows.clients.__getitem__, step.slots), client_slots, step)
+        return [SendStep(client.client_id, Step(client_slots, [], step.token_ids, step.deltas))]
 
     def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
         cleared_by = self._screening.clears_all(step.deltas)
         choices, flows = shard.choices, shard.flows
-        flowing, flow_filter = flows.client_slots, None if flows.cleared_by is cleared_by else flows.cleared_by
+        flowing, clients = flows.client_slots, flows.clients
+        flow_filter = None if flows.cleared_by is cleared_by else flows.cleared_by
         noted_slots: list[int] = []
         noted_ids: list[int] = []
         noted_deltas: list[str] = []
         flows.note(noted_slots, noted_ids, noted_deltas)
         overfull: list[Choice] = []
         for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
-            client, client_slot = flows.client, flowing.get(slot)
+            client_slot = flowing.get(slot)
             if client_slot is not None and flow_filter is not None and delta and flow_filter.is_suspicious(delta):
                 flows.leave(slot)
                 client_slot = None
-            if client_slot is not None and client is not None:
+            if client_slot is not None:
+                client = clients[slot]
                 noted_slots.append(slot)
                 noted_ids.append(token_id)
                 noted_deltas.append(delta)
@@ -251,3 +255,16 @@ class Relay:
             choice.num_cached_tokens = max(0, finish.num_cached_tokens - choice.request.num_prepared_tokens)
         news = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
         self._lifecycle.finish(choice, news, now)
+
+
+def _by_client(clients: Iterable[Client], client_slots: Sequence[int], step: Step) -> list[Action]:
+    """A step for each; `clients`: of each entry."""
+    own_steps: dict[Client, Step] = {}
+    for client, slot, token_id, delta in zip(clients, client_slots, step.token_ids, step.deltas, strict=True):
+        own = own_steps.get(client)
+        if own is None:
+            own = own_steps[client] = Step()
+        own.slots.append(slot)
+        own.token_ids.append(token_id)
+        own.deltas.append(delta)
+    return [SendStep(client.client_id, own) for client, own in own_steps.items()]

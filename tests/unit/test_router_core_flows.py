@@ -10,10 +10,11 @@ import pytest
 
 from kvloom.late_books import MAX_FRAMES
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
-from router.core.actions import Action, CancelOnShard, ScreenAnswers, SubmitAttempt
+from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
 from router.core.events import (
     ChoiceSpec,
+    ClientGone,
     FrameArrived,
     KvChange,
     KvEventsArrived,
@@ -97,11 +98,48 @@ def test_text_in_which_something_may_begin_stops_its_sequence_only() -> None:
     assert sent(actions).slots == [2]
 
 
+def test_frames_for_several_clients_are_put_off_too() -> None:
+    """With several edges nearly every frame is of that kind; when all but one client are gone, frames go on whole."""
+    rig = CoreRig(safety=None)
+    rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], [])))
+    rig.add_shard(max_model_len=1000)
+    slots = [submitted(rig.submit(name, client_id=name, max_tokens=500))[1][0] for name in ("c", "d", "e")]
+    for slot in slots:
+        rig.start("s0", slot)
+        rig.step("s0", (slot, [1], "a"))
+    num_read = 0
+
+    def read_rest() -> Sequence[Any]:
+        nonlocal num_read
+        num_read += 1
+        return ()
+
+    def frame(wanted: Sequence[int]) -> list[tuple[str, list[int], list[int], list[str]]]:
+        step = Step(list(wanted), [], [10 + slot for slot in wanted], [f"t{slot}" for slot in wanted])
+        actions = [action for action in rig.handle(QuietFrame("s0", step, read_rest)) if isinstance(action, SendStep)]
+        return [(a.client_id, a.step.slots, a.step.token_ids, a.step.deltas) for a in actions]
+
+    first, second, third = slots
+    due = {slot: (name, [1], [10 + slot], [f"t{slot}"]) for slot, name in zip(slots, "cde", strict=True)}
+    assert frame([second, first, third]) == [due[second], due[first], due[third]]
+    assert frame([first, third]) == [due[first], due[third]]
+    assert num_read == 0
+    rig.handle(ClientGone("c"))
+    assert num_read == 2
+    assert frame([second, third]) == [due[second], due[third]]
+    rig.handle(ClientGone("d"))
+    assert frame([third]) == [due[third]]
+    assert num_read == 3
+    rig.core.check_integrity()
+    assert rig.core._fleet.shards["s0"].flows.only_client is not None
+
+
 class Script:
     """A random life of two shards and their requests, told to two cores: to one in quiet frames, where they are."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, clients: Sequence[str]) -> None:
         self.draw = random.Random(seed)
+        self.clients = clients
         config = CoreConfig(health=HealthSettings(), max_queued_requests=20)
         self.cores = [RouterCore(config, seed=1), RouterCore(config, seed=1)]
         self.now = 1.0
@@ -141,7 +179,8 @@ class Script:
         self.num_requests += 1
         prompt = [self.draw.randrange(3) for _ in range(self.draw.randrange(4, 40))]
         choices = (ChoiceSpec(self.num_requests, 0),)
-        request = Request(f"r{self.num_requests}", "c", "m", prompt, "text", choices, max_tokens=500)
+        client_id = self.draw.choice(self.clients)
+        request = Request(f"r{self.num_requests}", client_id, "m", prompt, "text", choices, max_tokens=500)
         self.tell(RequestArrived(request), RequestArrived(request))
 
     def frame(self) -> None:
@@ -183,7 +222,9 @@ class Script:
             if kind < 0.08:
                 self.arrive()
             elif kind < 0.1:
-                cancelled = SlotsCancelled("c", [self.draw.randrange(1, self.num_requests + 2)])
+                cancelled = SlotsCancelled(
+                    self.draw.choice(self.clients), [self.draw.randrange(1, self.num_requests + 2)]
+                )
                 self.tell(cancelled, cancelled)
             elif kind < 0.15:
                 self.tell(Tick(), Tick())
@@ -194,10 +235,11 @@ class Script:
             assert self.cores[0].next_deadline() == self.cores[1].next_deadline()
 
 
+@pytest.mark.parametrize("clients", ["c", "cd"])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_put_off_changes_nothing(seed: int) -> None:
+def test_what_is_put_off_changes_nothing(seed: int, clients: str) -> None:
     """Every action, placements among them, is the one that a core takes that looks at each frame as it comes."""
-    script = Script(seed)
+    script = Script(seed, clients)
     script.run(300)
     assert script.num_quiet > 50
     first, second = script.cores
