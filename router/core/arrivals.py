@@ -101,9 +101,10 @@ class Arrivals:
             self._queue.place(live, open_shards, now)
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
-            # Under a policy that holds requests back one may wait although there is room: that shows only now.
-            is_over = has_room and self._queue.lines.num_untouched > self._config.max_queued_requests
-            if is_over and not self._make_queue_place(live.request, now):
+            # Under a policy that holds requests back one may wait although there is room: that shows only now. Who has
+            # a portion under way takes nobody's place.
+            is_over = self._queue.lines.num_untouched > self._config.max_queued_requests
+            if is_over and has_room and not live.has_portions and not self._make_queue_place(live.request, now):
                 error = self._overload.full(live.request, now)
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))

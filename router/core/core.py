@@ -219,6 +219,7 @@ class RouterCore:
         if self._fleet_may_differ:
             self._tell_fleet()
         self._serve_queue(now)
+        self._outage.expire(now)
         if self._outbox.clients:
             self._lifecycle.drop_idle_clients(self._outbox.clients)
         actions = self._outbox.take()
@@ -293,7 +294,7 @@ class RouterCore:
             if error is not None:
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
             else:
-                self._outage.expire(live, now)
+                self._outage.overdue.append(live)
 
     def _expiry(self, live: LiveRequest, now: float) -> KvloomError | None:
         if now >= live.deadline:

@@ -16,6 +16,8 @@ class Outage:
         self._lifecycle = lifecycle
         self._deadlines = deadlines
         self._patience_seconds = patience_seconds
+        self.overdue: list[LiveRequest] = []
+        """Those one of whose deadlines has come, perhaps that of their patience."""
 
     def look(self, now: float) -> None:
         """What can run where may have changed."""
@@ -34,7 +36,11 @@ class Outage:
                 live.hopeless_at = now + self._patience_seconds
                 self._deadlines.add(live.hopeless_at, live)
 
-    def expire(self, live: LiveRequest, now: float) -> None:
-        """One of its deadlines has come, perhaps this one."""
-        if live.is_queued and live.hopeless_at is not None and now >= live.hopeless_at:
-            self._lifecycle.give_up(live, now)
+    def expire(self, now: float) -> None:
+        """Behind the event that found them overdue, which may have brought a shard for them."""
+        if not self.overdue:
+            return
+        overdue, self.overdue = self.overdue, []
+        for live in overdue:
+            if live.is_queued and live.hopeless_at is not None and now >= live.hopeless_at:
+                self._lifecycle.give_up(live, now)

@@ -226,6 +226,19 @@ def test_a_long_outage_is_an_error() -> None:
     assert rig.core.is_idle
 
 
+def test_a_shard_that_is_back_before_anybody_looked_at_the_clock_is_waited_for() -> None:
+    """A router that stood still finds patience over and the outage, too: nobody is told that there is no shard by the
+    event that brings one."""
+    rig = outage(ramp_start_requests=None)
+    rig.handle(ShardDown("s0"))
+    rig.now += 4.0
+    mark = len(rig.log)
+    rig.add_shard("s1", max_batch=16)
+    assert not has(rig.log[mark:], RequestEnded)
+    assert has(rig.log[mark:], SubmitAttempt)
+    assert not has(rig.handle(Tick()), RequestEnded)
+
+
 def test_a_shard_that_comes_back_is_not_run_over() -> None:
     """It is sent little at first and twice as much with every round of first tokens, until it has what others have."""
     rig = outage()

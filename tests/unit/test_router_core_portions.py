@@ -10,6 +10,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SendStep, SubmitAttempt
 from router.core.events import KvChange, KvEventsArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad
 from router.core.frames import Finish, Start
+from router.core.overload import OverloadConfig
 from router.core.portions import MAX_PORTIONS, PORTION_CLIENT_ID, PortionSettings
 from router.core.speed_model import PrefillWork, SpeedModel
 from tests.fakes.core_rig import CoreRig, only
@@ -178,6 +179,23 @@ def test_portions_are_bounded_in_number() -> None:
     rig = PortionRig(portions=PortionSettings(overhead_seconds=1e-9, min_seconds=1e-6, min_tokens=512))
     portions, _, _ = run_portions(rig, only(rig.ask("r", 1, 512 * 200), SubmitAttempt))
     assert len(portions) == MAX_PORTIONS
+
+
+def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
+    """Those that lost their shard may be more than may wait; a new request whose first portion was just sent to a shard
+    that none of them can use is not refused for them."""
+    portions = PortionSettings(overhead_seconds=1e-12, min_seconds=1e-6, min_tokens=4)
+    overload = OverloadConfig(outage_patience_seconds=3.0)
+    rig = CoreRig(portions=portions, max_queued_requests=1, overload=overload)
+    rig.add_shard("s0", max_batch=16, max_model_len=1000)
+    rig.add_shard("s1", max_batch=16, max_model_len=64)
+    for slot in range(3):
+        rig.submit(f"r{slot}", slots=(slot,), prompt_token_ids=[slot] * 4, max_tokens=500)
+    rig.handle(ShardDown("s0"))
+    assert rig.core.num_queued_requests == 3
+    actions = rig.submit("new", slots=(9,), prompt_token_ids=[9] * 40)
+    assert only(actions, SubmitAttempt).prepares == "new"
+    assert rig.core.num_queued_requests == 4
 
 
 def test_portions_shrink_where_others_are_waiting_to_come() -> None:
