@@ -72,7 +72,7 @@ def gives_up_at_once(patch: Patch) -> None:
 @caught_by(OutagePatience)
 def waits_for_ever(patch: Patch) -> None:
     """Nobody is told that no shard comes."""
-    patch.setattr(Outage, "expire", lambda _self, _live, _now: None)
+    patch.setattr(Outage, "expire", lambda _self, _now: None)
 
 
 @caught_by(PlacementsFit)
