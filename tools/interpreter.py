@@ -16,7 +16,7 @@ _DISTRIBUTION_PREFIX: Final = "/usr"
 def interpreter_name(
     prefix: str = sys.base_prefix, configure_arguments: str | None = sysconfig.get_config_var("CONFIG_ARGS")
 ) -> str:
-    """ "Python 3.11.9", and "without --enable-optimizations" where that is known of it."""
+    """Its version, and "without --enable-optimizations" where that is known of it."""
     name = f"Python {platform.python_version()}"
     if not configure_arguments or _OPTIMIZED in configure_arguments or prefix == _DISTRIBUTION_PREFIX:
         return name

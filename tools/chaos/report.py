@@ -36,7 +36,8 @@ def make_report(
     )
     unexplained = [record for record in unexcused if record.finding.verdict not in NEVER_ALLOWED]
     never = [record for record in unexcused if record.finding.verdict in NEVER_ALLOWED]
-    excused = [record for record in records if _has_failed(record) and record not in unexcused]
+    failed = [record for record in records if _has_failed(record)]
+    excused = [record for record in failed if record not in unexcused]
     excused.sort(key=lambda record: record.finding.verdict is Verdict.BROKEN)  # the most common last
     return {
         "requests": len(records),
@@ -44,7 +45,7 @@ def make_report(
         "unexplained": len(unexplained),
         "double_billed": len(settlement.over),
         "not_billed": len(settlement.under),
-        "failures": dict(Counter(_failure_name(r) for r in records if _has_failed(r)).most_common()),
+        "failures": dict(Counter(map(_failure_name, failed)).most_common()),
         "excused": [_problem("excused ", r, disturbances, begin) for r in excused[:MAX_LISTED]],
         "manners": dict(Counter(f"{record.errand.manner}" for record in records).most_common()),
         "doors": dict(Counter(f"{record.errand.door}" for record in records).most_common()),
