@@ -2,8 +2,8 @@
 
 One key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`, JSON) that expires unless it is announced
 again, one set with the ids, and a channel (`<prefix>:shards`, `<prefix>:routers`) that wakes those who look when a
-process comes or goes. Nobody drops a standing connection because Redis is away: the connection is the truth, the
-registry only says whom to connect to.
+process comes, goes, or takes another one's place. Nobody drops a standing connection because Redis is away: the
+connection is the truth, the registry only says whom to connect to.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
     """gRPC target."""
     model: str
     incarnation_id: str
+    """Drawn at the process's start: whoever says another one at this address is somebody else."""
 
     @property
     def key(self) -> str:
@@ -42,6 +43,8 @@ class RouterRecord(msgspec.Struct, frozen=True):
     """gRPC target; also what tells routers apart: two processes never share one."""
     router_id: str
     """Its name, for people."""
+    incarnation_id: str = ""
+    """As a shard's. "": a router that does not say."""
 
     @property
     def key(self) -> str:
@@ -64,11 +67,12 @@ class Registry(Generic[_Record]):
 
     async def announce(self, record: _Record) -> None:
         """Say that a process is there for the next TTL_SECONDS."""
+        announcement = msgspec.json.encode(record)
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._name(record.key), msgspec.json.encode(record), px=round(TTL_SECONDS * 1000), get=True)
+            pipe.set(self._name(record.key), announcement, px=round(TTL_SECONDS * 1000), get=True)
             pipe.sadd(self._ids_name, record.key)
             before, _ = await pipe.execute()
-        if before is None:
+        if before != announcement:
             await self._redis.publish(self._channel, record.key)
 
     async def withdraw(self, key: str) -> None:

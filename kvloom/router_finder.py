@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 import redis.exceptions
@@ -30,7 +30,7 @@ def configured_routers(config: KvloomConfig) -> list[str]:
 async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[RouterGroup]:
     """A link to all routers there are, now and later, for a process called `client_id`."""
     group = RouterGroup(client_id, reattach_seconds=config.edge.reattach_seconds)
-    finder = RouterFinder(config, group.set_addresses)
+    finder = RouterFinder(config, group.set_routers)
     finder.start()
     await group.start()
     try:
@@ -41,12 +41,15 @@ async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[
 
 
 class RouterFinder:
-    """Tells `found` all addresses whenever they may have changed: `edge.routers`, else those in the registry, else the
-    one of [router]. While Redis is away nothing changes."""
+    """Tells `found` all addresses, and the incarnation that is announced at each ("": not known), whenever they may
+    have changed: `edge.routers`, else those in the registry, else the one of [router]. While Redis is away the
+    addresses stay, and who listens there is not known: a router that is started anew in its old place is taken."""
 
-    def __init__(self, config: KvloomConfig, found: Callable[[Iterable[str]], None]) -> None:
-        self._configured = configured_routers(config)
+    def __init__(self, config: KvloomConfig, found: Callable[[Mapping[str, str]], None]) -> None:
+        self._configured = dict.fromkeys(configured_routers(config), "")
         self._found = found
+        self._last: Mapping[str, str] = {}
+        """What was found in the registry."""
         looks = bool(config.redis.url) and not config.edge.routers
         self._registry = RouterRegistry(config.redis.url, config.redis.key_prefix) if looks else None
         self._task: asyncio.Task[None] | None = None
@@ -68,20 +71,18 @@ class RouterFinder:
             await self._registry.close()
 
     async def _watch(self, registry: RouterRegistry) -> None:
-        has_found = False
         while True:
             try:
                 async for _ in registry.watch():
                     # A registry that has just lost everything is filled again within a heartbeat.
-                    addresses = list(await registry.list_routers()) or self._configured
-                    if addresses:
-                        self._found(addresses)
-                        has_found = True
+                    records = await registry.list_routers()
+                    routers = {address: record.incarnation_id for address, record in records.items()}
+                    self._last = routers or self._configured
+                    if self._last:
+                        self._found(self._last)
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("the registry of routers cannot be read", cause=type(error).__name__)
             except Exception:  # e.g. a record of another version: one bad announcement must not end the watch
                 log.exception("the registry of routers holds something unexpected")
-            if not has_found:
-                self._found(self._configured)
-                has_found = True
+            self._found(dict.fromkeys(self._last or self._configured, ""))
             await asyncio.sleep(RETRY_SECONDS)

@@ -13,7 +13,7 @@ import itertools
 import logging
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
@@ -76,16 +76,17 @@ class RouterGroup:
         """Times that a router took over a request."""
         self.num_given_up = 0
         """Requests that no router took over."""
-        self.set_addresses(addresses)
+        self.set_routers(dict.fromkeys(addresses, ""))
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
         await self._members.follow_wanted()
         self._task = asyncio.create_task(self._run(), name="router group")
 
-    def set_addresses(self, addresses: Iterable[str]) -> None:
-        """All routers there are now. One that is missing is dropped once it has ended what it runs."""
-        self._members.wanted = list(dict.fromkeys(addresses))
+    def set_routers(self, routers: Mapping[str, str]) -> None:
+        """All routers there are now: addresses, and which incarnation listens there ("": whoever does). One that is
+        missing is dropped once it has ended what it runs."""
+        self._members.wanted = dict(routers)
         self._wake.set()
 
     @property

@@ -43,6 +43,10 @@ ConnectCall = (
 )
 
 
+class WrongRouterError(Exception):
+    """Somebody else listens where the router was."""
+
+
 class Sink(Protocol):
     """Receives the news of one request. `index` is the choice's. After `on_finish` nothing follows for that index."""
 
@@ -91,6 +95,8 @@ class GrpcRouterLink:
         self._client_id = client_id
         self.identity = LinkIdentity()
         """To be set before `start` when there was a link to this router before."""
+        self.expected_incarnation_id = ""
+        """Of the router that is known to listen there; "": whoever does is taken. Looked at by new connections."""
         self._on_fleet_change = on_fleet_change
         self._fleet = router_service_pb2.FleetState()
         self._connected = False
@@ -212,6 +218,8 @@ class GrpcRouterLink:
                     await self._serve_one_connection(await self._open(channels))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("the link to the router broke: %s", error)
+            except WrongRouterError as error:
+                log.warning("%s", error)
             except Exception:
                 # A frame that makes no sense. The link must outlive it: a new connection starts from scratch.
                 log.exception("the link to the router failed")
@@ -269,6 +277,8 @@ class GrpcRouterLink:
     def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
         self._heard_at = time.monotonic()
         if frame.HasField("fleet"):
+            if not self._connected:
+                self._check_incarnation(frame.incarnation_id)
             self._fleet = frame.fleet
             if not self._connected:
                 self._connected = True
@@ -278,6 +288,13 @@ class GrpcRouterLink:
             self._tell_fleet_changed()
         if frame.HasField("step"):
             self._on_step(frame.step)
+
+    def _check_incarnation(self, incarnation_id: str) -> None:
+        """The port of a router that has died may be anybody's, another fabric's router's for one. Routers of an earlier
+        version do not say who they are."""
+        expected = self.expected_incarnation_id
+        if expected and incarnation_id and incarnation_id != expected:
+            raise WrongRouterError(f"another router than the one that was announced listens at {self._address}")
 
     def _on_step(self, step: generation_pb2.StepFrame) -> None:
         by_slot = self._by_slot

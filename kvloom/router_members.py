@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -39,7 +40,8 @@ class RouterMembers:
 
     def __init__(self, client_id: str, new_link: NewLink, on_change: Callable[[], None]) -> None:
         """`on_change` is called whenever something that is public here has changed."""
-        self.wanted: list[str] = []
+        self.wanted: dict[str, str] = {}
+        """Address → incarnation that listens there; "": whoever does."""
         self.fleet = FleetState()
         """What all of them can serve; empty while none is connected."""
         self.connected = False
@@ -57,12 +59,15 @@ class RouterMembers:
 
     async def follow_wanted(self) -> None:
         """Connect to those that are new. Those that are not wanted any more go when they have nothing left to do."""
-        for address in self.wanted[:MAX_ROUTERS]:
-            if address not in self._members:
-                link = self._new_link(address, self._client_id, self._look_again)
-                link.identity = self._identity(address)
-                self._members[address] = RouterMember(address, link)
-                await link.start()
+        for address, incarnation_id in itertools.islice(self.wanted.items(), MAX_ROUTERS):
+            if address in self._members:
+                self._members[address].link.expected_incarnation_id = incarnation_id
+                continue
+            link = self._new_link(address, self._client_id, self._look_again)
+            link.identity = self._identity(address)
+            link.expected_incarnation_id = incarnation_id
+            self._members[address] = RouterMember(address, link)
+            await link.start()
         for address, member in list(self._members.items()):
             if address not in self.wanted and not self._is_needed(member):
                 del self._members[address]

@@ -59,14 +59,16 @@ class ClientLink:
         context: Context,
         named_links: NamedLinks,
         router_address: str = "",
+        incarnation_id: str = "",
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
-        """`router_address`: where this router listens and no other does."""
+        """`router_address`: where this router listens and no other does. `incarnation_id`: as it is announced."""
         self._dispatcher = dispatcher
         self._intake = intake
         self._context = context
         self._named_links = named_links
         self._router_address = router_address
+        self._incarnation_id = incarnation_id
         self._link_id = ""
         self._client_id = ""
         self._outbox = StepOutbox(max_waiting_entries)
@@ -203,6 +205,7 @@ class ClientLink:
         if fleet is not None:
             response.fleet.CopyFrom(convert.fleet_to_proto(fleet))
             response.router_address = self._router_address
+            response.incarnation_id = self._incarnation_id
         if step is not None:
             convert.fill_frame(response.step, step)
         return response

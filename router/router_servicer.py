@@ -42,6 +42,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         answers: ResumableAnswers,
         attempts: Attempts,
         named_links: NamedLinks,
+        incarnation_id: str = "",
     ) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
@@ -50,6 +51,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._answers = answers
         self._attempts = attempts
         self._named_links = named_links
+        self._incarnation_id = incarnation_id
         self._links: set[ClientLink] = set()
         self._calls: set[asyncio.Task[Any]] = set()
 
@@ -86,7 +88,8 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
         ],
     ) -> None:
-        link = ClientLink(self._dispatcher, self._intake, context, self._named_links, self._answers.address)
+        address, incarnation_id = self._answers.address, self._incarnation_id
+        link = ClientLink(self._dispatcher, self._intake, context, self._named_links, address, incarnation_id)
         self._links.add(link)
         try:
             await link.serve()

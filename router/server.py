@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol
@@ -82,6 +83,7 @@ class RouterServer:
         self._config = config
         self._core = core
         self._router_id = router_id
+        self._incarnation_id = uuid.uuid4().hex
         self._announcer: Announcer[RouterRecord] | None = None
         self._draining = False
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
@@ -107,6 +109,7 @@ class RouterServer:
             self._answers,
             attempts,
             NamedLinks(self._dispatcher, self._bills),
+            self._incarnation_id,
         )
         self._shares_port = shares_port
         options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
@@ -132,7 +135,8 @@ class RouterServer:
         await self._server.start()
         registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
         self._answers.address = reachable_address(address)
-        self._announcer = Announcer(registry, RouterRecord(self._answers.address, self._router_id))
+        record = RouterRecord(self._answers.address, self._router_id, self._incarnation_id)
+        self._announcer = Announcer(registry, record)
         log.info("router listens", address=address)
         return address
 

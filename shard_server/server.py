@@ -53,7 +53,7 @@ class ShardServer:
         self._engine = engine
         self._tokenizer = tokenizer
         self._shard_id = shard_id
-        self._incarnation_id = uuid.uuid4().hex
+        self.incarnation_id = uuid.uuid4().hex
         self._metrics_registry = metrics_registry
         self._max_pending_frames = max_pending_frames
         self._advertised_address = advertised_address
@@ -85,7 +85,7 @@ class ShardServer:
         self._front = EngineFront(
             self._engine,
             self._tokenizer,
-            _shard_info(info, self._shard_id, self._incarnation_id),
+            _shard_info(info, self._shard_id, self.incarnation_id),
             ShardMetrics(info.model, info.num_blocks, self._metrics_registry),
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
@@ -101,7 +101,7 @@ class ShardServer:
         if self._config.redis.url:
             registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix)
             advertised = self._advertised_address or reachable_address(address)
-            record = ShardRecord(self._shard_id, advertised, info.model, self._incarnation_id)
+            record = ShardRecord(self._shard_id, advertised, info.model, self.incarnation_id)
             self._announcer = Announcer(registry, record)
         else:
             log.warning("redis.url is not set: routers cannot find this shard")

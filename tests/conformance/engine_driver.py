@@ -40,6 +40,8 @@ class EngineDriver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._steps = engine.steps()
+        self._reading: asyncio.Task[StepOutput | None] | None = None
+        """Of the next output; None where the engine was closed."""
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.starts: dict[str, SequenceStart] = {}
@@ -51,8 +53,34 @@ class EngineDriver:
     async def step(self) -> StepOutput:
         """The next output. Raises StopAsyncIteration when the engine was closed."""
         async with asyncio.timeout(STEP_TIMEOUT_SECONDS):
-            output = await anext(self._steps)
-        self._record(output)
+            await self._read_on()
+        output = self._take()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def read_ready(self) -> None:
+        """All that has been computed: an engine goes on while a busy machine keeps the test from reading."""
+        output = True
+        while output:
+            reading = self._read_on()
+            await asyncio.sleep(0)
+            output = reading.done() and self._take()
+
+    def _read_on(self) -> asyncio.Task[StepOutput | None]:
+        async def read() -> StepOutput | None:
+            return await anext(self._steps, None)
+
+        self._reading = self._reading or asyncio.create_task(read())
+        return self._reading
+
+    def _take(self) -> StepOutput | None:
+        """What was read; it counts from now on."""
+        assert self._reading is not None
+        reading, self._reading = self._reading, None
+        output = reading.result()
+        if output is not None:
+            self._record(output)
         return output
 
     async def step_until(self, reached: Callable[[], bool], max_steps: int = 10_000) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +26,6 @@ from tests.fakes.router_world import RouterWorld, num_ready_shards
 
 MODEL = "model"
 TIMEOUT_SECONDS = 60.0
-
-_names = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +144,9 @@ class FailoverWorld(RouterWorld):
         member = Member(shard_id, failing, proxy, metrics, stop, serving)
         self._cleanup.push_async_callback(self._stop_member, member)
         await proxy.start()
-        await self.announce(shard_id, proxy.address)
+        await self.registry.announce(ShardRecord(shard_id, proxy.address, MODEL, server.incarnation_id))
         self.members[shard_id] = member
         return member
-
-    async def announce(self, shard_id: str, address: str) -> None:
-        await self.registry.announce(ShardRecord(shard_id, address, MODEL, f"incarnation-{next(_names)}"))
 
     def begin(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Collected:
         answer = Collected(fields.get("n", 1))

@@ -51,6 +51,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.address = ""
         self.own_address = ""
         """What it says of where it listens alone."""
+        self.incarnation_id = ""
         self.connections: list[Connection] = []
         self.generate_requests: list[router_service_pb2.GenerateRequest] = []
         self.cancelled_rpcs = 0
@@ -73,7 +74,9 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             return
         connection = Connection(hello.hello)
         self.connections.append(connection)
-        first = router_service_pb2.RouterServiceConnectResponse(fleet=self.fleet, router_address=self.own_address)
+        first = router_service_pb2.RouterServiceConnectResponse(
+            fleet=self.fleet, router_address=self.own_address, incarnation_id=self.incarnation_id
+        )
         connection.frames.put_nowait(first)
         await self._tell()
         reader = asyncio.create_task(self._read(connection, context))

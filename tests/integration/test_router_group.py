@@ -388,13 +388,13 @@ async def test_routers_come_and_go_by_their_addresses() -> None:
         async with serve_fake_router() as (second, address):
             second.answers = False
             fabric.routers.append(second)
-            fabric.group.set_addresses([address])
+            fabric.group.set_routers({address: ""})
             await eventually(lambda: [m.address for m in fabric.group._members.takers] == [address], "the change")
             fabric.group.submit(request([1], name="new"), Answer())
             assert (await fabric.taken("new"))[0] is second
             assert first.address in fabric.group.addresses
             first.finish(connection, submit.choices[0].slot)
             await eventually(lambda: answer.done, "the old one's end")
-            fabric.group.set_addresses([address])
+            fabric.group.set_routers({address: ""})
             await eventually(lambda: fabric.group.addresses == [address], "the old router is left")
             await fabric.group.close()

@@ -174,6 +174,26 @@ async def test_a_broken_connection_ends_every_choice_and_heals(link: GrpcRouterL
     assert len(router.connections) == 2
 
 
+async def test_only_the_router_that_was_announced_is_taken(link: GrpcRouterLink, router: FakeRouter) -> None:
+    """Somebody else may get the port of one that has died. What the link has lost is not told to him but to the right
+    one; a router of an earlier version does not say who it is, and is taken."""
+    await connected(link)
+    link.identity.note_lost("lost", 3)
+    router.incarnation_id = "another fabric's"
+    link.expected_incarnation_id = "ours"
+    router.connections[0].frames.put_nowait(None)
+    await router.wait_until(lambda: len(router.connections) == 4)
+    assert not link.connected
+    assert not link.fleet.models
+    for incarnation_id in ("ours", ""):
+        router.incarnation_id = incarnation_id
+        await connected(link)
+        hello = router.connections[-1].hello
+        assert [lost.request_id for lost in hello.lost] == (["lost"] if incarnation_id else [])
+        router.connections[-1].frames.put_nowait(None)
+        await connected(link, False)
+
+
 async def test_a_link_may_start_before_its_router() -> None:
     """Processes start in any order; a restarted router is found on its old port."""
     async with serve_fake_router() as (_, address):
