@@ -185,7 +185,7 @@ def http_request(body: bytes, transport: CountingTransport) -> BaseRequest:
 def edge_half() -> Callable[[], None]:
     """From a request that aiohttp has parsed to the bytes for the router, and from the router's news to the socket."""
     group = RouterGroup("edge", new_link=GrpcRouterLink)
-    group._members.wanted = ["127.0.0.1:1"]
+    group._members.wanted = {"127.0.0.1:1": ""}
     link = GrpcRouterLink("127.0.0.1:1", "edge")
     link._connected = True
     link._fleet = FleetState(
