@@ -19,10 +19,10 @@ import grpc
 from kvloom.channel_options import CHANNEL_OPTIONS
 from kvloom.errors import KvloomError
 from kvloom.frame_writer import FrameWriter
-from kvloom.link_flows import LinkFlows, OpenChoice
 from kvloom.link_identity import LinkIdentity
 from kvloom.link_request import ChoiceProgress, LinkRequest
 from kvloom.local_stream import LocalStream, connect_local, deliver
+from kvloom.open_choices import OpenChoices, Sink
 from kvloom.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -45,18 +45,6 @@ ConnectCall = (
 
 class WrongRouterError(Exception):
     """Somebody else listens where the router was."""
-
-
-class Sink(Protocol):
-    """Receives the news of one request. `index` is the choice's. After `on_finish` nothing follows for that index."""
-
-    def on_start(self, index: int, start: generation_pb2.SequenceStart) -> None: ...
-
-    def on_tokens(
-        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[generation_pb2.TokenLogprobs]
-    ) -> None: ...
-
-    def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None: ...
 
 
 class RouterLink(Protocol):
@@ -105,12 +93,7 @@ class GrpcRouterLink:
         the link connects: then the next connection goes to the same router."""
         self._heard_at = 0.0
         """Of a frame, or when there began to be something to wait for."""
-        self._by_slot: dict[int, OpenChoice] = {}
-        self._slots_by_handle: dict[int, list[int]] = {}
-        self._flows = LinkFlows(self._by_slot, self._give_up_sink)
-        self._free_slots: list[int] = []
-        self._next_slot = 0
-        self._next_handle = 0
+        self._choices = OpenChoices(self.cancel)
         self._submits: list[router_service_pb2.Submit] = []
         self._cancels: list[int] = []
         self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
@@ -133,7 +116,7 @@ class GrpcRouterLink:
     @property
     def silent_seconds(self) -> float:
         """How long the router has owed news of something and said nothing; 0 while it owes none."""
-        return time.monotonic() - self._heard_at if self._by_slot else 0.0
+        return time.monotonic() - self._heard_at if self._choices else 0.0
 
     async def wait_fleet_change(self) -> None:
         """Return after the next change of `fleet` (or of the connection)."""
@@ -144,14 +127,9 @@ class GrpcRouterLink:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached.", retry_after_seconds=1.0
             )
-        if not self._by_slot:
+        if not self._choices:
             self._heard_at = time.monotonic()
-        self._next_handle += 1
-        handle = self._next_handle
-        choices = self._choices(request)
-        for choice in choices:
-            self._by_slot[choice.slot] = OpenChoice(handle, choice.index, sink)
-        self._slots_by_handle[handle] = [choice.slot for choice in choices]
+        handle, slots = self._choices.open(request, sink)
         self._submits.append(
             router_service_pb2.Submit(
                 request_id=request.request_id,
@@ -159,7 +137,7 @@ class GrpcRouterLink:
                 prompt_text=request.prompt_text,
                 sampling=request.sampling,
                 stop=request.stop,
-                choices=choices,
+                choices=_choices(request, slots),
                 timeout_seconds=request.timeout_seconds,
                 tenant=request.tenant,
                 traceparent=request.traceparent,
@@ -172,11 +150,7 @@ class GrpcRouterLink:
         return handle
 
     def cancel(self, handle: int) -> None:
-        for slot in self._slots_by_handle.pop(handle, ()):
-            choice = self._by_slot[slot]
-            self._flows.end(slot)
-            choice.sink = None
-            self._cancels.append(slot)
+        self._cancels += self._choices.cancel(handle)
         self._wake_writer()
 
     def report_losses(self) -> None:
@@ -190,26 +164,6 @@ class GrpcRouterLink:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         self._drop_all("The connection to the router was closed.")
-
-    def _choices(self, request: LinkRequest) -> list[generation_pb2.Choice]:
-        """On slots of their own."""
-        if not request.begun:
-            return [generation_pb2.Choice(slot=self._take_slot(), index=index) for index in range(request.n)]
-        return [
-            generation_pb2.Choice(
-                slot=self._take_slot(),
-                index=choice.index,
-                output_token_ids=choice.token_ids,
-                num_delivered_chars=choice.num_chars,
-            )
-            for choice in request.begun
-        ]
-
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._next_slot += 1
-        return self._next_slot
 
     async def _run(self) -> None:
         while not self._closed:
@@ -297,90 +251,30 @@ class GrpcRouterLink:
             raise WrongRouterError(f"another router than the one that was announced listens at {self._address}")
 
     def _on_step(self, step: generation_pb2.StepFrame) -> None:
-        by_slot = self._by_slot
+        choices = self._choices
         for start in step.starts:
-            choice = by_slot.get(start.slot)
-            if choice is not None and choice.sink is not None:
-                try:
-                    choice.sink.on_start(choice.index, start)
-                except Exception:
-                    self._give_up_sink(choice)
+            choices.on_start(start.slot, start)
         if step.num_tokens or step.logprobs:
-            self._on_ragged_tokens(step)
+            logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
+            for entry in step.logprobs:
+                logprobs.setdefault(entry.slot, []).append(entry)
+            choices.on_ragged_tokens(step.slots, step.num_tokens[:], step.token_ids[:], step.deltas, logprobs)
         else:
-            self._flows.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
+            choices.flows.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
         for finish in step.finishes:
-            self._on_finish(finish)
-
-    def _on_ragged_tokens(self, step: generation_pb2.StepFrame) -> None:
-        """Any number of tokens an entry, logprobs."""
-        self._flows.tell()
-        by_slot = self._by_slot
-        logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
-        for entry in step.logprobs:
-            logprobs.setdefault(entry.slot, []).append(entry)
-        token_ids = step.token_ids[:]
-        num_tokens = step.num_tokens[:]
-        position = 0
-        for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
-            count = num_tokens[i] if num_tokens else 1
-            choice = by_slot.get(slot)
-            if choice is not None and choice.sink is not None:
-                ids = token_ids[position : position + count]
-                try:
-                    choice.sink.on_tokens(choice.index, delta, ids, logprobs.get(slot, ()))
-                except Exception:
-                    self._give_up_sink(choice)
-            position += count
-
-    def _on_finish(self, finish: generation_pb2.SequenceFinish) -> None:
-        choice = self._by_slot.get(finish.slot)
-        if choice is None:
-            return
-        self._flows.end(finish.slot)
-        del self._by_slot[finish.slot]
-        self._free_slots.append(finish.slot)
-        if choice.sink is None and finish.slot in self._cancels:
-            # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
-            self._cancels.remove(finish.slot)
-        slots = self._slots_by_handle.get(choice.handle)
-        if slots is not None:
-            slots.remove(finish.slot)
-            if not slots:
-                del self._slots_by_handle[choice.handle]
-        if choice.sink is not None:
-            try:
-                choice.sink.on_finish(choice.index, finish)
-            except Exception:
-                self._give_up_sink(choice)
-
-    def _give_up_sink(self, choice: OpenChoice) -> None:
-        """A sink raised: its request ends, the others on this link go on."""
-        log.exception("a sink failed; its request is cancelled")
-        self.cancel(choice.handle)
+            if finish.slot in self._cancels and choices.is_cancelled(finish.slot):
+                # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
+                self._cancels.remove(finish.slot)
+            choices.on_finish(finish)
 
     def _drop_all(self, message: str) -> None:
         """The connection is gone: its slots mean nothing any more."""
         self._connected = False
         self._fleet = router_service_pb2.FleetState()
-        self._flows.end_all()
-        lost = dict(self._by_slot)
-        self._by_slot.clear()
-        self._slots_by_handle.clear()
-        self._free_slots.clear()
         self._submits.clear()
         self._cancels.clear()
-        self._next_slot = 0
-        error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0).to_proto()
-        for slot, choice in lost.items():
-            if choice.sink is not None:
-                finish = generation_pb2.SequenceFinish(
-                    slot=slot, reason=generation_pb2.FINISH_REASON_ERROR, error=error
-                )
-                try:
-                    choice.sink.on_finish(choice.index, finish)
-                except Exception:
-                    self._give_up_sink(choice)
+        error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
+        self._choices.end_all(error.to_proto())
         if self.owner_address:
             self.identity.renew()
             self.owner_address = ""
@@ -390,3 +284,15 @@ class GrpcRouterLink:
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
         self._on_fleet_change()
+
+
+def _choices(request: LinkRequest, slots: Sequence[int]) -> list[generation_pb2.Choice]:
+    """As they are submitted, each on a slot of its own."""
+    if not request.begun:
+        return [generation_pb2.Choice(slot=slot, index=index) for index, slot in enumerate(slots)]
+    return [
+        generation_pb2.Choice(
+            slot=slot, index=choice.index, output_token_ids=choice.token_ids, num_delivered_chars=choice.num_chars
+        )
+        for slot, choice in zip(slots, request.begun, strict=True)
+    ]
