@@ -35,6 +35,8 @@ class LinkIdentity:
 
     def take_unsaid(self) -> list[LostRequest]:
         """For a frame that is about to be written."""
+        if not self._unsaid:
+            return []
         unsaid, self._unsaid = self._unsaid, []
         return [self._spoken(key) for key in dict.fromkeys(unsaid) if key in self.spoken_for]
 

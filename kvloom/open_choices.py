@@ -54,17 +54,14 @@ class OpenChoices:
         indices = [choice.index for choice in request.begun] if request.begun else range(request.n)
         slots: list[int] = []
         for index in indices:
-            slot = self._take_slot()
+            if self._free_slots:
+                slot = self._free_slots.pop()
+            else:
+                slot = self._next_slot = self._next_slot + 1
             self._by_slot[slot] = OpenChoice(handle, index, sink)
             slots.append(slot)
         self._slots_by_handle[handle] = slots
         return handle, slots
-
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._next_slot += 1
-        return self._next_slot
 
     def cancel(self, handle: int) -> list[int]:
         """Its sink hears no more; returns the slots, each of which waits for its finish. Repeatable."""

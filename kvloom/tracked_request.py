@@ -177,14 +177,17 @@ class TrackedRequest:
 
     def on_submitted(self, link_id: str) -> None:
         """A link has taken what `next_attempt` asks for."""
-        num_tokens = self._num_tokens
+        num_tokens, num_running = 0, len(self.choices)
+        if self.lost_at is not None:  # not the first one of most requests
+            num_tokens = self._num_tokens
+            num_running = sum(not choice.is_done for choice in self.choices)
         if self.attempts:
             last = self.attempts[-1]
             last.num_tokens = num_tokens - last.first_token
         self.attempts.append(Attempt(link_id, num_tokens))
         if len(self.attempts) > MAX_ATTEMPTS:
             del self.attempts[0]
-        self._num_running = sum(not choice.is_done for choice in self.choices)
+        self._num_running = num_running
         self._submitted_at = self._owner.now()
         self._num_tokens_at_submit = num_tokens
 
