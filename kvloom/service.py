@@ -6,6 +6,7 @@ Services only: the SDK does not import this module (it needs the `services` extr
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import signal
 import sys
@@ -76,8 +77,11 @@ def announce_ready(
 
 def settle_memory() -> None:
     """What has been loaded by now stays: the garbage collector looks through it no more, and less often at the rest
-    (cycles are rare here, and while it looks no token leaves)."""
+    (cycles are rare here, and while it looks no token leaves). What loading has freed goes back to the system."""
     gc.collect()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:  # glibc, which else keeps 15 MB of a tokenizer for a while
+        malloc_trim(0)
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 200)
 

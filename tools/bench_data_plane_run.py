@@ -190,7 +190,8 @@ def _percentiles_ms(ordered: Sequence[float]) -> dict[str, float | None]:
 
 
 def report_of(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """The median of every figure over the runs, its `spread` (highest less lowest), and the runs."""
+    """The median of every figure over the runs, its `spread` (highest less lowest), and the runs. Of memory the most: a
+    run finds what the one before it has left."""
     return {
         "workload": workload.name,
         "about": workload.about,
@@ -198,6 +199,7 @@ def report_of(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) ->
         "safety": plan.with_safety,
         "num_runs": len(runs),
         **_merged(runs, statistics.median),
+        "rss_kb_per_stream": max(run["rss_kb_per_stream"] for run in runs),
         "num_errors": sum(run["num_errors"] for run in runs),
         "spread": _merged(runs, lambda values: max(values) - min(values)),
         "runs": list(runs),

@@ -283,7 +283,6 @@ class RouterCore:
 
     def _on_tick(self, now: float) -> None:
         self._index.settle()
-        self._expire(now)
         self._health.on_tick(now)
         self._verdicts.expire(now)
 

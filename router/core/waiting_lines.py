@@ -1,13 +1,18 @@
 """Requests that wait in the router, in lines: a shard's line for those that are to go there once it has little enough
-queued, a model's line for those that no shard had room for. In every line tenants take turns.
+queued, a model's line for those that no shard had room for. In every line tenants take turns. One whose requests have
+all left before its turn (timed out, cancelled) keeps its place until then: who tries again does not begin at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from router.core.events import Tier
 from router.core.live import LineId, LiveRequest
+
+MAX_TENANTS: Final = 1024
+"""In a line that has more, places are not kept for those who have left."""
 
 
 class WaitingLines:
@@ -15,7 +20,8 @@ class WaitingLines:
 
     def __init__(self) -> None:
         self._lines: dict[LineId, dict[str, dict[str, LiveRequest]]] = {}
-        """Line → tenant → request_id → request. Tenants lie in the order of their turns; no line is empty."""
+        """Line → tenant → request_id → request. Tenants lie in the order of their turns, also those who left;
+        in every line somebody waits."""
         self.num_requests = 0
         self._num_begun = 0
         self._num_waiting: dict[tuple[str, Tier], int] = {}
@@ -78,11 +84,13 @@ class WaitingLines:
         line_id, tenant = request.line_id, request.request.tenant
         assert line_id is not None
         tenants = self._lines[line_id]
-        del tenants[tenant][request.request.request_id]
-        if not tenants[tenant]:
-            del tenants[tenant]
-            if not tenants:
+        requests = tenants[tenant]
+        del requests[request.request.request_id]
+        if not requests:
+            if not any(tenants.values()):
                 del self._lines[line_id]
+            elif len(tenants) > MAX_TENANTS:
+                del tenants[tenant]
         request.line_id = None
         self.num_requests -= 1
         self._num_begun -= request.has_portions
@@ -100,14 +108,19 @@ class WaitingLines:
         """The next request that can run now: of the first tenant that has one, its most urgent (lowest value; without
         `urgency`: its first). The tenant's next turn comes after everybody else's."""
         tenants = self._lines.get(line_id, {})
+        absent: list[str] = []
         for tenant, requests in tenants.items():
             able = [request for request in requests.values() if can_run(request)]
             if able:
                 request = able[0] if urgency is None else min(able, key=urgency)
                 self.remove(request)
-                if tenant in tenants:
-                    tenants[tenant] = tenants.pop(tenant)
+                for name in (*absent, tenant):  # their turns have come
+                    waiting = tenants.pop(name, None)
+                    if waiting:
+                        tenants[name] = waiting
                 return request
+            if not requests:
+                absent.append(tenant)
         return None
 
     def take_victim(self, tenant: str, tier: Tier = Tier.INTERACTIVE) -> LiveRequest | None:

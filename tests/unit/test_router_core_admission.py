@@ -10,7 +10,16 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import FleetChanged, RequestEnded, SubmitAttempt
 from router.core.core import CoreConfig, RouterCore
-from router.core.events import ChoiceSpec, DrainStarted, LoadReported, SafetyDown, ShardDown, ShardLoad, Tick
+from router.core.events import (
+    ChoiceSpec,
+    DrainStarted,
+    LoadReported,
+    RequestCancelled,
+    SafetyDown,
+    ShardDown,
+    ShardLoad,
+    Tick,
+)
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 
@@ -179,6 +188,36 @@ def test_tenants_take_turns() -> None:
     rig.submit("calm", slots=(9,), tenant="calm")
     served = [only(rig.finish("s0", slot), SubmitAttempt).request.request_id for slot in slots]
     assert served == ["busy2", "calm"]
+
+
+def test_a_tenant_that_comes_back_before_its_turn_has_kept_it() -> None:
+    """Where lines are longer than patience, whoever has little to ask for would otherwise begin at the end each time,
+    and those who always wait for something would share the shards among them."""
+    rig = CoreRig()
+    rig.add_shard(max_batch=1)
+    slots = [submitted(rig.submit(f"first{i}", slots=(i,)))[1][0] for i in range(2)]
+    for i in range(2, 8):
+        rig.submit(f"busy{i}", slots=(i,), tenant="busy")
+    rig.submit("calm", slots=(9,), tenant="calm")
+    slots += submitted(rig.finish("s0", slots.pop(0)))[1]
+    rig.handle(RequestCancelled("calm"))
+    rig.submit("calm again", slots=(10,), tenant="calm")
+    assert only(rig.finish("s0", slots.pop(0)), SubmitAttempt).request.request_id == "calm again"
+
+
+def test_a_turn_that_nobody_takes_is_over() -> None:
+    """Nor is it saved up."""
+    rig = CoreRig()
+    rig.add_shard(max_batch=1)
+    slots = [submitted(rig.submit(f"first{i}", slots=(i,)))[1][0] for i in range(2)]
+    rig.submit("calm", slots=(9,), tenant="calm")
+    for i in range(2, 8):
+        rig.submit(f"busy{i}", slots=(i,), tenant="busy")
+    rig.handle(RequestCancelled("calm"))
+    slots += submitted(rig.finish("s0", slots.pop(0)))[1]
+    rig.submit("calm again", slots=(10,), tenant="calm")
+    served = [only(rig.finish("s0", slots.pop(0)), SubmitAttempt).request.request_id for _ in range(2)]
+    assert served == ["busy3", "calm again"]
 
 
 def test_full_queue_refuses_and_keeps_shares() -> None:
