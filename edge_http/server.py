@@ -23,7 +23,8 @@ log = structlog.get_logger()
 BACKLOG: Final = 1024
 SHUTDOWN_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 1.0
-"""How long idle connections stay open once a successor takes the new ones: a request may be on its way in them."""
+"""How long idle connections stay open once a successor takes the new ones: a request may be on its way in them. Also
+behind an answer that had begun before, and said that its connection stays open."""
 LEAVE_POLL_SECONDS: Final = 0.02
 
 
@@ -105,10 +106,14 @@ class EdgeServer:
         await site.stop()
         self._edge.leave()
         loop = asyncio.get_running_loop()
-        busy_until = loop.time() + LEAVE_SECONDS
-        # aiohttp does not say when a connection ends.
-        while self._connections.connections and (self._edge.num_running or loop.time() < busy_until):  # noqa: ASYNC110
+        idle_since = loop.time()
+        while loop.time() < idle_since + LEAVE_SECONDS:
+            # aiohttp does not say when a connection ends, nor when one that was accepted just now begins.
             await asyncio.sleep(LEAVE_POLL_SECONDS)
+            if not self._connections.connections:
+                return
+            if self._edge.num_running:
+                idle_since = loop.time()
 
     async def stop(self) -> None:
         """Close all connections; what still runs is cancelled, in the engine too."""

@@ -13,16 +13,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from edge_http.edge import Edge
-from edge_http.server import EdgeServer
+from edge_http.edge import Edge, ServedModel
+from edge_http.server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
 from kvloom.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfig, RouterConfig, dump_config
 from kvloom.service import StartError
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
-from tests.fakes.tiny_tokenizer import CHATML, byte_level_tokenizer
+from tests.fakes.tiny_tokenizer import CHATML, byte_level_tokenizer, model_tokenizer
 
 
 @pytest.fixture
@@ -202,6 +203,37 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(world: EdgeWorld)
     assert (await running)[1]["choices"][0]["message"]["content"] == "done"
     async with asyncio.timeout(5):
         await drain
+
+
+async def test_who_was_answered_while_the_edge_left_may_ask_once_more() -> None:
+    """The answer began before, and said that its connection stays open: the next request comes over it, and must not be
+    refused because the answer took longer than idle connections are waited for. Nor does it then stay open."""
+    loop = asyncio.get_running_loop()
+    link = FakeRouterLink()
+    edge = Edge(EdgeConfig(), link, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
+    server = EdgeServer(edge)
+    address = await server.take_over(socket.create_server(("127.0.0.1", 0)))
+    try:
+        async with aiohttp.ClientSession(f"http://{address}") as http:
+            asked = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
+            request = await link.next_request()
+            request.start()
+            request.tokens("a")
+            answered = await asked
+            leaving = asyncio.create_task(server.drain())
+            begun = loop.time()
+            await until(lambda: loop.time() > begun + LEAVE_SECONDS)
+            request.finish()
+            assert b"[DONE]" in await answered.read()
+            ended = loop.time()
+            await until(lambda: loop.time() > ended + 3 * LEAVE_POLL_SECONDS)
+            link.script = answer("b")
+            async with http.post("/v1/chat/completions", json=chat_body()) as again:
+                assert again.status == 200
+                assert again.headers["Connection"] == "close"
+        await asyncio.wait_for(leaving, 5)
+    finally:
+        await server.stop()
 
 
 async def test_drain_gives_up_at_its_timeout() -> None:
