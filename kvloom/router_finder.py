@@ -48,8 +48,8 @@ class RouterFinder:
     def __init__(self, config: KvloomConfig, found: Callable[[Mapping[str, str]], None]) -> None:
         self._configured = dict.fromkeys(configured_routers(config), "")
         self._found = found
-        self._last: Mapping[str, str] = {}
-        """What was found in the registry."""
+        self._last: Mapping[str, str] = self._configured
+        """What was found when the registry could be read last."""
         looks = bool(config.redis.url) and not config.edge.routers
         self._registry = RouterRegistry(config.redis.url, config.redis.key_prefix) if looks else None
         self._task: asyncio.Task[None] | None = None
@@ -84,5 +84,5 @@ class RouterFinder:
                 log.warning("the registry of routers cannot be read", cause=type(error).__name__)
             except Exception:  # e.g. a record of another version: one bad announcement must not end the watch
                 log.exception("the registry of routers holds something unexpected")
-            self._found(dict.fromkeys(self._last or self._configured, ""))
+            self._found(dict.fromkeys(self._last, ""))
             await asyncio.sleep(RETRY_SECONDS)

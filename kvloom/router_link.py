@@ -262,7 +262,7 @@ class GrpcRouterLink:
         else:
             choices.flows.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
         for finish in step.finishes:
-            if finish.slot in self._cancels and choices.is_cancelled(finish.slot):
+            if finish.slot in self._cancels:
                 # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
                 self._cancels.remove(finish.slot)
             choices.on_finish(finish)

@@ -48,7 +48,7 @@ class FleetWatcher:
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("the shard registry cannot be read", cause=type(error).__name__, num_links=len(self._links))
                 for link, _ in self._links.values():
-                    link.record_may_be_old = True
+                    link.expected_incarnation_id = ""
             except Exception:  # e.g. a record that is no ShardRecord: one bad announcement must not end the watch
                 log.exception("the shard registry holds something unexpected")
             raise_if_cancelled()
@@ -58,7 +58,7 @@ class FleetWatcher:
         for shard_id, (link, task) in list(self._links.items()):
             record = records.get(shard_id)
             link.registered = record is not None
-            link.record_may_be_old = False
+            link.expected_incarnation_id = link.record.incarnation_id
             is_other = record is not None and record.incarnation_id != link.record.incarnation_id
             if is_other or (record is None and not link.connected):
                 # Another process has taken the name, or nobody is there to be connected to.

@@ -56,8 +56,8 @@ class ShardLink:
     def __init__(self, record: ShardRecord, router_id: str, dispatcher: Dispatcher) -> None:
         self.record = record
         self.registered = True
-        self.record_may_be_old = False
-        """The registry cannot be read: who listens in the shard's place and has its name may be its next life."""
+        self.expected_incarnation_id = record.incarnation_id
+        """At that address; "": the registry cannot be read, and whoever has its name may be its next life."""
         self._router_id = router_id
         self._dispatcher = dispatcher
         self._connected = False
@@ -136,7 +136,7 @@ class ShardLink:
         info = first.hello.info
         if info.shard_id != self.record.shard_id:
             raise LinkError(f"{self.record.address} is shard {info.shard_id}, not {self.record.shard_id}")
-        if info.incarnation_id != self.record.incarnation_id and not self.record_may_be_old:
+        if self.expected_incarnation_id not in ("", info.incarnation_id):
             # All fabrics have a shard-0, and the port of one that has died may be anybody's.
             raise LinkError(f"{self.record.address} is another {info.shard_id} than the one that was announced")
         return first

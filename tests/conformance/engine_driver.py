@@ -61,11 +61,11 @@ class EngineDriver:
 
     async def read_ready(self) -> None:
         """All that has been computed: an engine goes on while a busy machine keeps the test from reading."""
-        output = True
-        while output:
+        while True:
             reading = self._read_on()
             await asyncio.sleep(0)
-            output = reading.done() and self._take()
+            if not reading.done() or self._take() is None:
+                return
 
     def _read_on(self) -> asyncio.Task[StepOutput | None]:
         async def read() -> StepOutput | None:

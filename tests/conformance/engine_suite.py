@@ -80,9 +80,9 @@ class EngineSuite:
         driver = await start()
         driver.engine.submit(request_of("a", prompt_of(3, 40), 200))
         await driver.step_until(lambda: len(driver.tokens.get("a", [])) >= 2)
-        driver.engine.cancel("a")
         await driver.read_ready()
         num_tokens = len(driver.tokens["a"])
+        driver.engine.cancel("a")
         await driver.step_until(lambda: "a" in driver.ends, max_steps=3)
         assert driver.ends["a"] is FinishReason.CANCELLED
         assert len(driver.tokens["a"]) <= num_tokens + 2

@@ -178,11 +178,16 @@ def test_long_request_does_not_block_a_short_one() -> None:
     assert only(rig.finish("small", slot), SubmitAttempt).request.request_id == "waits-for-small"
 
 
-def test_tenants_take_turns() -> None:
-    """A tenant with many requests in the queue does not starve one with few."""
+def full_shard() -> tuple[CoreRig, list[int]]:
+    """One shard, which has as much as it takes, and the slots of that there."""
     rig = CoreRig()
     rig.add_shard(max_batch=1)
-    slots = [submitted(rig.submit(f"busy{i}", slots=(i,)))[1][0] for i in range(2)]
+    return rig, [submitted(rig.submit(f"first{i}", slots=(i,)))[1][0] for i in range(2)]
+
+
+def test_tenants_take_turns() -> None:
+    """A tenant with many requests in the queue does not starve one with few."""
+    rig, slots = full_shard()
     for i in range(2, 6):
         rig.submit(f"busy{i}", slots=(i,), tenant="busy")
     rig.submit("calm", slots=(9,), tenant="calm")
@@ -193,9 +198,7 @@ def test_tenants_take_turns() -> None:
 def test_a_tenant_that_comes_back_before_its_turn_has_kept_it() -> None:
     """Where lines are longer than patience, whoever has little to ask for would otherwise begin at the end each time,
     and those who always wait for something would share the shards among them."""
-    rig = CoreRig()
-    rig.add_shard(max_batch=1)
-    slots = [submitted(rig.submit(f"first{i}", slots=(i,)))[1][0] for i in range(2)]
+    rig, slots = full_shard()
     for i in range(2, 8):
         rig.submit(f"busy{i}", slots=(i,), tenant="busy")
     rig.submit("calm", slots=(9,), tenant="calm")
@@ -207,9 +210,7 @@ def test_a_tenant_that_comes_back_before_its_turn_has_kept_it() -> None:
 
 def test_a_turn_that_nobody_takes_is_over() -> None:
     """Nor is it saved up."""
-    rig = CoreRig()
-    rig.add_shard(max_batch=1)
-    slots = [submitted(rig.submit(f"first{i}", slots=(i,)))[1][0] for i in range(2)]
+    rig, slots = full_shard()
     rig.submit("calm", slots=(9,), tenant="calm")
     for i in range(2, 8):
         rig.submit(f"busy{i}", slots=(i,), tenant="busy")
