@@ -1,7 +1,7 @@
 """Between one engine and all routers: takes their submits, and turns every engine step into one frame per router.
 
 Synchronous but for `run`, which consumes the engine's steps; everything happens on one event loop, so nothing is
-locked. A sequence has left `_live` as soon as its finish is in a frame; what the engine still says about it is dropped.
+locked.
 """
 
 from __future__ import annotations
@@ -9,41 +9,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import structlog
 
-from kvloom.detokenizer import IncrementalDetokenizer, TokenText
-from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.detokenizer import TokenText
+from kvloom.errors import invalid_argument, protocol_violation
 from kvloom.guide import GUIDE_FIELD
 from kvloom.v1 import generation_pb2
-from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import (
     LoadReport,
     ShardHello,
     ShardInfo,
     ShardServiceConnectRequest,
     ShardServiceConnectResponse,
-    ShardSubmit,
 )
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
-from shard_server.engines.base import (
-    Engine,
-    EngineError,
-    EngineRequest,
-    FinishReason,
-    RequestRefusedError,
-    SequenceEnd,
-    StepOutput,
-)
+from shard_server.engines.base import Engine, FinishReason, SequenceEnd, StepOutput
+from shard_server.intake import Intake
 from shard_server.kv_mirror import KvMirror
-from shard_server.letting_go import LettingGo
+from shard_server.live_sequences import LiveSequences
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
-from shard_server.refusals import draining, engine_failed, queue_full, refusal, stopping
-from shard_server.sequences import LiveSequence, logprobs_to_proto, shown_output
-from shard_server.submits import resolve_submit
+from shard_server.refusals import engine_failed, stopping
+from shard_server.sequences import logprobs_to_proto
 
 log = structlog.get_logger()
 
@@ -71,30 +61,24 @@ class EngineFront:
     ) -> None:
         self.info = info
         self._engine = engine
-        self._engine_info = engine.info
-        self._tokenizer = tokenizer
         self._metrics = metrics
-        self._max_sequences = engine.info.max_batch + max_waiting
         self._max_pending_frames = max_pending_frames
         self._clock = clock
         self._kv = KvMirror()
         self._connections: list[RouterConnection] = []
-        self._live: dict[str, LiveSequence] = {}
-        self._letting_go = LettingGo(metrics)
-        self._serials = itertools.count()
         self._origins = itertools.count(1)
         self._load = LoadReporter(engine.info.num_blocks)
+        self._live = LiveSequences(engine, metrics, clock)
+        max_sequences = engine.info.max_batch + max_waiting
+        self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock)
         self._report_timer: asyncio.TimerHandle | None = None
-        self._failed = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._last_token_step_at: float | None = None
 
     # -- routers ------------------------------------------------------------------------------------------------------
 
     def connect(self, router_id: str) -> RouterConnection:
         """A new stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
-        if self._failed:
+        if self._intake.engine_has_failed:
             raise engine_failed()
         connection = RouterConnection(router_id, next(self._origins), self._max_pending_frames)
         hello = ShardHello(info=self.info, reads_packed_token_ids=True)
@@ -111,7 +95,7 @@ class EngineFront:
             return
         self._connections.remove(connection)
         for sequence in list(connection.by_slot.values()):
-            self._cancel_unwanted(sequence, sequence.num_output_tokens)
+            self._live.cancel_unwanted(sequence, sequence.num_output_tokens)
         self._metrics.on_routers(len(self._connections))
 
     def receive(self, connection: RouterConnection, frame: ShardServiceConnectRequest) -> None:
@@ -119,17 +103,17 @@ class EngineFront:
         if frame.HasField("hello"):
             raise protocol_violation("Only the first frame carries a hello.")
         for submit in frame.submits:
-            self._submit(connection, submit)
+            self._intake.submit(connection, submit)
         num_arrived = {entry.slot: entry.num_output_tokens for entry in frame.unwanted}
         for slot in frame.cancel_slots:
             sequence = connection.by_slot.get(slot)
             if sequence is None:  # its finish is on its way, or has arrived
                 continue
             if slot in num_arrived:
-                self._cancel_unwanted(sequence, num_arrived[slot])
+                self._live.cancel_unwanted(sequence, num_arrived[slot])
             else:
-                self._cancel_in_engine(sequence)
-                self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
+                self._live.cancel_in_engine(sequence)
+                self._live.finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
         connection.send_step()
         if frame.submits and len(self._connections) > 1:
             self._report_soon()
@@ -152,15 +136,15 @@ class EngineFront:
 
     def give_back(self) -> None:
         """The process ends: every sequence finishes with DRAINING, behind which its router goes on elsewhere."""
-        for sequence in list(self._live.values()):
-            self._cancel_in_engine(sequence)
-            self._finish(sequence, generation_pb2.FINISH_REASON_ERROR, stopping())
+        for sequence in list(self._live.by_request_id.values()):
+            self._live.cancel_in_engine(sequence)
+            self._live.finish(sequence, generation_pb2.FINISH_REASON_ERROR, stopping())
         for connection in self._connections:
             connection.send_step()
 
     async def wait_idle(self) -> None:
         """Returns when no sequence is live."""
-        await self._idle.wait()
+        await self._live.wait_idle()
 
     def end_connections(self) -> None:
         """Close all streams in good order, behind the frames that wait to be written."""
@@ -180,27 +164,27 @@ class EngineFront:
             async for output in self._engine.steps():
                 self._on_step(output)
         except Exception:
-            self._failed = True
-            for sequence in list(self._live.values()):
-                self._finish(sequence, generation_pb2.FINISH_REASON_ERROR, engine_failed())
+            self._intake.engine_has_failed = True
+            for sequence in list(self._live.by_request_id.values()):
+                self._live.finish(sequence, generation_pb2.FINISH_REASON_ERROR, engine_failed())
             for connection in self._connections:
                 connection.send_step()
             raise
 
     def _on_step(self, output: StepOutput) -> None:
         now = self._clock()
-        live = self._live
+        live = self._live.by_request_id
         ends = {end.request_id: end for end in output.ends}
         for start in output.starts:
             sequence = live.get(start.request_id)
             if sequence is not None:
-                self._start(sequence, start.num_cached_tokens, start.queue_time_seconds, now)
+                self._live.start(sequence, start.num_cached_tokens, start.queue_time_seconds, now)
         num_tokens = num_discarded = 0
         for request_id, token_ids in _first_tokens_first(output):
             sequence = live.get(request_id)
             if sequence is None:
                 num_discarded += len(token_ids)
-                self._letting_go.note_tokens(request_id, len(token_ids))
+                self._live.letting_go.note_tokens(request_id, len(token_ids))
                 continue
             if request_id in ends or len(token_ids) != 1:
                 token_ids, delta = sequence.push_carefully(token_ids)
@@ -220,11 +204,11 @@ class EngineFront:
                 parts.logprobs += logprobs_to_proto(sequence.slot, output.logprobs[request_id][:count])
             if sequence.has_stop_strings and sequence.detokenizer.stop_string is not None:
                 if end is None:
-                    self._cancel_in_engine(sequence)
-                self._finish(sequence, generation_pb2.FINISH_REASON_STOP)
+                    self._live.cancel_in_engine(sequence)
+                self._live.finish(sequence, generation_pb2.FINISH_REASON_STOP)
             elif end is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH):
                 delta += sequence.detokenizer.flush()
-                self._finish(sequence, _FINISH_REASONS[end.reason])
+                self._live.finish(sequence, _FINISH_REASONS[end.reason])
             parts.deltas.append(delta)
         for end in output.ends:
             self._end(end)
@@ -251,21 +235,10 @@ class EngineFront:
             for connection in self._connections:
                 connection.send_step(load=self._load.report(connection.origin))
 
-    def _start(self, sequence: LiveSequence, num_cached_tokens: int, queue_time_seconds: float, now: float) -> None:
-        sequence.num_cached_tokens = num_cached_tokens
-        sequence.connection.parts.starts.append(
-            generation_pb2.SequenceStart(
-                slot=sequence.slot, num_cached_tokens=num_cached_tokens, queue_time_seconds=queue_time_seconds
-            )
-        )
-        self._metrics.on_start(
-            len(sequence.request.prompt_token_ids), num_cached_tokens, queue_time_seconds, now - sequence.received_at
-        )
-
     def _end(self, end: SequenceEnd) -> None:
         """An end whose sequence has not finished with its last tokens."""
-        self._letting_go.end(end.request_id)
-        sequence = self._live.get(end.request_id)
+        self._live.letting_go.end(end.request_id)
+        sequence = self._live.by_request_id.get(end.request_id)
         if sequence is None:
             return
         error = None
@@ -275,104 +248,8 @@ class EngineFront:
             log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
-            self._flush(sequence)
-        self._finish(sequence, _FINISH_REASONS[end.reason], error)
-
-    # -- sequences ----------------------------------------------------------------------------------------------------
-
-    def _submit(self, connection: RouterConnection, submit: ShardSubmit) -> None:
-        choices = submit.choices
-        slots = {choice.slot for choice in choices}
-        if not choices or len(slots) < len(choices) or not slots.isdisjoint(connection.by_slot):
-            raise protocol_violation(f"Request {submit.request_id}: every choice needs a slot that is not in use.")
-        try:
-            self._check_capacity(len(choices))
-            requests = resolve_submit(submit, self._engine_info, next(self._serials), connection.origin)
-        except KvloomError as error:
-            for choice in choices:
-                connection.parts.finishes.append(refusal(choice.slot, error))
-            return
-        now = self._clock()
-        for choice, request in zip(choices, requests, strict=True):
-            try:
-                self._submit_choice(connection, choice, request, submit.stop.stop, now)
-            except KvloomError as error:
-                connection.parts.finishes.append(refusal(choice.slot, error))
-
-    def _submit_choice(
-        self,
-        connection: RouterConnection,
-        choice: Choice,
-        request: EngineRequest,
-        stop_strings: Sequence[str],
-        now: float,
-    ) -> None:
-        detokenizer = IncrementalDetokenizer(
-            self._tokenizer, stop_strings, shown_output(request), choice.num_delivered_chars
-        )
-        sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now)
-        reason = sequence.already_ended()
-        if reason is None:
-            try:
-                self._engine.submit(request)
-            except RequestRefusedError as error:
-                raise invalid_argument(f"This shard's engine cannot run the request: {error}.") from error
-            except EngineError as error:
-                log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
-                raise engine_failed() from error  # what a client can do wrong has been checked before
-            self._load.on_submit(request)
-        self._live[request.request_id] = sequence
-        connection.by_slot[choice.slot] = sequence
-        self._idle.clear()
-        if reason is not None:
-            self._flush(sequence)
-            self._finish(sequence, reason)
-
-    def _check_capacity(self, num_choices: int) -> None:
-        if self._failed:
-            raise engine_failed()
-        if self._load.draining:
-            raise draining()
-        if len(self._live) + len(self._letting_go) + num_choices > self._max_sequences:
-            raise queue_full(len(self._live))
-
-    def _flush(self, sequence: LiveSequence) -> None:
-        """What text is left, as an entry without tokens."""
-        text = sequence.detokenizer.flush()
-        if text:
-            parts = sequence.connection.parts
-            parts.slots.append(sequence.slot)
-            parts.num_tokens.append(0)
-            parts.uneven = True
-            parts.deltas.append(text)
-
-    def _cancel_in_engine(self, sequence: LiveSequence) -> None:
-        self._letting_go.add(sequence.request.request_id)
-        self._engine.cancel(sequence.request.request_id)
-
-    def _cancel_unwanted(self, sequence: LiveSequence, num_arrived_tokens: int) -> None:
-        """Nobody wants what comes behind its first `num_arrived_tokens`."""
-        self._cancel_in_engine(sequence)
-        num_late_tokens = max(0, sequence.num_output_tokens - num_arrived_tokens)
-        self._letting_go.add_unwanted(sequence.request.request_id, num_late_tokens)
-        self._finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
-
-    def _finish(
-        self,
-        sequence: LiveSequence,
-        reason: generation_pb2.FinishReason.ValueType,
-        error: KvloomError | None = None,
-    ) -> None:
-        del self._live[sequence.request.request_id]
-        connection = sequence.connection
-        del connection.by_slot[sequence.slot]
-        finish = sequence.finish(reason)
-        if error is not None:
-            finish.error.CopyFrom(error.to_proto())
-        connection.parts.finishes.append(finish)
-        self._metrics.on_finish(reason, self._clock() - sequence.received_at)
-        if not self._live:
-            self._idle.set()
+            self._live.flush(sequence)
+        self._live.finish(sequence, _FINISH_REASONS[end.reason], error)
 
 
 def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:
