@@ -12,7 +12,8 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvloom.local_stream import LocalStream, local_socket_name
+from kvloom.local_socket import local_socket_name
+from kvloom.local_stream import LocalStream
 
 log = logging.getLogger(__name__)
 

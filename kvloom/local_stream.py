@@ -12,10 +12,7 @@ the end of the stream a google.rpc.Status. Only processes of the same user (or r
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import struct
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar, cast
@@ -23,6 +20,8 @@ from typing import Any, Final, Generic, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
+
+from kvloom.local_socket import is_trusted
 
 In = TypeVar("In", bound=Message)
 Out = TypeVar("Out", bound=Message)
@@ -43,18 +42,8 @@ _MESSAGE: Final = 0
 _PING: Final = 1
 _PONG: Final = 2
 _END: Final = 3
-_LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]"))
-_CREDENTIALS: Final = struct.Struct("3i")
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
-
-
-def local_socket_name(address: str) -> str | None:
-    """The abstract socket beside a gRPC address; None for other machines' addresses and outside Linux."""
-    host, _, port = address.rpartition(":")
-    if not sys.platform.startswith("linux") or host not in _LOOPBACK or not port.isdigit():
-        return None
-    return f"\0kvloom/{port}"
 
 
 class LocalStream(asyncio.Protocol, Generic[In, Out]):
@@ -185,7 +174,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        if not _is_trusted(transport.get_extra_info("socket")):
+        if not is_trusted(transport.get_extra_info("socket")):
             self._break("the peer is another user's process", grpc.StatusCode.PERMISSION_DENIED)
             return
         self._timer = self._loop.call_later(PING_AFTER_SECONDS, self._on_timer)
@@ -316,22 +305,6 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message)
 
 
-async def connect_local(address: str, in_type: type[In]) -> LocalStream[In, Any] | None:
-    """A stream to the service at a gRPC address, if it is on this machine and listens there; None otherwise."""
-    name = local_socket_name(address)
-    if name is None:
-        return None
-    loop = asyncio.get_running_loop()
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        connection.connect(name)  # at once or not at all (uvloop does not take abstract names)
-        _, stream = await loop.create_unix_connection(lambda: LocalStream[In, Any](in_type), sock=connection)
-    except OSError:
-        connection.close()
-        return None
-    return None if stream.closed.done() else stream
-
-
 async def deliver(stream: Any, kind: type[In], on_message: Callable[[In], None]) -> None:
     """`LocalStream.deliver` for gRPC's streams as well."""
     if isinstance(stream, LocalStream):
@@ -339,13 +312,6 @@ async def deliver(stream: Any, kind: type[In], on_message: Callable[[In], None])
         return
     while isinstance(message := await stream.read(), kind):
         on_message(message)
-
-
-def _is_trusted(connection: Any) -> bool:
-    if connection is None:
-        return False
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(peer)[1] in (os.geteuid(), 0)
 
 
 def _is_whole(unparsed: bytearray) -> bool:

@@ -21,7 +21,8 @@ from kvloom.errors import KvloomError
 from kvloom.frame_writer import FrameWriter
 from kvloom.link_identity import LinkIdentity
 from kvloom.link_request import ChoiceProgress, LinkRequest
-from kvloom.local_stream import LocalStream, connect_local, deliver
+from kvloom.local_client import connect_local
+from kvloom.local_stream import LocalStream, deliver
 from kvloom.open_choices import OpenChoices, Sink
 from kvloom.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc

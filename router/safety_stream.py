@@ -9,7 +9,8 @@ from typing import Final
 import grpc
 import structlog
 
-from kvloom.local_stream import LocalStream, connect_local
+from kvloom.local_client import connect_local
+from kvloom.local_stream import LocalStream
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from router.core.actions import CheckPrompt
 from router.prefilter import Outgoing, Prefilter, PrefilteredAnswers

@@ -17,7 +17,8 @@ import structlog
 from kvloom.cancellation import raise_if_cancelled
 from kvloom.errors import KvloomError
 from kvloom.frame_writer import FrameWriter
-from kvloom.local_stream import LocalStream, connect_local, deliver
+from kvloom.local_client import connect_local
+from kvloom.local_stream import LocalStream, deliver
 from kvloom.registry import ShardRecord
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert

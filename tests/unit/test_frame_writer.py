@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvloom.frame_writer import FrameWriter
+from kvloom.local_client import connect_local
 from kvloom.local_server import LocalServer
-from kvloom.local_stream import LocalStream, connect_local
+from kvloom.local_stream import LocalStream
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServiceConnectResponse
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from kvloom.errors import KvloomError, protocol_violation
 from kvloom.grpc_errors import abort, from_rpc_error
+from kvloom.local_client import connect_local
 from kvloom.local_server import LocalServer
-from kvloom.local_stream import LocalStream, connect_local, local_socket_name
+from kvloom.local_socket import local_socket_name
+from kvloom.local_stream import LocalStream
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, RouterServiceConnectResponse
 
