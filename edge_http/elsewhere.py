@@ -16,7 +16,8 @@ from edge_http.edge import Edge
 from edge_http.headers import REQUEST_ID, RESPONSE_ID, request_id
 from edge_http.lost_journals import LostJournals
 from edge_http.relay import MISDIRECTED, RELAYED, OwnerLostError, Relay
-from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResponseName, ResumableStream
+from edge_http.response_name import ResponseName
+from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResumableStream
 from edge_http.resume_claims import Claim, KeyedResponse, ResumeClaims
 from edge_http.resume_journal import EdgesUnknownError, ResponseRow, ResumeJournal, tag_of
 from edge_http.resume_records import (

@@ -27,7 +27,7 @@ from edge_http.headers import (
 from edge_http.prompt import Prompt
 from edge_http.recorded_answer import RecordedAnswer
 from edge_http.requests import GenerationBody
-from edge_http.resumable import ResponseName
+from edge_http.response_name import ResponseName
 from edge_http.resume import begun_before, deliver, deliver_found
 from edge_http.resume_journal import new_response_id
 from edge_http.resume_records import ResponseRecord

@@ -10,14 +10,14 @@ not the answer is complete by then.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from aiohttp.abc import AbstractStreamWriter
 
 from edge_http.commit_gate import CommitGate
-from edge_http.shapes import encode_json
+from edge_http.response_name import ResponseName
+from edge_http.resume_reader import Reader
 from edge_http.sse import EventStream
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.event_log import EventLog
@@ -28,46 +28,6 @@ CATCH_UP_BYTES: Final = 64 * 2**10
 """Replayed at once; then the reader has to take it before there is more."""
 CATCH_UP_SECONDS: Final = 30.0
 """How long a reader may take for that much."""
-LINGER_SECONDS: Final = 5.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResponseName:
-    """What a response is found by."""
-
-    id: str
-    caller: bytes
-    idempotency_key: str = ""
-    """Given by the client, so that it can name the response before it has heard of it; "" without."""
-    body_digest: str = ""
-    """Of the request's body: the same key with another body is another request."""
-
-
-class Reader:
-    """A connection that reads a response."""
-
-    __slots__ = ("error", "events", "num_replayed", "over")
-
-    def __init__(self, events: EventStream) -> None:
-        self.events = events
-        self.error: KvloomError | None = None
-        """Why it was broken off."""
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when nothing more will be written to it."""
-        self.num_replayed = 0
-
-    def finish(self) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
-
-    def break_off(self, error: KvloomError) -> None:
-        """End it before its time. What it missed is still in the log."""
-        if self.over.done():
-            return
-        self.error = error
-        if self.events.begun:
-            self.events.break_off(encode_json(error.to_openai()), LINGER_SECONDS)
-        self.finish()
 
 
 class ResumableStream:

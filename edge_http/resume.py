@@ -16,7 +16,9 @@ from edge_http.headers import (
     last_event_id,
 )
 from edge_http.json_response import json_response
-from edge_http.resumable import Reader, ResponseName, ResumableStream
+from edge_http.response_name import ResponseName
+from edge_http.resumable import ResumableStream
+from edge_http.resume_reader import Reader
 from edge_http.resume_table import not_kept, other_request
 from edge_http.sse import EventStream
 from kvloom.errors import invalid_argument

@@ -12,7 +12,8 @@ from edge_http.commit_gate import CommitGate
 from edge_http.headers import IDEMPOTENCY_KEY
 from edge_http.metrics import EdgeMetrics
 from edge_http.publication import Publication
-from edge_http.resumable import ResponseName, ResumableStream
+from edge_http.response_name import ResponseName
+from edge_http.resumable import ResumableStream
 from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError
 from kvloom.stream_retention import StreamRetention

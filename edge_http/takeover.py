@@ -11,7 +11,8 @@ from edge_http.edge import Edge, Place, ServedModel
 from edge_http.headers import explanation
 from edge_http.publication import Publication, packed
 from edge_http.recorded_answer import RecordedAnswer
-from edge_http.resumable import ResponseName, ResumableStream
+from edge_http.response_name import ResponseName
+from edge_http.resumable import ResumableStream
 from edge_http.resume_records import (
     AnswerState,
     AttemptRecord,
