@@ -101,7 +101,9 @@ async def _wait_until_ready(edge: Edge, stop: asyncio.Event) -> None:
 
     waits = [asyncio.create_task(watch(), name="until ready"), asyncio.create_task(stop.wait(), name="stop")]
     try:
-        await asyncio.wait(waits, timeout=READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waits, timeout=READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for wait in done:
+            wait.result()
     finally:
         for wait in waits:
             wait.cancel()
