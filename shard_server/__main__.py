@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvloom import service, telemetry
 from kvloom.config import KvloomConfig, load_config
+from kvloom.extras import advice_on
 from kvloom.model_checksum import ChecksumError, check_model
 from kvloom.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
@@ -76,6 +77,11 @@ def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
         return create_engine(config, tokenizer), tokenizer
     except (OSError, ValueError, EngineError) as error:
         raise service.StartError(f"{config.model.path}: {error}") from error
+    except ModuleNotFoundError as error:
+        advice = advice_on(error)
+        if advice is None:
+            raise
+        raise service.StartError(f"the {config.shard.engine} engine: {advice}") from error
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ from typing import Any
 
 import click
 
+from kvloom.extras import advice_on
+from tools.failures import CommandError
+
 
 class LazyGroup(click.Group):
     """`commands_at`: name -> "module:attribute", in the order of --help."""
@@ -25,9 +28,29 @@ class LazyGroup(click.Group):
         if place is None:
             return None
         module, attribute = place.split(":")
-        command = getattr(importlib.import_module(module), attribute)
+        try:
+            command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            advice = advice_on(error)
+            if advice is None:
+                raise
+            raise CommandError(advice) from error
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click's, but one command that cannot be imported does not hide the others."""
+        names = self.list_commands(ctx)
+        width = formatter.width - 6 - max(map(len, names))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._short_help(ctx, name, width)) for name in names])
+
+    def _short_help(self, ctx: click.Context, name: str, width: int) -> str:
+        try:
+            command = self.get_command(ctx, name)
+        except CommandError as error:
+            return error.message
+        return "" if command is None else command.get_short_help_str(width)
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         """As click's, but every failure is one line on stderr, a wrong flag's too."""

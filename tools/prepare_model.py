@@ -11,6 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
+from kvloom.extras import advice_on
 from kvloom.model_checksum import ChecksumError, check_model
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
@@ -30,6 +31,12 @@ def main(args: list[str]) -> int:
             model_dir = _ensure_converted(gguf_path, cache_dir)
     except (EngineError, ChecksumError, OSError) as error:
         sys.stderr.write(f"{error}\n")
+        return 1
+    except ModuleNotFoundError as error:
+        advice = advice_on(error)
+        if advice is None:
+            raise
+        sys.stderr.write(f"{advice}\n")
         return 1
     _report(f"path: {model_dir}")
     return 0

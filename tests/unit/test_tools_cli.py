@@ -14,6 +14,7 @@ from tests.conftest import REPOSITORY
 from tools.cli import main
 from tools.failures import CommandError
 from tools.launch import absolute_model, apply_flags
+from tools.lazy_group import LazyGroup
 from tools.models import resolve_model
 from tools.options import load_config_file
 from tools.processes import pick_free_ports, plan_stages
@@ -94,6 +95,31 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
     path.write_text("[edge]\nprot = 1\n")
     with pytest.raises(CommandError, match=r"kvloom\.toml: .*prot"):
         load_config_file(path)
+
+
+def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`pip install kvloom` brings the SDK alone: whoever then runs a command is told what is missing, in one line. A
+    module of ours that is missing is a bug, and shows as one."""
+    (tmp_path / "command_of_a_test.py").write_text("import torch.no_such_module\n")
+    (tmp_path / "damaged_command_of_a_test.py").write_text("import tools.no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules = {"run": "command_of_a_test:run", "fail": "damaged_command_of_a_test:run"}
+    group = LazyGroup("group", commands_at=modules)
+    with pytest.raises(SystemExit) as exit_info:
+        group.main(["run"])
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err == ('error: torch is not installed; it comes with pip install "kvloom[torch]"\n')
+    with pytest.raises(ModuleNotFoundError, match="tools"):
+        group.main(["fail"])
+    others = LazyGroup("group", commands_at={"run": "command_of_a_test:run", "up": "tools.up:up"})
+    with pytest.raises(SystemExit) as exit_info:
+        others.main(["--help"])
+    assert exit_info.value.code == 0
+    shown = capsys.readouterr().out
+    assert "run  torch is not installed" in shown
+    assert "up   Start the fabric" in shown
 
 
 def test_a_model_directory_is_served_under_its_own_name(tmp_path: Path):

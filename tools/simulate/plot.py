@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvloom.extras import advice_on
 from tools.failures import CommandError
 from tools.simulate.runs import Curves
 from tools.simulate.workload import ShardSample
@@ -80,6 +81,6 @@ def _draw_timelines(axes: Any, samples: list[ShardSample], value_of: Callable[[S
 def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CommandError('--plot needs matplotlib: pip install "kvloom[simulate]"') from error
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--plot: {advice_on(error) or error}") from error
     return Figure
