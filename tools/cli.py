@@ -50,12 +50,12 @@ def main() -> None:
     },
 )
 def bench() -> None:
-    """Measure."""
+    """Measure engines, routing and the data plane."""
 
 
 @click.group(cls=LazyGroup, commands_at={"engine": "tools.doctor:doctor_engine"})
 def doctor() -> None:
-    """Examine."""
+    """Examine what runs on this machine."""
 
 
 if __name__ == "__main__":

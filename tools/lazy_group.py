@@ -58,6 +58,9 @@ class LazyGroup(click.Group):
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
             status = super().main(*args, standalone_mode=False, **kwargs)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
         except click.UsageError as error:
             advice = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
             print(f"error: {error.format_message()}{advice}", file=sys.stderr)

@@ -97,6 +97,18 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
         load_config_file(path)
 
 
+@pytest.mark.parametrize("args", [[], ["bench"]])
+def test_without_a_command_the_help_is_shown(args: list[str], capsys: pytest.CaptureFixture[str]):
+    """What everybody types first is no mistake to be reported as one."""
+    with pytest.raises(SystemExit) as exit_info:
+        main.main(args, prog_name="kvloom")
+    assert exit_info.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Usage: kvloom")
+    assert "Commands:" in shown
+    assert "error" not in shown.splitlines()[-1]
+
+
 def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
