@@ -72,9 +72,7 @@ class Arrivals:
         needs_shard = len(said) < len(live.choices)
         open_shards = self._placer.open_shards(live) if needs_shard else []
         is_parked = (
-            request.tier is not Tier.INTERACTIVE
-            and needs_shard
-            and (not open_shards or self._queue.lines.num_waiting(request.model) > 0)
+            request.tier is not Tier.INTERACTIVE and needs_shard and (not open_shards or self._queue.must_park(live))
         )
         has_room = not is_parked and (bool(open_shards) or not needs_shard)
         if not has_room and not self._make_queue_place(request, now):

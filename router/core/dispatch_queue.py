@@ -74,6 +74,15 @@ class DispatchQueue:
         shard, candidate = self._placer.pick(open_shards, live, now)
         self._settle(live, shard, candidate, now)
 
+    def must_park(self, live: LiveRequest) -> bool:
+        """Whether one that is not urgent has to wait though a shard is open for it: others are more urgent, could run
+        as well and were here before, or enough of them are placed already."""
+        model = live.request.model
+        if not self.lines.num_waiting(model):
+            return False
+        parked = LineId(model, is_parked=True)
+        return not self._serves_parked(parked) or any(map(self._placer.can_run, self.lines.line(parked)))
+
     def park(self, live: LiveRequest) -> None:
         """It is not placed until nobody more urgent waits."""
         self.lines.push(live, LineId(live.request.model, is_parked=True))
@@ -160,16 +169,19 @@ class DispatchQueue:
     def _serve_parked(self, line_id: LineId, now: float) -> None:
         """Those who are not urgent, as long as nobody urgent waits, and few at a time: what is in a shard's line goes
         before whoever comes later."""
-        model, lines = line_id.model, self.lines
-        while not lines.num_waiting(model, Tier.INTERACTIVE):
-            shards = self._fleet.ready(model)
-            num_placed = lines.num_waiting(model) - lines.num_in(line_id)
-            if num_placed >= len(shards) or not any(shard.has_room for shard in shards):
-                break
-            live = lines.take(line_id, self._placer.can_run)
+        while self._serves_parked(line_id):
+            live = self.lines.take(line_id, self._placer.can_run)
             if live is None:
                 break
             self.enter(live, now)
+
+    def _serves_parked(self, line_id: LineId) -> bool:
+        model, lines = line_id.model, self.lines
+        if lines.num_waiting(model, Tier.INTERACTIVE):
+            return False
+        shards = self._fleet.ready(model)
+        num_placed = lines.num_waiting(model) - lines.num_in(line_id)
+        return num_placed < len(shards) and any(shard.has_room for shard in shards)
 
     # -- lines of shards ------------------------------------------------------------------------------------------
 

@@ -172,6 +172,24 @@ def test_a_full_queue_sheds_the_lower_tier_first() -> None:
     assert rig.core.num_queued_requests == 2
 
 
+def test_who_waits_for_a_large_shard_keeps_nobody_from_an_idle_small_one() -> None:
+    """A full queue refuses no batch request, and loses none to one, that can be sent at once because nobody who waits
+    fits the shard that is free."""
+    for max_queued_requests, newcomer in ((1, "a"), (2, "b")):
+        rig = CoreRig(max_queued_requests=max_queued_requests, policy="least_requests")
+        rig.add_shard("large", max_batch=1, max_model_len=100)
+        rig.add_shard("small", max_batch=1, max_model_len=50)
+        long = {"prompt_token_ids": [1] * 60, "tier": Tier.BATCH, "tenant": "a"}
+        for i in range(2):
+            rig.submit(f"running{i}", slots=(i,), **long)
+        for i in range(max_queued_requests):
+            rig.submit(f"waiting{i}", slots=(10 + i,), **long)
+        assert rig.core.num_queued_requests == max_queued_requests
+        shard_id, _ = submitted(rig.submit("short", slots=(20,), tier=Tier.BATCH, tenant=newcomer))
+        assert shard_id == "small"
+        assert rig.core.num_queued_requests == max_queued_requests
+
+
 def test_the_lower_tier_is_told_that_it_waits_for_the_higher() -> None:
     """Its wait is predicted from what urgent requests leave of the fleet."""
     rig = saturated(1.0, max_queue_seconds=40.0)
