@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvloom import service, telemetry
 from kvloom.config import KvloomConfig, load_config
-from kvloom.extras import advice_on
+from kvloom.extras import MissingPackageError, naming_extras
 from kvloom.model_checksum import ChecksumError, check_model
 from kvloom.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
@@ -74,14 +74,12 @@ def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
         raise service.StartError(str(error)) from error
     try:
         tokenizer = ModelTokenizer.load(Path(config.model.path))
-        return create_engine(config, tokenizer), tokenizer
+        with naming_extras():
+            return create_engine(config, tokenizer), tokenizer
     except (OSError, ValueError, EngineError) as error:
         raise service.StartError(f"{config.model.path}: {error}") from error
-    except ModuleNotFoundError as error:
-        advice = advice_on(error)
-        if advice is None:
-            raise
-        raise service.StartError(f"the {config.shard.engine} engine: {advice}") from error
+    except MissingPackageError as error:
+        raise service.StartError(f"the {config.shard.engine} engine: {error}") from error
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from kvloom.extras import advice_on
+from kvloom.extras import MissingPackageError, naming_extras
 
 
 def main() -> None:
     try:
-        from tools.cli import main as kvloom
-    except ModuleNotFoundError as error:
-        advice = advice_on(error)
-        if advice is None:
-            raise
-        sys.exit(f"error: {advice}")
+        with naming_extras():
+            from tools.cli import main as kvloom
+    except MissingPackageError as error:
+        sys.exit(f"error: {error}")
     kvloom()

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvloom.extras import advice_on
+from kvloom.extras import MissingPackageError, naming_extras
 from tools.failures import CommandError
 
 
@@ -29,12 +29,10 @@ class LazyGroup(click.Group):
             return None
         module, attribute = place.split(":")
         try:
-            command = getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            advice = advice_on(error)
-            if advice is None:
-                raise
-            raise CommandError(advice) from error
+            with naming_extras():
+                command = getattr(importlib.import_module(module), attribute)
+        except MissingPackageError as error:
+            raise CommandError(str(error)) from error
         assert isinstance(command, click.Command)
         return command
 

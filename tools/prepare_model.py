@@ -11,7 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from kvloom.extras import advice_on
+from kvloom.extras import MissingPackageError, naming_extras
 from kvloom.model_checksum import ChecksumError, check_model
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.builtin_model import ensure_builtin_model
@@ -21,25 +21,23 @@ from shard_server.engines.torch_engine.converted_model import ensure_converted_m
 def main(args: list[str]) -> int:
     cache_dir = Path(args[0])
     try:
-        if len(args) == 1:
-            model_dir = ensure_builtin_model(cache_dir, _report)
-        else:
-            gguf_path, sha256 = Path(args[1]), args[2]
-            if sha256:
-                _report(f"checking {gguf_path.name}")
-                check_model(gguf_path, sha256)
-            model_dir = _ensure_converted(gguf_path, cache_dir)
-    except (EngineError, ChecksumError, OSError) as error:
+        with naming_extras():
+            model_dir = _prepare(cache_dir, args[1:])
+    except (EngineError, ChecksumError, MissingPackageError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        return 1
-    except ModuleNotFoundError as error:
-        advice = advice_on(error)
-        if advice is None:
-            raise
-        sys.stderr.write(f"{advice}\n")
         return 1
     _report(f"path: {model_dir}")
     return 0
+
+
+def _prepare(cache_dir: Path, gguf_file: list[str]) -> Path:
+    if not gguf_file:
+        return ensure_builtin_model(cache_dir, _report)
+    gguf_path, sha256 = Path(gguf_file[0]), gguf_file[1]
+    if sha256:
+        _report(f"checking {gguf_path.name}")
+        check_model(gguf_path, sha256)
+    return _ensure_converted(gguf_path, cache_dir)
 
 
 def _ensure_converted(gguf_path: Path, cache_dir: Path) -> Path:

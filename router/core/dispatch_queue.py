@@ -81,7 +81,7 @@ class DispatchQueue:
         if not self.lines.num_waiting(model):
             return False
         parked = LineId(model, is_parked=True)
-        return not self._serves_parked(parked) or any(map(self._placer.can_run, self.lines.line(parked)))
+        return not self._parked_may_go(parked) or any(map(self._placer.can_run, self.lines.line(parked)))
 
     def park(self, live: LiveRequest) -> None:
         """It is not placed until nobody more urgent waits."""
@@ -169,13 +169,13 @@ class DispatchQueue:
     def _serve_parked(self, line_id: LineId, now: float) -> None:
         """Those who are not urgent, as long as nobody urgent waits, and few at a time: what is in a shard's line goes
         before whoever comes later."""
-        while self._serves_parked(line_id):
+        while self._parked_may_go(line_id):
             live = self.lines.take(line_id, self._placer.can_run)
             if live is None:
                 break
             self.enter(live, now)
 
-    def _serves_parked(self, line_id: LineId) -> bool:
+    def _parked_may_go(self, line_id: LineId) -> bool:
         model, lines = line_id.model, self.lines
         if lines.num_waiting(model, Tier.INTERACTIVE):
             return False

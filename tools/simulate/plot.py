@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.extras import advice_on
+from kvloom.extras import MissingPackageError, naming_extras
 from tools.failures import CommandError
 from tools.simulate.runs import Curves
 from tools.simulate.workload import ShardSample
@@ -80,7 +80,8 @@ def _draw_timelines(axes: Any, samples: list[ShardSample], value_of: Callable[[S
 
 def _figure_class() -> Any:
     try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise CommandError(f"--plot: {advice_on(error) or error}") from error
+        with naming_extras():
+            from matplotlib.figure import Figure
+    except MissingPackageError as error:
+        raise CommandError(f"--plot: {error}") from error
     return Figure
