@@ -37,6 +37,8 @@ class Inbox:
         self._on_fault = on_fault
         self._on_empty = on_empty
         self._waiting: deque[Submit | Sequence[int]] = deque()
+        self._num_tokens = 0
+        """Taken in since the last turn of its own; from LONG_PROMPT_TOKENS on the next one has been asked for."""
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
@@ -44,38 +46,36 @@ class Inbox:
 
     def add(self, frame: RouterServiceConnectRequest) -> None:
         """Raises KvloomError."""
-        has_turn = not self._waiting
         self._waiting += frame.submits
         if frame.cancel_slots:
             self._waiting.append(frame.cancel_slots[:])
-        if has_turn or len(self._waiting) > MAX_WAITING:
+        if self._num_tokens < LONG_PROMPT_TOKENS or len(self._waiting) > MAX_WAITING:
             self._take()
-            if self._waiting and has_turn:
-                self._loop.call_soon(self._take_turn)
 
     def clear(self) -> None:
         self._waiting.clear()
 
     def _take(self) -> None:
-        """As much as one turn may."""
+        """As much as is left of this turn; several frames may come in it."""
         waiting = self._waiting
-        num_tokens = 0
-        while waiting and (num_tokens < LONG_PROMPT_TOKENS or len(waiting) > MAX_WAITING):
+        had_turn = self._num_tokens < LONG_PROMPT_TOKENS
+        while waiting and (self._num_tokens < LONG_PROMPT_TOKENS or len(waiting) > MAX_WAITING):
             one = waiting.popleft()
             if isinstance(one, Submit):
-                num_tokens += len(one.prompt_token_ids) or len(one.packed_prompt_token_ids) // 4
+                self._num_tokens += len(one.prompt_token_ids) or len(one.packed_prompt_token_ids) // 4
                 self._on_submit(one)
             else:
                 self._on_cancel(one)
+        if had_turn and self._num_tokens >= LONG_PROMPT_TOKENS:
+            self._loop.call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
+        self._num_tokens = 0
         try:
             self._take()
         except KvloomError as error:
             self.clear()
             self._on_fault(error)
             return
-        if self._waiting:
-            self._loop.call_soon(self._take_turn)
-        else:
+        if not self._waiting:
             self._on_empty()

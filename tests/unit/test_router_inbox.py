@@ -66,6 +66,18 @@ async def test_long_prompts_have_a_turn_each_and_nothing_overtakes_them():
     assert (client.num_empty, client.faults) == (1, [])
 
 
+async def test_frames_that_come_together_share_a_turn():
+    """A read from the socket brings several: a long prompt of each would keep others' tokens waiting as one frame of
+    all would."""
+    client = Client()
+    for name in "abc":
+        client.inbox.add(frame(long(name)))
+    client.inbox.add(frame(cancels=[7]))
+    assert client.taken == ["a"]
+    assert await client.taken_by_turn() == [["b"], ["c"], ["cancel [7]"]]
+    assert (client.num_empty, client.faults) == (1, [])
+
+
 async def test_short_prompts_are_taken_at_once():
     """Waiting for a turn would only add to their latency."""
     client = Client()
