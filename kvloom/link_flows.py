@@ -65,6 +65,8 @@ class LinkFlows:
         self._note(slots, token_ids, deltas)
         for way, delta in zip(ways, deltas, strict=True):
             way(delta)
+        if self._books.is_full:  # behind the tokens: they are on their way
+            self.tell()
 
     def _on_mixed_tokens(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
         """Some do not flow."""

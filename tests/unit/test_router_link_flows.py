@@ -34,6 +34,7 @@ class FlowingAnswer:
         self.num_pushed = 0
         self.num_tokens = 0
         self.finish: SequenceFinish | None = None
+        self.when_told: Callable[[], None] = lambda: None
 
     def on_start(self, index: int, start: SequenceStart) -> None: ...
 
@@ -53,6 +54,7 @@ class FlowingAnswer:
 
     def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
         self.num_tokens += len(token_ids)
+        self.when_told()
 
 
 class Owner:
@@ -164,6 +166,18 @@ async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way:
         [begun] = request.next_attempt().begun
         assert begun.token_ids.tolist() == [100 * slot + number for number in range(NUM_TOKENS)]
         assert begun.num_chars == len(answer.text)
+
+
+async def test_a_frame_s_tokens_leave_before_answers_are_told_of_many(way: type[Way]) -> None:
+    """To tell all answers takes longer than to pass a frame on: its tokens must not wait for that."""
+    router, _, answers, _ = link_with(way, 3)
+    pushed_when_told: list[list[int]] = []
+    answers[0].when_told = lambda: pushed_when_told.append([answer.num_pushed for answer in answers])
+    for number in range(NUM_TOKENS):
+        tell(router, number, [1, 2, 3])
+        if pushed_when_told:
+            assert pushed_when_told.pop() == [answer.num_pushed for answer in answers], "behind all of this frame"
+    assert answers[0].num_tokens > MAX_FRAMES
 
 
 async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(way: type[Way]) -> None:
