@@ -135,7 +135,10 @@ class SimEngine:
                 if sequence.request.request_id in self._live and self._compute(sequence, num_tokens)
             ]
             output.kv_events = self._pool.take_events()
-            # All at the step's end, as a model does: tokens with stamps tell that time.
+            for sequence in computed:
+                if sequence.num_output_tokens + 1 >= sequence.request.max_tokens:
+                    self._release(sequence)
+            # All at the step's end, as a model does: tokens with stamps tell that time, and wait for no bookkeeping.
             for sequence in computed:
                 self._emit(sequence, output)
             if output.request_ids or output.ends or output.kv_events:
@@ -267,11 +270,15 @@ class SimEngine:
         return self._stamps[stamp_of(now if sequence.num_output_tokens else now - sequence.submitted_at)]
 
     def _end(self, sequence: SimSequence, reason: FinishReason, output: StepOutput) -> None:
-        request_id = sequence.request.request_id
+        if sequence.request.request_id in self._live:
+            self._release(sequence)
+        output.ends.append(SequenceEnd(sequence.request.request_id, reason))
+
+    def _release(self, sequence: SimSequence) -> None:
+        """It has no more steps."""
         self._running.remove(sequence)
         self._pool.free(sequence.cached_hashes, sequence.num_private_blocks)
-        del self._live[request_id]
-        output.ends.append(SequenceEnd(request_id, reason))
+        del self._live[sequence.request.request_id]
 
     def _apply_cancels(self, output: StepOutput) -> None:
         for request_id in self._cancelled:
