@@ -61,10 +61,10 @@ class LinkFlows:
             ways = list(map(self._ways.__getitem__, slots))
         except KeyError:
             self._on_mixed_tokens(slots, token_ids, deltas)
-            return
-        self._note(slots, token_ids, deltas)
-        for way, delta in zip(ways, deltas, strict=True):
-            way(delta)
+        else:
+            self._books.note(slots, token_ids, deltas)
+            for way, delta in zip(ways, deltas, strict=True):
+                way(delta)
         if self._books.is_full:  # behind the tokens: they are on their way
             self.tell()
 
@@ -72,7 +72,7 @@ class LinkFlows:
         """Some do not flow."""
         ways = self._ways
         if ways:
-            self._note([slot if slot in ways else None for slot in slots], token_ids, deltas)
+            self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
         for slot, token_id, delta in zip(slots, token_ids, deltas, strict=True):
             way = ways.get(slot)
             if way is not None:
@@ -86,11 +86,6 @@ class LinkFlows:
                 self._begin(slot, choice)
             except Exception:
                 self._give_up(choice)
-
-    def _note(self, slots: list[Any], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        if self._books.is_full:
-            self.tell()
-        self._books.note(slots, token_ids, deltas)
 
     def _begin(self, slot: int, choice: OpenChoice) -> None:
         """From its second token on a choice may flow."""

@@ -168,13 +168,15 @@ async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way:
         assert begun.num_chars == len(answer.text)
 
 
-async def test_a_frame_s_tokens_leave_before_answers_are_told_of_many(way: type[Way]) -> None:
-    """To tell all answers takes longer than to pass a frame on: its tokens must not wait for that."""
+@pytest.mark.parametrize("is_mixed", [False, True])
+async def test_a_frame_s_tokens_leave_before_answers_are_told_of_many(way: type[Way], is_mixed: bool) -> None:
+    """To tell all answers takes longer than to pass a frame on: its tokens must not wait for that, not even where one
+    of its slots does not flow."""
     router, _, answers, _ = link_with(way, 3)
     pushed_when_told: list[list[int]] = []
     answers[0].when_told = lambda: pushed_when_told.append([answer.num_pushed for answer in answers])
     for number in range(NUM_TOKENS):
-        tell(router, number, [1, 2, 3])
+        tell(router, number, [1, 2, 3, 99] if is_mixed else [1, 2, 3])
         if pushed_when_told:
             assert pushed_when_told.pop() == [answer.num_pushed for answer in answers], "behind all of this frame"
     assert answers[0].num_tokens > MAX_FRAMES
