@@ -1,4 +1,5 @@
-"""The load of `kvloom bench data-plane`, in a process of its own: an Order on stdin, the figures on stdout, as JSON.
+"""The load of `kvloom bench data-plane`, in a process of its own: an Order on stdin, on stdout a line when the first
+request has been answered, and at the end the figures. Order and figures are JSON.
 
 One callback per read and nothing else: requests are made beforehand, connections have no tasks, and of what is read
 only the last token's stamp is looked at.
@@ -22,6 +23,8 @@ from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_t
 from tools.bench_data_plane_workloads import Workload, request_bodies
 from tools.process_counters import context_switches, cpu_microseconds, rss_bytes
 
+BEGUN: Final = b"begun\n"
+"""The line."""
 _TOKEN: Final = b'"content":" '
 _EVENT: Final = b"\ndata: "
 _END: Final = b"\r\n0\r\n\r\n"
@@ -118,6 +121,12 @@ class Load:
     def _head(self) -> bytes:
         host = f"{self._order.host}:{self._order.port}"
         return f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n".encode()
+
+    def on_answer(self) -> None:
+        if not self.num_complete:
+            sys.stdout.buffer.write(BEGUN)
+            sys.stdout.buffer.flush()
+        self.num_complete += 1
 
     def on_idle(self) -> None:
         """A connection has nothing more to do."""
@@ -221,7 +230,7 @@ class Connection(asyncio.Protocol):
         if b"data: [DONE]\n" not in end[-64:]:
             self._fail(f"broken off: {end[-200:].decode(errors='replace')}")
             return
-        self._load.num_complete += 1
+        self._load.on_answer()
         self.send_next()
 
     def _fail(self, error: str) -> None:

@@ -6,22 +6,17 @@ import asyncio
 import math
 import shutil
 import statistics
-import sys
 import tempfile
-from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 
 from kvloom.config import KvloomConfig, ModelConfig
-from tools.bench_data_plane_load import Order
+from tools.bench_data_plane_client import drive
 from tools.bench_data_plane_workloads import Workload
-from tools.child import bound_command
 from tools.child_fabric import child_fabric
-from tools.failures import CommandError
 from tools.state import RunFolder
 
 OURS: Final = ("edge", "router", "safety")
@@ -29,7 +24,6 @@ OURS: Final = ("edge", "router", "safety")
 GATEWAY: Final = "gateway"
 """The role of another gateway's processes."""
 _COUNTED: Final = (*OURS, GATEWAY)
-_MARGIN_SECONDS: Final = 60.0
 WARM_UP: Final = (
     Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
     Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),
@@ -79,11 +73,11 @@ async def _run_on_fresh_fabric(
             pids = fabric_pids(data_dir)
             if plan.is_warmed_up:
                 for workload in WARM_UP if workloads[0].decode_every == 1 else WARM_UP[:1]:
-                    await drive(plan, workload, url, pids, seed=0)
+                    await drive(plan.model, workload, url, pids, seed=0)
             for run in range(plan.num_runs):
                 for workload in workloads:
                     on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {workload.about}")
-                    raw = await drive(plan, workload, url, pids, seed=1 + run)
+                    raw = await drive(plan.model, workload, url, pids, seed=1 + run)
                     runs[workload.name].append(figures_of(workload, raw))
         is_log_wanted = False
     finally:
@@ -127,34 +121,6 @@ def fabric_pids(data_dir: Path) -> dict[str, list[int]]:
         if process.pid is not None:
             pids.setdefault(process.role, []).append(process.pid)
     return pids
-
-
-async def drive(plan: Plan, workload: Workload, url: str, pids: dict[str, list[int]], seed: int) -> dict[str, Any]:
-    """One run, by a client process. Raises CommandError."""
-    address = urlsplit(url)
-    order = Order(
-        host=address.hostname or "127.0.0.1",
-        port=address.port or 80,
-        model=plan.model.name,
-        model_path=plan.model.path,
-        workload=workload,
-        seed=seed,
-        pids=pids,
-    )
-    command = bound_command((sys.executable, "-P", "-m", "tools.bench_data_plane_load"))
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    try:
-        async with asyncio.timeout(workload.timeout_seconds + _MARGIN_SECONDS):
-            said, errors = await process.communicate(msgspec.json.encode(order))
-    except TimeoutError as error:
-        raise CommandError(f"{workload.name}: the load client did not end") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise CommandError(f"{workload.name}: the load client failed: {errors.decode(errors='replace')[-2000:]}")
-    return msgspec.json.decode(said)
 
 
 def figures_of(workload: Workload, raw: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
+from tools.bench_data_plane_client import drive
 from tools.bench_data_plane_run import (
     WARM_UP,
     Layout,
     Plan,
-    drive,
     fabric_config,
     fabric_pids,
     figures_of,
@@ -100,12 +100,13 @@ async def _measure(plan: Plan, workloads: Sequence[Workload], seed: int) -> tupl
             pids = fabric_pids(data_dir)
             if plan.is_warmed_up:
                 for warm_up in WARM_UP if workloads[0].decode_every == 1 else WARM_UP[:1]:
-                    await drive(plan, _once(warm_up), url, pids, seed=0)
+                    await drive(plan.model, _once(warm_up), url, pids, seed=0)
             before = {role: cpu_microseconds(own) for role, own in pids.items()}
             await asyncio.sleep(IDLE_SECONDS)
             idle = {role: (cpu_microseconds(own) - before[role]) / IDLE_SECONDS for role, own in pids.items()}
             measured = [
-                figures_of(workload, await drive(plan, _once(workload), url, pids, seed)) for workload in workloads
+                figures_of(workload, await drive(plan.model, _once(workload), url, pids, seed))
+                for workload in workloads
             ]
             rss_mb = {role: rss_bytes(own) / 1e6 / len(own) for role, own in pids.items()}
     return Standing(ready_seconds, idle, rss_mb), measured

@@ -11,25 +11,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from kvloom.config import KvloomConfig
-from tools.bench_data_plane_run import WARM_UP, Plan, drive, fabric_config, fabric_pids, figures_of, report_of
-from tools.bench_data_plane_workloads import WORKLOADS, Workload
+from tools.bench_data_plane_client import drive
+from tools.bench_data_plane_run import WARM_UP, Plan, fabric_config, fabric_pids, figures_of, report_of
+from tools.bench_data_plane_workloads import Workload, beside_long_prompts
 from tools.child_fabric import child_fabric
-from tools.failures import CommandError
-from tools.process_counters import cpu_microseconds
 
 GATE: Final = "gate"
 LONG_PROMPTS: Final = "long-prompts"
 CPUS: Final = "cpus"
 COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS)
-NUM_LONG_PROMPTS: Final = 1500
-"""More than are asked for beside any workload."""
 _SETTLE_SECONDS: Final = 1.0
-_BUSY_MICROSECONDS: Final = 200_000.0
-"""Of the edge: then the long prompts have begun."""
-_BUSY_TIMEOUT_SECONDS: Final = 120.0
 
 Measure = Callable[[Workload, int], Any]
 """Of a workload and a seed; awaits what the client says."""
@@ -91,36 +83,11 @@ def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -
 
 @contextlib.asynccontextmanager
 async def _long_prompt_ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
-    beside = msgspec.structs.replace(
-        WORKLOADS["W4"],
-        name="long prompts",
-        num_requests=NUM_LONG_PROMPTS,
-        step_ms=workload.step_ms,
-        decode_every=workload.decode_every,
-        timeout_seconds=10 * workload.timeout_seconds,
-    )
-    data_dir = home / "fabric"
-    async with _fabric(plan, workload, fabric_config(plan, workload, home), data_dir) as measure:
-
-        async def measure_beside(workload: Workload, seed: int) -> dict[str, Any]:
-            edges = fabric_pids(data_dir)["edge"]
-            before = cpu_microseconds(edges)
-            others = asyncio.create_task(measure(beside, 1000 + seed), name="long prompts")
-            try:
-                async with asyncio.timeout(_BUSY_TIMEOUT_SECONDS):
-                    while cpu_microseconds(edges) - before < _BUSY_MICROSECONDS:
-                        if others.done():
-                            others.result()
-                        await asyncio.sleep(0.05)
-                raw = await measure(workload, seed)
-                if others.done():
-                    raise CommandError("the long prompts were over before the streams were")
-                return raw
-            finally:
-                others.cancel()
-                await asyncio.gather(others, return_exceptions=True)
-
-        yield {"alone": measure, "beside long prompts": measure_beside}
+    async with _fabric(plan, workload, fabric_config(plan, workload, home), home / "fabric") as measure:
+        yield {
+            "alone": measure,
+            "beside long prompts": lambda workload, seed: measure(beside_long_prompts(workload), seed),
+        }
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +97,7 @@ async def _fabric(plan: Plan, workload: Workload, config: KvloomConfig, data_dir
     async with child_fabric(config, data_dir) as url:
 
         async def measure(workload: Workload, seed: int) -> dict[str, Any]:
-            return await drive(plan, workload, url, fabric_pids(data_dir), seed)
+            return await drive(plan.model, workload, url, fabric_pids(data_dir), seed)
 
         if plan.is_warmed_up:
             for warm_up in WARM_UP if workload.decode_every == 1 else WARM_UP[:1]:

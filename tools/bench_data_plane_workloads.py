@@ -42,6 +42,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     settle_seconds: float | None = None
     """When memory is measured: behind the first request. None: at the end."""
     timeout_seconds: float = 120.0
+    beside: Workload | None = None
+    """What other clients send as long as this is measured, from before its first request on: of more requests than can
+    be answered meanwhile."""
 
     def scaled(self, share: float) -> Workload:
         """A smaller one of the same kind."""
@@ -56,18 +59,41 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_W1: Final = Workload(
+    name="W1",
+    about="64 streams of 256 tokens, one every 20 ms",
+    num_streams=64,
+    num_requests=128,
+    num_tokens=256,
+    step_ms=20.0,
+    stagger_seconds=0.5,
+)
+_W4: Final = Workload(
+    name="W4",
+    about="16 streams, prompts of 32 kB of which three quarters are shared by 25 requests, 16 tokens",
+    num_streams=16,
+    num_requests=500,
+    num_tokens=16,
+    step_ms=0.0,
+    prompt_bytes=32_000,
+    num_groups=20,
+)
+
+
+def beside_long_prompts(workload: Workload) -> Workload:
+    """The same while 16 other clients send W4's prompts: what they do to its tokens."""
+    others = msgspec.structs.replace(
+        _W4, name="long prompts", num_requests=1500, timeout_seconds=10 * workload.timeout_seconds
+    )
+    return msgspec.structs.replace(
+        workload, name=f"{workload.name}+W4", about=f"{workload.about}, beside W4's prompts", beside=others
+    )
+
+
 WORKLOADS: Final = {
     workload.name: workload
     for workload in (
-        Workload(
-            name="W1",
-            about="64 streams of 256 tokens, one every 20 ms",
-            num_streams=64,
-            num_requests=128,
-            num_tokens=256,
-            step_ms=20.0,
-            stagger_seconds=0.5,
-        ),
+        _W1,
         Workload(
             name="W1x512",
             about="512 streams of 256 tokens, one every 20 ms",
@@ -93,16 +119,7 @@ WORKLOADS: Final = {
             num_tokens=1,
             step_ms=0.0,
         ),
-        Workload(
-            name="W4",
-            about="16 streams, prompts of 32 kB of which three quarters are shared by 25 requests, 16 tokens",
-            num_streams=16,
-            num_requests=500,
-            num_tokens=16,
-            step_ms=0.0,
-            prompt_bytes=32_000,
-            num_groups=20,
-        ),
+        _W4,
         Workload(
             name="W5",
             about="4000 streams of 44 tokens, one every 500 ms, each at its own time",
@@ -115,6 +132,7 @@ WORKLOADS: Final = {
             settle_seconds=16.0,
             timeout_seconds=180.0,
         ),
+        beside_long_prompts(_W1),
     )
 }
 

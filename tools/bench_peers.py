@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tools.bench_data_plane_run import WARM_UP, Plan, drive, figures_of, pace_of, report_of
+from tools.bench_data_plane_client import drive
+from tools.bench_data_plane_run import WARM_UP, Plan, figures_of, pace_of, report_of
 from tools.bench_data_plane_workloads import Workload
 from tools.bench_peers_systems import System, gateway, http_workers, our_fabric, site_of
 from tools.failures import CommandError
@@ -110,7 +111,7 @@ class _Run:
         return systems
 
     async def _drive(self, workload: Workload, system: System, seed: int) -> dict[str, Any]:
-        return await drive(self._plan, workload, system.url, system.pids(), seed)
+        return await drive(self._plan.model, workload, system.url, system.pids(), seed)
 
 
 class Turns:

@@ -14,6 +14,7 @@ BEGIN: Final = "<!-- peers: written by kvloom bench data-plane --peers --page --
 END: Final = "<!-- end of peers -->"
 _CPU_PER_TOKEN: Final = ("W1", "W1x512", "W2")
 _CPU_PER_REQUEST: Final = ("W3", "W4")
+_TRANSIT: Final = ("W1", "W1+W4")
 _NUM_SHOWN_ERRORS: Final = 2
 
 
@@ -68,6 +69,8 @@ def _columns(workload: str) -> list[tuple[str, Any]]:
     if workload == "W1":
         found.append(("W1 added TTFT p50 ms", figure("added_ttft_ms", "p50", 2, with_spread=False)))
         found.append(("W1 p99", figure("added_ttft_ms", "p99", 1, with_spread=False)))
+    if workload in _TRANSIT:
+        found.append((f"{workload} transit p99 ms", figure("transit_ms", "p99", 1)))
     if workload == "W5":  # of several runs the most: later ones find memory that the first has left
         found.append(("W5 kB/stream", figure("rss_kb_per_stream", None, 1, with_spread=False)))
     return found

@@ -29,8 +29,8 @@ W1 = msgspec.structs.replace(WORKLOADS["W1"], num_streams=2, num_requests=2)
 
 def report(system: str, workload: str, cpu_us: float, errors: dict[str, int] | None = None) -> dict[str, Any]:
     figures = {"cpu_us_per_token": {"sum": cpu_us}, "cpu_us_per_request": {"sum": cpu_us * 100}}
-    figures |= {"added_ttft_ms": {"p50": 1.0, "p99": None}, "rss_kb_per_stream": 20.0}
-    spread = {"cpu_us_per_token": {"sum": 2.0}, "cpu_us_per_request": {"sum": 2.0}, "rss_kb_per_stream": 2.0}
+    figures |= {"added_ttft_ms": {"p50": 1.0, "p99": None}, "transit_ms": {"p99": 3.0}, "rss_kb_per_stream": 20.0}
+    spread = {"cpu_us_per_token": {"sum": 2.0}, "cpu_us_per_request": {"sum": 2.0}, "transit_ms": {"p99": 1.0}}
     runs = [{"errors": errors or {}}] * 2
     num_errors = sum(sum(run["errors"].values()) for run in runs)
     return {"system": system, "version": "1.13.0", "workload": workload, "num_errors": num_errors, "num_runs": 3,
@@ -55,8 +55,11 @@ def site(tmp_path: Path, model_dir: Path | None = None, step_ms: float = 20.0) -
 def test_what_is_missing_is_in_the_table_too() -> None:
     """A peer that cannot be installed must not just be absent."""
     reports = [report("kvloom", "W1", 9.5), report("smg", "W1", 11.3), report("kvloom", "W5", 9.5)]
+    reports.append(
+        report("kvloom", "W1+W4", 20.0)
+    )  # CPU of others' prompts is not W1's: only the tokens' time is shown
     table = peers_table(reports, {"dynamo": "It cannot be installed."}, "kvloom bench")
-    assert "| 9.5 ±1.0 | 1.00 | – | 20.0 | 0 |" in table
+    assert "| 9.5 ±1.0 | 1.00 | – | 3.0 ±0.5 | 20.0 | 3.0 ±0.5 | 0 |" in table
     assert "smg 1.13.0" in table
     assert "dynamo: not measured. It cannot be installed." in table
 

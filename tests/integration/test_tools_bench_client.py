@@ -1,0 +1,69 @@
+"""Load clients of `kvloom bench data-plane`: what a workload is measured beside is there from first to last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from kvloom.config import ModelConfig
+from tools.bench_data_plane_client import drive
+from tools.bench_data_plane_workloads import Workload
+from tools.failures import CommandError
+
+MEASURED = Workload(name="measured", about="", num_streams=1, num_requests=20, num_tokens=1, step_ms=0.0)
+OTHERS = msgspec.structs.replace(MEASURED, name="others", num_requests=50_000, prompt_bytes=500)
+
+
+class Gateway:
+    """Answers with one word, or not; notes whose requests came."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.requests: list[str] = []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        prompt = (await request.json())["messages"][0]["content"]
+        self.requests.append("others" if len(prompt) > 300 else "measured")
+        response = web.StreamResponse(status=self.status)
+        await response.prepare(request)
+        await response.write(b'data: {"choices":[{"delta":{"content":" word"}}]}\n\ndata: [DONE]\n\n')
+        await response.write_eof()
+        return response
+
+
+async def measure(gateway: Gateway, model_dir: Path, others: Workload) -> dict[str, Any]:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", gateway.answer)
+    async with TestServer(app) as server:
+        workload = msgspec.structs.replace(MEASURED, beside=others)
+        return await drive(ModelConfig(path=str(model_dir)), workload, str(server.make_url("/")), {}, seed=1)
+
+
+async def test_others_send_before_and_between_the_measured_requests(model_dir: Path) -> None:
+    """Else a stream would be said to be undisturbed that nobody has disturbed."""
+    gateway = Gateway()
+    found = await measure(gateway, model_dir, OTHERS)
+    assert (found["num_complete"], found["num_errors"]) == (20, 0)
+    before, *between = "".join("m" if one == "measured" else "o" for one in gateway.requests).split("m")
+    assert before
+    assert len(between) == 20
+    assert sum(map(bool, between[:-1])) > 10
+
+
+async def test_others_that_end_too_early_are_an_error(model_dir: Path) -> None:
+    """The figure would be that of a stream alone."""
+    with pytest.raises(CommandError, match="others: they were over before"):
+        await measure(Gateway(), model_dir, msgspec.structs.replace(OTHERS, num_requests=1))
+
+
+async def test_others_that_nobody_answers_are_an_error(model_dir: Path) -> None:
+    """A gateway that refuses long prompts is not measured beside them."""
+    gateway = Gateway(status=503)
+    with pytest.raises(CommandError, match="others: none was answered"):
+        await measure(gateway, model_dir, OTHERS)
+    assert "measured" not in gateway.requests
