@@ -114,11 +114,7 @@ class Edge:
     def admitted(self) -> Place:
         """Holds one of the places for running requests. Raises KvloomError (DRAINING, QUEUE_FULL)."""
         if self._draining:
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_DRAINING,
-                "This server is stopping and takes no new requests.",
-                retry_after_seconds=DRAINING_RETRY_SECONDS,
-            )
+            raise stopping()
         self.check_room()
         self.num_running += 1
         self._idle.clear()
@@ -172,3 +168,11 @@ class Edge:
         if not any(model.num_ready_shards for model in self.link.fleet.models if model.name in self.models):
             return "no shard is ready"
         return ""
+
+
+def stopping() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING,
+        "This server is stopping and takes no new requests.",
+        retry_after_seconds=DRAINING_RETRY_SECONDS,
+    )

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from edge_http.edge import Edge
+from edge_http.edge import Edge, stopping
 from edge_http.headers import REQUEST_ID, RESPONSE_ID, request_id
 from edge_http.lost_journals import LostJournals
 from edge_http.relay import MISDIRECTED, RELAYED, OwnerLostError, Relay
@@ -51,6 +51,7 @@ class Elsewhere:
         self._claims = claims
         self._relay = relay
         self._tag = edge.tag
+        self._has_left = False
         self._lost = LostJournals(journal)
         self._taking: dict[str, asyncio.Task[ResumableStream | AnswerState | None]] = {}
         """By response id: attempts to take one over."""
@@ -76,12 +77,12 @@ class Elsewhere:
         raise _cannot_look()
 
     async def cancel(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
-        """Raises KvloomError (NOT_FOUND, INTERNAL)."""
+        """Raises KvloomError (NOT_FOUND, DRAINING, INTERNAL)."""
         claim = await self._holder(request, response_id)
         if isinstance(claim, web.StreamResponse):
             return claim
         if claim.holder == self._tag:
-            raise not_kept()
+            raise stopping() if self._has_left else not_kept()
         try:
             return await self._pass_on(request, response_id, claim)
         except OwnerLostError as lost:
@@ -142,6 +143,10 @@ class Elsewhere:
             if count > 1:
                 self._naming[caller, key] = (lock, count - 1)
 
+    def leave(self) -> None:
+        """This edge stops: what it has not, or has no longer, others may go on with."""
+        self._has_left = True
+
     async def close(self) -> None:
         tasks = list(self._taking.values())
         for task in tasks:
@@ -158,8 +163,8 @@ class Elsewhere:
             raise not_kept()
         wanted_tag = request.headers.get(RELAYED)
         if wanted_tag is not None:
-            if wanted_tag != self._tag:
-                return web.Response(status=MISDIRECTED)  # this edge has the address of one that is gone
+            if wanted_tag != self._tag or self._has_left:
+                return web.Response(status=MISDIRECTED)  # the edge that is meant is gone, or as good as gone
             return Claim(self._tag, tag)
         try:
             return await self._claims.find(response_id) or Claim(tag, tag)
@@ -179,14 +184,14 @@ class Elsewhere:
     # -- when it has died ---------------------------------------------------------------------------------------------
 
     async def _taken(self, response_id: str, caller: bytes) -> ResumableStream:
-        """This edge has it, or is about to. Raises KvloomError (NOT_FOUND)."""
+        """This edge has it, or is about to. Raises KvloomError (NOT_FOUND, DRAINING)."""
         task = self._taking.get(response_id)
         if task is not None:
             with contextlib.suppress(KvloomError, RedisError):
                 await asyncio.shield(task)
         stream = self._edge.resume.find(response_id, caller)
         if stream is None:
-            raise not_kept()
+            raise stopping() if self._has_left else not_kept()
         return stream
 
     async def _go_on(

@@ -41,6 +41,7 @@ class Peers:
         """What runs is left to the other edges, if they can know all that was written until now."""
         if await self._publisher.stop():
             self._edge.resume.hand_over()
+        self._elsewhere.leave()
 
     async def close(self) -> None:
         await self._publisher.stop()

@@ -14,7 +14,7 @@ from edge_http.resume_table import not_kept
 RELAYED: Final = "x-kvloom-relayed"
 """The tag of the edge that is meant."""
 MISDIRECTED: Final = 421
-"""The status with which an edge says that it is not the one that was looked for."""
+"""The status with which an edge says that it is not the one that was looked for, or has left its answers to others."""
 CONNECT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
 """Until the status line. An edge has it ready, unless the answer has not begun: then it has to say that it lives."""
@@ -62,7 +62,7 @@ class Relay:
             asked.cancel()
         async with answer:
             if answer.status == MISDIRECTED:
-                raise OwnerLostError("another edge has its address")
+                raise OwnerLostError("another edge has its address, or it stops")
             if answer.status == 404:
                 raise not_kept()
             return await _copy(answer, request)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
-from tests.fakes.edge_peers import begin, edges
+import pytest
+
+from tests.fakes.edge_peers import begin, client, edges
+from tests.fakes.edge_world import chat_body
+from tests.fakes.fake_router_link import answer
 from tests.fakes.resume_world import CHAT
 
 
@@ -33,3 +37,32 @@ async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: s
         contents = [json.loads(event)["choices"][0]["delta"].get("content") for event in streamed.events[:-1]]
         assert contents[-5:] == ["while", "it", "drains", "more", None]
         assert streamed.done
+
+
+@pytest.mark.parametrize("is_at_another", [True, False])
+async def test_what_it_has_left_to_others_is_not_denied(redis_url: str, is_at_another: bool) -> None:
+    """Between its last word to Redis and its last connection an edge has no answers any more, and others still pass
+    their clients on to it: these get theirs from the journal, or are told to come back, never that there is no such
+    response. (`kvloom chaos` found it.)"""
+    async with edges(redis_url) as ((first, peers), (second, _)):
+        first.link.script = answer("Hel", "lo")
+        whole, ended = client(first), client(first)
+        await whole.begin(chat_body(stream=True))
+        first.link.script = None
+        running, _ = await begin(first, 2)
+        ended.response_id = whole.response_id
+        first.edge.drain()
+        await peers.stop_publishing()
+        await first.edge.resume.close()
+        if not is_at_another:
+            assert await ended.resume() == 503
+            assert await running.resume() == 503
+            return
+        ended.url = running.url = second.url + CHAT
+        assert await ended.read_to_the_end() == whole.events
+        back = asyncio.create_task(running.resume())
+        rest = await second.link.next_request()
+        rest.start()
+        rest.finish()
+        assert await back == 200
+        assert running.done
