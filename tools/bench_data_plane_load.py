@@ -8,6 +8,7 @@ only the last token's stamp is looked at.
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import sys
 import time
@@ -28,6 +29,10 @@ BEGUN: Final = b"begun\n"
 _TOKEN: Final = b'"content":" '
 _EVENT: Final = b"\ndata: "
 _END: Final = b"\r\n0\r\n\r\n"
+_BETWEEN_CHUNKS: Final = re.compile(rb"\r\n[0-9a-f]+\r\n")
+"""A proxy may cut anywhere."""
+_TAIL_BYTES: Final = 96
+"""Enough for the end of an answer."""
 _CONNECT_TIMEOUT_SECONDS: Final = 20.0
 _NUM_SHOWN_ERRORS: Final = 5
 
@@ -202,7 +207,7 @@ class Connection(asyncio.Protocol):
         if data.endswith(_END) or (self._tail + data[-len(_END) :]).endswith(_END):
             self._finish(self._tail + data)
         else:
-            self._tail = data[-64:]
+            self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
 
     def _read_stamp(self, data: bytes, now: float) -> None:
         """A stamp that lies across two reads is left out."""
@@ -227,7 +232,7 @@ class Connection(asyncio.Protocol):
             load.transit_seconds.append(seconds_since(stamp, now))
 
     def _finish(self, end: bytes) -> None:
-        if b"data: [DONE]\n" not in end[-64:]:
+        if b"data: [DONE]\n" not in _BETWEEN_CHUNKS.sub(b"", end[-_TAIL_BYTES:]):
             self._fail(f"broken off: {end[-200:].decode(errors='replace')}")
             return
         self._load.on_answer()
