@@ -74,7 +74,7 @@ async def _sending(order: Order) -> AsyncIterator[None]:
         try:
             yield
             if more.done():
-                raise CommandError(f"{name}: they were over before what was to be measured beside them")
+                raise CommandError(f"{name}: they were over (or failed) before what was to be measured beside them")
         finally:
             more.cancel()
             await asyncio.gather(more, return_exceptions=True)

@@ -53,11 +53,10 @@ def site(tmp_path: Path, model_dir: Path | None = None, step_ms: float = 20.0) -
 
 
 def test_what_is_missing_is_in_the_table_too() -> None:
-    """A peer that cannot be installed must not just be absent."""
+    """A peer that cannot be installed must not just be absent. Of W1+W4 only the tokens' time is shown: its CPU is that
+    of long prompts, too."""
     reports = [report("kvloom", "W1", 9.5), report("smg", "W1", 11.3), report("kvloom", "W5", 9.5)]
-    reports.append(
-        report("kvloom", "W1+W4", 20.0)
-    )  # CPU of others' prompts is not W1's: only the tokens' time is shown
+    reports.append(report("kvloom", "W1+W4", 20.0))
     table = peers_table(reports, {"dynamo": "It cannot be installed."}, "kvloom bench")
     assert "| 9.5 ±1.0 | 1.00 | – | 3.0 ±0.5 | 20.0 | 3.0 ±0.5 | 0 |" in table
     assert "smg 1.13.0" in table
