@@ -82,7 +82,7 @@ class Elsewhere:
         if isinstance(claim, web.StreamResponse):
             return claim
         if claim.holder == self._tag:
-            raise stopping() if self._has_left else not_kept()
+            raise self._missing()
         try:
             return await self._pass_on(request, response_id, claim)
         except OwnerLostError as lost:
@@ -191,8 +191,12 @@ class Elsewhere:
                 await asyncio.shield(task)
         stream = self._edge.resume.find(response_id, caller)
         if stream is None:
-            raise stopping() if self._has_left else not_kept()
+            raise self._missing()
         return stream
+
+    def _missing(self) -> KvloomError:
+        """What this edge should have, it has not."""
+        return stopping() if self._has_left else not_kept()
 
     async def _go_on(
         self, request: web.BaseRequest, response_id: str, claim: Claim, caller: bytes, after: int

@@ -24,11 +24,10 @@ OURS: Final = ("edge", "router", "safety")
 GATEWAY: Final = "gateway"
 """The role of another gateway's processes."""
 _COUNTED: Final = (*OURS, GATEWAY)
-WARM_UP: Final = (
+_WARM_UP: Final = (
     Workload(name="", about="", num_streams=32, num_requests=400, num_tokens=1, step_ms=0.0),
     Workload(name="", about="", num_streams=16, num_requests=32, num_tokens=64, step_ms=0.0),
 )
-"""The second is left out where streams are slow."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +71,8 @@ async def _run_on_fresh_fabric(
         async with child_fabric(fabric_config(plan, workloads[0], data_dir), data_dir) as url:
             pids = fabric_pids(data_dir)
             if plan.is_warmed_up:
-                for workload in WARM_UP if workloads[0].decode_every == 1 else WARM_UP[:1]:
-                    await drive(plan.model, workload, url, pids, seed=0)
+                for warm_up in warm_ups(workloads[0]):
+                    await drive(plan.model, warm_up, url, pids, seed=0)
             for run in range(plan.num_runs):
                 for workload in workloads:
                     on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {workload.about}")
@@ -84,6 +83,11 @@ async def _run_on_fresh_fabric(
         if not is_log_wanted:
             shutil.rmtree(data_dir, ignore_errors=True)
     return [report_of(workload, runs[workload.name], plan) for workload in workloads]
+
+
+def warm_ups(first: Workload) -> Sequence[Workload]:
+    """What a fabric is driven with before `first` is measured: no stream of many tokens where these come slowly."""
+    return _WARM_UP if first.decode_every == 1 else _WARM_UP[:1]
 
 
 def pace_of(workload: Workload) -> tuple[float, int]:

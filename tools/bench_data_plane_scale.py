@@ -15,7 +15,6 @@ import msgspec
 
 from tools.bench_data_plane_client import drive
 from tools.bench_data_plane_run import (
-    WARM_UP,
     Layout,
     Plan,
     fabric_config,
@@ -23,6 +22,7 @@ from tools.bench_data_plane_run import (
     figures_of,
     pace_of,
     report_of,
+    warm_ups,
 )
 from tools.bench_data_plane_workloads import Workload
 from tools.child_fabric import child_fabric
@@ -99,7 +99,7 @@ async def _measure(plan: Plan, workloads: Sequence[Workload], seed: int) -> tupl
             ready_seconds = time.monotonic() - began
             pids = fabric_pids(data_dir)
             if plan.is_warmed_up:
-                for warm_up in WARM_UP if workloads[0].decode_every == 1 else WARM_UP[:1]:
+                for warm_up in warm_ups(workloads[0]):
                     await drive(plan.model, _once(warm_up), url, pids, seed=0)
             before = {role: cpu_microseconds(own) for role, own in pids.items()}
             await asyncio.sleep(IDLE_SECONDS)

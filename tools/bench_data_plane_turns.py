@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvloom.config import KvloomConfig
 from tools.bench_data_plane_client import drive
-from tools.bench_data_plane_run import WARM_UP, Plan, fabric_config, fabric_pids, figures_of, report_of
+from tools.bench_data_plane_run import Plan, fabric_config, fabric_pids, figures_of, report_of, warm_ups
 from tools.bench_data_plane_workloads import Workload, beside_long_prompts
 from tools.child_fabric import child_fabric
 
@@ -100,7 +100,7 @@ async def _fabric(plan: Plan, workload: Workload, config: KvloomConfig, data_dir
             return await drive(plan.model, workload, url, fabric_pids(data_dir), seed)
 
         if plan.is_warmed_up:
-            for warm_up in WARM_UP if workload.decode_every == 1 else WARM_UP[:1]:
+            for warm_up in warm_ups(workload):
                 await measure(warm_up, 0)
         yield measure
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.bench_data_plane_client import drive
-from tools.bench_data_plane_run import WARM_UP, Plan, figures_of, pace_of, report_of
+from tools.bench_data_plane_run import Plan, figures_of, pace_of, report_of, warm_ups
 from tools.bench_data_plane_workloads import Workload
 from tools.bench_peers_systems import System, gateway, http_workers, our_fabric, site_of
 from tools.failures import CommandError
@@ -138,7 +138,7 @@ class Turns:
         for system in systems:
             self._on_progress(f"warming up {system.name}")
             try:
-                for workload in WARM_UP if first.decode_every == 1 else WARM_UP[:1]:
+                for workload in warm_ups(first):
                     await self._drive(workload.scaled(system.max_share), system, 0)
             except CommandError as error:
                 self._note(system, system.name, error)
