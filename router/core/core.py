@@ -219,7 +219,8 @@ class RouterCore:
         if self._fleet_may_differ:
             self._tell_fleet()
         self._serve_queue(now)
-        self._outage.expire(now)
+        if self._outage.expire(now):
+            self._serve_queue(now)  # whoever was kept behind them
         if self._outbox.clients:
             self._lifecycle.drop_idle_clients(self._outbox.clients)
         actions = self._outbox.take()

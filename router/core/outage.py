@@ -36,11 +36,15 @@ class Outage:
                 live.hopeless_at = now + self._patience_seconds
                 self._deadlines.add(live.hopeless_at, live)
 
-    def expire(self, now: float) -> None:
-        """Behind the event that found them overdue, which may have brought a shard for them."""
+    def expire(self, now: float) -> bool:
+        """Behind the event that found them overdue, which may have brought a shard for them. Whether anybody was given
+        up."""
         if not self.overdue:
-            return
+            return False
         overdue, self.overdue = self.overdue, []
+        gave_up = False
         for live in overdue:
             if live.is_queued and live.hopeless_at is not None and now >= live.hopeless_at:
                 self._lifecycle.give_up(live, now)
+                gave_up = True
+        return gave_up

@@ -257,6 +257,20 @@ def test_a_shard_that_is_back_before_anybody_looked_at_the_clock_is_waited_for()
     assert not has(rig.handle(Tick()), RequestEnded)
 
 
+def test_who_is_given_up_late_keeps_nobody_from_a_free_shard() -> None:
+    """A router that stood still finds a request overdue for which there is no shard, by the arrival of one that can
+    wait: that one must not wait behind it for the next event, which may be its own deadline."""
+    rig = CoreRig(policy="least_requests", overload=OverloadConfig(outage_patience_seconds=3.0))
+    rig.add_shard("wide", max_model_len=200)
+    rig.submit("long", slots=(1,), max_tokens=150)
+    rig.add_shard("narrow", max_model_len=100)
+    rig.handle(ShardDown("wide"))
+    rig.now += 4.0
+    actions = rig.submit("batch", slots=(2,), tier=Tier.BATCH)
+    assert only(actions, RequestEnded).request_id == "long"
+    assert submitted(actions)[0] == "narrow"
+
+
 def test_a_shard_that_comes_back_is_not_run_over() -> None:
     """It is sent little at first and twice as much with every round of first tokens, until it has what others have."""
     rig = outage()

@@ -33,6 +33,8 @@ class Fence(Checker):
 
     def __init__(self) -> None:
         self._is_late = False
+        self._hopeless: set[str] = set()
+        """Names of those who wait for a shard that does not exist, when a late frame comes."""
 
     def before_event(self, node: RouterNode, event: Event) -> None:
         self._is_late = False
@@ -41,6 +43,9 @@ class Fence(Checker):
             step = event.step
             slots = {*step.slots, *(start.slot for start in step.starts), *(finish.slot for finish in step.finishes)}
             self._is_late = shard is None or not any(shard.current(slot) for slot in slots)
+        if self._is_late:
+            waiting = node.witness.waiting()
+            self._hopeless = {seen.request.request_id for seen in waiting if not eligible(node.witness.shards, seen)}
 
     def on_sent(self, node: RouterNode, choice: SeenChoice, token_ids: Sequence[int], delta: str) -> None:
         begin = choice.num_sent_tokens
@@ -50,7 +55,9 @@ class Fence(Checker):
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if self._is_late:
             # Suspicion has a shard's work moved, whatever it was that led to it; and whatever comes, time has gone on.
-            has_other_cause = any(isinstance(action, ShardHealthChanged) or _is_overdue(action) for action in actions)
+            has_other_cause = any(
+                isinstance(action, ShardHealthChanged) or self._is_overdue(action) for action in actions
+            )
             others = [action for action in actions if not self._is_allowed(node, action)]
             if others and not has_other_cause:
                 self.fail(f"a late frame led to {others}")
@@ -62,9 +69,11 @@ class Fence(Checker):
             return shard is not None and not any(shard.open.get(slot) for slot in action.slots)  # a probe, given up
         return isinstance(action, SubmitAttempt | PlacementDecided)
 
-
-def _is_overdue(action: Action) -> bool:
-    return isinstance(action, RequestEnded) and action.error_reason in _OVERDUE
+    def _is_overdue(self, action: Action) -> bool:
+        """Its time was up, or the patience with an outage: see OutagePatience for when that is."""
+        return isinstance(action, RequestEnded) and (
+            action.error_reason in _OVERDUE or action.request_id in self._hopeless
+        )
 
 
 class SlotsRest(Checker):
