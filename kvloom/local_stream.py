@@ -5,14 +5,12 @@ named after that address (`LocalServer`). A client that is given such an address
 takes gRPC when nobody answers. Both ends behave as gRPC's own stream does, so that what uses them is the same code:
 `read`, `write`, `cancel`, a status at the end, AioRpcError when it breaks.
 
-On the wire a frame is its size (4 bytes, little-endian), its kind (1 byte), and its bytes: a serialized message, or for
-the end of the stream a google.rpc.Status. Only processes of the same user (or root's) are talked to. See ADR 9.
+What is on the wire: kvloom/local_frames.py. Only processes of the same user (or root's) are talked to. See ADR 9.
 """
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar, cast
@@ -21,12 +19,24 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
+from kvloom.local_frames import (
+    END,
+    HEAD,
+    MAX_MESSAGE_BYTES,
+    MESSAGE,
+    PING,
+    PONG,
+    STATUS_DETAILS,
+    error_of,
+    is_whole,
+    status_of,
+    unavailable,
+)
 from kvloom.local_socket import is_trusted
 
 In = TypeVar("In", bound=Message)
 Out = TypeVar("Out", bound=Message)
 
-MAX_MESSAGE_BYTES: Final = 64 * 2**20
 MAX_WAITING_BYTES: Final = 4 * 2**20
 """Unread frames beyond this make the socket wait."""
 MAX_UNSENT_BYTES: Final = 256 * 2**10
@@ -36,14 +46,6 @@ PING_TIMEOUT_SECONDS: Final = 5.0
 """A peer that has been silent for both together hangs: the stream breaks."""
 LINGER_SECONDS: Final = 2.0
 """How long what was written before the end may take."""
-
-_HEAD: Final = struct.Struct("<IB")
-_MESSAGE: Final = 0
-_PING: Final = 1
-_PONG: Final = 2
-_END: Final = 3
-_STATUS_DETAILS: Final = "grpc-status-details-bin"
-_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class LocalStream(asyncio.Protocol, Generic[In, Out]):
@@ -139,7 +141,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         if self._status is not None or transport is None:
             return False
         payload = message.SerializeToString()
-        transport.write(_HEAD.pack(len(payload), _MESSAGE) + payload)
+        transport.write(HEAD.pack(len(payload), MESSAGE) + payload)
         return True
 
     def cancel(self) -> bool:
@@ -153,7 +155,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
 
     async def abort_with_status(self, status: grpc.Status) -> None:
         """End it with an error. Raises AbortError, as gRPC's own does."""
-        details = dict(status.trailing_metadata or ()).get(_STATUS_DETAILS)
+        details = dict(status.trailing_metadata or ()).get(STATUS_DETAILS)
         said = status_pb2.Status(code=status.code.value[0], message=status.details)
         if isinstance(details, bytes):
             said.MergeFromString(details)
@@ -164,7 +166,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         """End it in good order, or with `status`; what was written is delivered. Repeatable."""
         if self._status is None and self._transport is not None:
             payload = (status or status_pb2.Status()).SerializeToString()
-            self._transport.write(_HEAD.pack(len(payload), _END) + payload)
+            self._transport.write(HEAD.pack(len(payload), END) + payload)
             self._finish(status or status_pb2.Status())
             self._transport.close()
             self._loop.call_later(LINGER_SECONDS, self._transport.abort)  # nobody may read it
@@ -185,7 +187,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()
-        self._finish(_unavailable("the connection was lost"))
+        self._finish(unavailable("the connection was lost"))
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -202,22 +204,22 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         unparsed = self._unparsed
         if unparsed:
             unparsed += data
-            data = bytes(unparsed) if _is_whole(unparsed) else b""
+            data = bytes(unparsed) if is_whole(unparsed) else b""
             if not data:
                 return
             unparsed.clear()
         position, size = 0, len(data)
-        while size - position >= _HEAD.size:
-            length, kind = _HEAD.unpack_from(data, position)
+        while size - position >= HEAD.size:
+            length, kind = HEAD.unpack_from(data, position)
             if length > MAX_MESSAGE_BYTES:
                 self._break("a frame is too large")
                 return
-            end = position + _HEAD.size + length
+            end = position + HEAD.size + length
             if end > size:
                 break
-            payload = data[position + _HEAD.size : end]
+            payload = data[position + HEAD.size : end]
             position = end
-            if kind == _MESSAGE and self._on_message is not None:
+            if kind == MESSAGE and self._on_message is not None:
                 self._hand_over(payload, self._on_message)
             else:
                 self._take(kind, payload)
@@ -245,20 +247,20 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
                 over.set_exception(error)
 
     def _take(self, kind: int, payload: bytes) -> None:
-        if kind == _MESSAGE:
+        if kind == MESSAGE:
             self._frames.append(payload)
             self._num_waiting_bytes += len(payload)
             if self._num_waiting_bytes > MAX_WAITING_BYTES and not self._is_paused and self._transport is not None:
                 self._is_paused = True
                 self._transport.pause_reading()
-        elif kind == _PING:
+        elif kind == PING:
             if self._transport is not None and not self._transport.is_closing():
-                self._transport.write(_HEAD.pack(0, _PONG))
-        elif kind == _END:
+                self._transport.write(HEAD.pack(0, PONG))
+        elif kind == END:
             try:
                 status = status_pb2.Status.FromString(payload)
             except DecodeError:
-                status = _unavailable("the end of the stream is no status")
+                status = unavailable("the end of the stream is no status")
             self._finish(status)
             if self._transport is not None:
                 self._transport.close()
@@ -273,7 +275,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             self._break("the peer does not answer")
             return
         if silent_seconds >= PING_AFTER_SECONDS:
-            self._transport.write(_HEAD.pack(0, _PING))
+            self._transport.write(HEAD.pack(0, PING))
             pause_seconds = PING_AFTER_SECONDS + PING_TIMEOUT_SECONDS - silent_seconds
         else:
             pause_seconds = PING_AFTER_SECONDS - silent_seconds
@@ -290,19 +292,12 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
     def _break(self, message: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         if self._status is not None:
             return  # it has ended: what is on its way may arrive
-        self._finish(_status(code, message))
+        self._finish(status_of(code, message))
         if self._transport is not None:
             self._transport.abort()
 
     def _error(self) -> grpc.aio.AioRpcError:
-        status = self._status or _unavailable("not connected")
-        if not status.code:
-            status = _unavailable("the stream has ended")
-        trailers = grpc.aio.Metadata()
-        if status.details:
-            trailers.add(_STATUS_DETAILS, status.SerializeToString())
-        code = _STATUS_CODES.get(status.code, grpc.StatusCode.UNKNOWN)
-        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message)
+        return error_of(self._status or unavailable("not connected"))
 
 
 async def deliver(stream: Any, kind: type[In], on_message: Callable[[In], None]) -> None:
@@ -312,19 +307,3 @@ async def deliver(stream: Any, kind: type[In], on_message: Callable[[In], None])
         return
     while isinstance(message := await stream.read(), kind):
         on_message(message)
-
-
-def _is_whole(unparsed: bytearray) -> bool:
-    """The first frame is all there, or too large to ever be."""
-    if len(unparsed) < _HEAD.size:
-        return False
-    length, _ = _HEAD.unpack_from(unparsed)
-    return length > MAX_MESSAGE_BYTES or len(unparsed) >= _HEAD.size + length
-
-
-def _status(code: grpc.StatusCode, message: str) -> status_pb2.Status:
-    return status_pb2.Status(code=code.value[0], message=message)
-
-
-def _unavailable(message: str) -> status_pb2.Status:
-    return _status(grpc.StatusCode.UNAVAILABLE, message)

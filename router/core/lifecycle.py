@@ -18,7 +18,8 @@ from router.core.admission import no_shard_ready
 from router.core.dispatch import Dispatcher
 from router.core.fleet import Fleet
 from router.core.frames import Finish, Start
-from router.core.live import Choice, Client, Hold, LiveRequest
+from router.core.hold import Hold
+from router.core.live import Choice, Client, LiveRequest
 from router.core.outbox import Outbox
 from router.core.screening import Screening
 

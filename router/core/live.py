@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -16,11 +15,9 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
 )
 from router.core.events import ChoiceSpec, Request, TextFilter
-from router.core.frames import Finish, Start, Step
+from router.core.frames import Step
+from router.core.hold import Hold
 from router.core.load_ledger import ReservationKey
-
-HeldEntry = tuple[Sequence[int], str, int, Sequence[object]]
-"""Token ids, their text, the number of characters up to its end, logprobs."""
 
 _SEVERITY: Final[dict[int, int]] = {
     FINISH_REASON_STOP: 0,
@@ -52,69 +49,6 @@ class Client:
         """By the client's slot; gone once the choice's finish was sent."""
         self.step: Step | None = None
         """News of the event that is being handled."""
-
-
-class Hold:
-    """News of one choice that must not be shown yet, in order."""
-
-    __slots__ = ("entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
-
-    def __init__(self, num_clear_chars: int | None) -> None:
-        self.entries: deque[HeldEntry] = deque()
-        self.num_tokens = 0
-        self.start: Start | None = None
-        self.finish: Finish | None = None
-        self.num_clear_chars = num_clear_chars
-        """Text that the safety service has cleared, from the beginning; None: all of it."""
-        self.last_shown_char = ""
-
-    def take_clear(self) -> tuple[Sequence[int], str, Sequence[object]] | None:
-        """Everything that may be shown, as one entry; tokens are never torn apart."""
-        entries, clear = self.entries, self.num_clear_chars
-        if not entries or (clear is not None and entries[0][2] > clear):
-            return None
-        token_ids, delta, _, logprobs = entries.popleft()
-        if entries and (clear is None or entries[0][2] <= clear):
-            ids, deltas, all_logprobs = list(token_ids), [delta], list(logprobs)
-            while entries and (clear is None or entries[0][2] <= clear):
-                more_ids, more_text, _, more_logprobs = entries.popleft()
-                ids += more_ids
-                deltas.append(more_text)
-                all_logprobs += more_logprobs
-            token_ids, delta, logprobs = ids, "".join(deltas), all_logprobs
-        self.num_tokens -= len(token_ids)
-        if delta:
-            self.last_shown_char = delta[-1]
-        return token_ids, delta, logprobs
-
-    def unclear(self) -> tuple[str, str]:
-        """(the last character that is clear, "" if none is; all that is held behind it)."""
-        last_char, texts, clear = self.last_shown_char, [], self.num_clear_chars
-        for _, delta, end, _ in self.entries:
-            num_clear = len(delta) if clear is None else min(len(delta), max(0, clear - (end - len(delta))))
-            if num_clear:
-                last_char = delta[num_clear - 1]
-            texts.append(delta[num_clear:])
-        return last_char, "".join(texts)
-
-    def cut(self, num_chars: int) -> int:
-        """Forget what lies behind `num_chars`, which clears the rest; returns how many tokens were forgotten. A delta
-        that straddles the limit is cut, and its tokens go."""
-        kept: deque[HeldEntry] = deque()
-        num_kept_tokens = 0
-        for token_ids, delta, end, logprobs in self.entries:
-            if end <= num_chars:
-                kept.append((token_ids, delta, end, logprobs))
-                num_kept_tokens += len(token_ids)
-                continue
-            if end - len(delta) < num_chars:
-                kept.append(((), delta[: num_chars - end], num_chars, ()))
-            break
-        num_forgotten = self.num_tokens - num_kept_tokens
-        self.entries = kept
-        self.num_tokens = num_kept_tokens
-        self.num_clear_chars = None
-        return num_forgotten
 
 
 class Attempt:

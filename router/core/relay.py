@@ -14,8 +14,9 @@ from router.core.dispatch import Dispatcher
 from router.core.events import TextFilter
 from router.core.fleet import Shard
 from router.core.frames import Finish, Step
+from router.core.hold import Hold
 from router.core.lifecycle import RETRYABLE_REASONS, Lifecycle
-from router.core.live import Choice, Client, Hold
+from router.core.live import Choice, Client
 from router.core.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 from router.core.screening import Screening

@@ -7,7 +7,8 @@ from typing import Final
 
 from router.core.actions import CheckPrompt
 from router.core.events import TextFilter
-from router.core.live import Choice, Hold, LiveRequest
+from router.core.hold import Hold
+from router.core.live import Choice, LiveRequest
 from router.core.outbox import Outbox
 from router.core.slot_pool import SlotPool
 

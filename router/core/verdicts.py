@@ -10,8 +10,9 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON
 from router.core.admission import safety_unavailable
 from router.core.core_config import CoreConfig
 from router.core.events import AnswersScreened, PromptVerdict
+from router.core.hold import Hold
 from router.core.lifecycle import Lifecycle
-from router.core.live import Choice, Hold, LiveRequest
+from router.core.live import Choice, LiveRequest
 from router.core.screening import Screening
 
 DEFAULT_MESSAGE = "The safety policy does not allow this content."

@@ -18,7 +18,8 @@ from google.protobuf.message import Message
 from edge_http.shapes import ChatShape, Envelope
 from edge_http.sse import Corks, EventStream
 from edge_http.stream import StreamedAnswer
-from kvloom.local_stream import _HEAD, LocalStream
+from kvloom.local_frames import HEAD, MESSAGE
+from kvloom.local_stream import LocalStream
 from kvloom.registry import ShardRecord
 from kvloom.router_link import GrpcRouterLink, LinkRequest
 from kvloom.tracked_request import TrackedRequest
@@ -66,7 +67,7 @@ def stream_of(in_type: type[Any], transport: CountingTransport) -> LocalStream[A
 
 def framed(message: Message) -> bytes:
     payload = message.SerializeToString()
-    return _HEAD.pack(len(payload), 0) + payload
+    return HEAD.pack(len(payload), MESSAGE) + payload
 
 
 def delivering(stream: LocalStream[Any, Any], on_message: Callable[[Any], None]) -> Callable[[bytes], None]:

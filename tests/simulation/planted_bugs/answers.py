@@ -14,8 +14,9 @@ from router.core.actions import RequestEnded
 from router.core.arrivals import Arrivals
 from router.core.fleet import Shard
 from router.core.frames import Step
+from router.core.hold import Hold
 from router.core.lifecycle import Lifecycle
-from router.core.live import Choice, Hold
+from router.core.live import Choice
 from router.core.outbox import Outbox
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
