@@ -13,6 +13,8 @@ from router.core.health import HealthState
 class State(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    MOVING = enum.auto()
+    """The event at hand has cancelled it on its shard: it goes on elsewhere, or ends."""
     OVER = enum.auto()
     """No shard will say more; its end is held, or comes with the actions of the same event."""
     DONE = enum.auto()
@@ -116,12 +118,13 @@ class SeenRequest:
 
     @property
     def min_window(self) -> int:
-        """Window that a shard needs to run what waits of it."""
+        """Window that a shard needs to run what waits of it, or moves."""
         num_prompt_tokens = len(self.request.prompt_token_ids)
         if self.request.max_tokens is not None:
             return num_prompt_tokens + self.request.max_tokens
-        longest = max((c.num_tokens for c in self.choices if c.state is State.WAITING), default=0)
-        return num_prompt_tokens + longest + 1
+        states = (State.WAITING, State.MOVING)
+        going_on = [choice for choice in self.choices if choice.state in states and not choice.is_at_limit]
+        return num_prompt_tokens + max((choice.num_tokens for choice in going_on), default=0) + 1
 
     def choice(self, index: int) -> SeenChoice:
         return next(choice for choice in self.choices if choice.spec.index == index)

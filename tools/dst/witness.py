@@ -56,6 +56,7 @@ class Witness:
         """When the event at hand came."""
         self.event: Event | None = None
         """The one at hand."""
+        self._moving: list[SeenChoice] = []
         self._waiting: list[SeenRequest] | None = None
         """As last counted; None: something has changed since."""
         self._choices: dict[tuple[str, int], SeenChoice] = {}
@@ -193,6 +194,10 @@ class Witness:
                     shard.health = action.state
                 case _:
                     pass
+        for choice in self._moving:
+            if choice.state is State.MOVING:
+                choice.state = State.OVER
+        self._moving.clear()
         self._waiting = None
         if self.gone_client:
             for key in [key for key in self._choices if key[0] == self.gone_client]:
@@ -276,7 +281,8 @@ class Witness:
             choice = shard.current(slot)
             if choice is not None:
                 choice.place = None
-                choice.state = State.OVER
+                choice.state = State.MOVING
+                self._moving.append(choice)
                 choice.num_moves += 1  # unless it ends, which the same event says, it is moved
 
     def _take_news(self, action: SendStep, checks: Checks, node: RouterNode) -> None:

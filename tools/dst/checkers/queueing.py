@@ -57,7 +57,7 @@ class NoStarvation(Checker):
         model = seen.request.model
         if seen is node.witness.arriving:
             return  # it never waited: what it takes, nobody who waits can use, or NoIdleWait would have said so
-        if all(seen.choice(spec.index).state is State.OVER for spec in attempt.choices):
+        if all(seen.choice(spec.index).state is State.MOVING for spec in attempt.choices):
             return  # it is moved off a shard that hangs: its client has begun to read
         shards = node.witness.shards
         passed: set[str] = set()
