@@ -298,10 +298,13 @@ class Witness:
             choice.num_sent_tokens += count
             choice.sent_text += delta
             position += count
+        finished: list[tuple[SeenChoice, Finish]] = []
         for finish in step.finishes:
             choice = self._choice(action.client_id, finish.slot)
             del self._choices[action.client_id, finish.slot]
             checks.on_finish(node, choice, finish)
+            finished.append((choice, finish))
+        for choice, finish in finished:  # together: what waits of a request is placed, or given up, as a whole
             self._finish(choice, finish)
 
     def _choice(self, client_id: str, slot: int) -> SeenChoice:
