@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Final
 
 import structlog
@@ -13,24 +12,13 @@ from aiohttp import web
 from redis.exceptions import RedisError
 
 from edge_http.edge import Edge, stopping
-from edge_http.headers import REQUEST_ID, RESPONSE_ID, request_id
-from edge_http.lost_journals import LostJournals
+from edge_http.orphans import Found, Orphans
 from edge_http.relay import MISDIRECTED, RELAYED, OwnerLostError, Relay
 from edge_http.response_name import ResponseName
-from edge_http.resumable import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResumableStream
+from edge_http.resumable import ResumableStream
 from edge_http.resume_claims import Claim, KeyedResponse, ResumeClaims
-from edge_http.resume_journal import EdgesUnknownError, ResponseRow, ResumeJournal, tag_of
-from edge_http.resume_records import (
-    AnswerState,
-    ResponseRecord,
-    decode_news,
-    decode_requests,
-    decode_response,
-    framed_events,
-)
+from edge_http.resume_journal import EdgesUnknownError, ResumeJournal, tag_of
 from edge_http.resume_table import not_kept, other_request
-from edge_http.sse import EventStream
-from edge_http.takeover import shape_of, take_over
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -38,8 +26,6 @@ log = structlog.get_logger()
 
 MAX_HOPS: Final = 4
 """Edges that may have had a response, one after the other, while a client waits."""
-
-Found = web.StreamResponse | ResumableStream
 
 
 class Elsewhere:
@@ -52,9 +38,7 @@ class Elsewhere:
         self._relay = relay
         self._tag = edge.tag
         self._has_left = False
-        self._lost = LostJournals(journal)
-        self._taking: dict[str, asyncio.Task[ResumableStream | AnswerState | None]] = {}
-        """By response id: attempts to take one over."""
+        self._orphans = Orphans(edge, journal, claims)
         self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
         """By idempotency key: requests that look it up, one after the other, and how many they are."""
 
@@ -66,12 +50,19 @@ class Elsewhere:
             if isinstance(claim, web.StreamResponse):
                 return claim
             if claim.holder == self._tag:
-                return await self._taken(response_id, caller)
+                before = self._orphans.half_taken(response_id)
+                if before is None:
+                    return await self._taken(response_id, caller)
+                claim = before
+            else:
+                try:
+                    return await self._pass_on(request, response_id, claim)
+                except OwnerLostError as lost:
+                    log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
             try:
-                return await self._pass_on(request, response_id, claim)
-            except OwnerLostError as lost:
-                log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
-            found = await self._go_on(request, response_id, claim, caller, after)
+                found = await self._orphans.go_on(request, response_id, claim, caller, after)
+            except RedisError as error:
+                raise _cannot_look() from error
             if found is not None:
                 return found
         raise _cannot_look()
@@ -148,13 +139,10 @@ class Elsewhere:
         self._has_left = True
 
     async def close(self) -> None:
-        tasks = list(self._taking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._orphans.close()
         await self._relay.close()
 
-    # -- while its edge lives -----------------------------------------------------------------------------------------
+    # -- whose it is --------------------------------------------------------------------------------------------------
 
     async def _holder(self, request: web.BaseRequest, response_id: str) -> Claim | web.StreamResponse:
         """Whose it is; an answer to an edge that has the wrong address. Raises KvloomError (NOT_FOUND, INTERNAL)."""
@@ -181,15 +169,9 @@ class Elsewhere:
             raise not_kept()
         return await self._relay.pass_on(request, record.address, claim.holder, response_id)
 
-    # -- when it has died ---------------------------------------------------------------------------------------------
-
     async def _taken(self, response_id: str, caller: bytes) -> ResumableStream:
         """This edge has it, or is about to. Raises KvloomError (NOT_FOUND, DRAINING)."""
-        task = self._taking.get(response_id)
-        if task is not None:
-            with contextlib.suppress(KvloomError, RedisError):
-                await asyncio.shield(task)
-        stream = self._edge.resume.find(response_id, caller)
+        stream = await self._orphans.taken(response_id, caller)
         if stream is None:
             raise self._missing()
         return stream
@@ -197,119 +179,6 @@ class Elsewhere:
     def _missing(self) -> KvloomError:
         """What this edge should have, it has not."""
         return stopping() if self._has_left else not_kept()
-
-    async def _go_on(
-        self, request: web.BaseRequest, response_id: str, claim: Claim, caller: bytes, after: int
-    ) -> Found | None:
-        """None: another edge was faster."""
-        try:
-            row, source = await self._row(response_id, claim)
-            if row is None:
-                raise not_kept()
-            response = decode_response(row.response)
-            if not hmac.compare_digest(response.caller, caller):
-                raise not_kept()
-            if row.snapshot is None:
-                return await self._replay(request, response, await self._state(source, response, row), after)
-            stream = self._edge.resume.find(response_id, caller)
-            if stream is not None:  # for another client, meanwhile
-                return stream
-            task = self._taking.get(response_id)
-            if task is None:
-                job = self._take(response_id, claim, source, after)
-                task = asyncio.create_task(job, name=f"take over {response_id}")
-                self._taking[response_id] = task
-                task.add_done_callback(lambda _: self._taking.pop(response_id, None))
-            taken = await asyncio.shield(task)
-        except RedisError as error:
-            raise _cannot_look() from error
-        if isinstance(taken, AnswerState):
-            return await self._replay(request, response, taken, after)
-        return taken
-
-    async def _take(
-        self, response_id: str, claim: Claim, source: str, after: int
-    ) -> ResumableStream | AnswerState | None:
-        """The stream that goes on here now; what there is of an answer that has ended; None: another edge was faster.
-        `source`: the tag of the edge that wrote it. Raises KvloomError (EVENTS_GONE, QUEUE_FULL, DRAINING),
-        RedisError."""
-        with self._edge.admitted() as place:
-            wanted = Claim(self._tag, source)
-            before = None if claim.holder == tag_of(response_id) == claim.source else claim
-            now = await self._claims.claim(response_id, before, wanted, claim.holder)
-            if now != wanted:
-                return None
-            row, source = await self._row(response_id, claim)
-            if row is None:
-                raise not_kept()
-            response = decode_response(row.response)
-            state = await self._state(source, response, row)
-            if state.ended or row.snapshot is None:
-                return state
-            if row.requests is None or not state.is_whole or after > state.num_events:
-                await self._claims.drop(response_id, wanted)
-                raise _rest_is_lost()
-            link_ids = await self._journal.link_ids({source, claim.holder})
-            stream = take_over(self._edge, place, response, decode_requests(row.requests), state, link_ids)
-            self._edge.metrics.on_taken_over()
-            log.info("a response goes on here", response_id=response_id, num_events=state.num_events)
-            return stream
-
-    async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow | None, str]:
-        """And the tag of the edge that wrote it. One that took the response over may not have got so far."""
-        row = await self._journal.read_response(claim.holder, response_id)
-        if row is not None or claim.source == claim.holder:
-            return row, claim.holder
-        return await self._journal.read_response(claim.source, response_id), claim.source
-
-    async def _state(self, tag: str, response: ResponseRecord, row: ResponseRow) -> AnswerState:
-        state = AnswerState(len(response.prompt_sizes) * response.n, len(response.prompt_sizes))
-        journal = await self._lost.news_of(tag, response.number)
-        state.take_all(None if row.snapshot is None else decode_news(row.snapshot), journal)
-        return state
-
-    async def _replay(
-        self, request: web.BaseRequest, response: ResponseRecord, state: AnswerState, after: int
-    ) -> web.StreamResponse:
-        """Of an answer that has ended."""
-        num_before = state.num_events - len(state.events)
-        if not state.ended:
-            raise not_kept() if not state.num_events else _rest_is_lost()
-        if after >= state.num_events:
-            return web.Response(status=204)
-        if after < num_before:
-            message = f"Events {after + 1} to {num_before} of this response are no longer kept."
-            raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        shape = shape_of(response, self._edge.find_model(response.model))
-        framed = framed_events(after + 1, state.events[after - num_before :], shape.prefixes, shape.suffix)
-        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.corks)
-        events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
-        await _write(events, request, framed)
-        events.end()
-        return events.response()
-
-
-async def _write(events: EventStream, request: web.BaseRequest, missed: Sequence[bytes]) -> None:
-    """Raises ConnectionResetError for a reader that does not take them."""
-    begin = size_bytes = 0
-    for end, event in enumerate(missed, 1):
-        size_bytes += len(event)
-        if size_bytes < CATCH_UP_BYTES and end < len(missed):
-            continue
-        events.write_all_framed(missed[begin:end])
-        begin, size_bytes = end, 0
-        try:
-            async with asyncio.timeout(CATCH_UP_SECONDS):
-                await request.writer.drain()
-        except TimeoutError as error:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the client reads too slowly") from error
-
-
-def _rest_is_lost() -> KvloomError:
-    message = "The server that was writing this answer has gone, and too little is known of it to go on from there."
-    return KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
 
 
 def _cannot_look() -> KvloomError:

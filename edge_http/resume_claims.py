@@ -13,9 +13,10 @@ import msgspec
 
 from edge_http.resume_journal import ResumeJournal
 
+# Made twice it is as good as made once: of the first attempt no answer may have come.
 _CLAIM: Final = """
-local now = redis.call('GET', KEYS[1])
-if (now or '') ~= ARGV[1] then return now or '' end
+local now = redis.call('GET', KEYS[1]) or ''
+if now ~= ARGV[1] and now ~= ARGV[2] then return now end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 redis.call('SADD', KEYS[2], ARGV[4])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
@@ -27,9 +28,10 @@ if (now or '') ~= ARGV[1] then return now or '' end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return ARGV[2]
 """
-_DROP: Final = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
-return 0
+_GIVE_BACK: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return end
+if ARGV[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) end
+redis.call('SREM', KEYS[2], ARGV[4])
 """
 
 
@@ -67,20 +69,21 @@ class ResumeClaims:
         return _claim(value)
 
     async def claim(self, response_id: str, before: Claim | None, wanted: Claim, loser: str) -> Claim | None:
-        """Replace `before`, and tell the edge `loser`. Returns whose it is now."""
-        now = await self._redis.eval(  # pyright: ignore[reportGeneralTypeIssues]
-            _CLAIM,
-            2,
-            self._journal.claim_key(response_id),
-            self._journal.taken_key(loser),
-            *(before.encode() if before else "", wanted.encode(), self._ttl_ms, response_id),
-        )
-        return _claim(now)
+        """Replace `before`, and tell the edge `loser`. Returns whose it is now. When that raises it may have been done,
+        or may be yet: the same can be asked for again."""
+        return _claim(await self._replace(_CLAIM, response_id, before, wanted, loser))
 
-    async def drop(self, response_id: str, claim: Claim) -> None:
-        await self._redis.eval(  # pyright: ignore[reportGeneralTypeIssues]
-            _DROP, 1, self._journal.claim_key(response_id), claim.encode()
-        )
+    async def give_back(self, response_id: str, claim: Claim, before: Claim | None, loser: str) -> None:
+        """As it was before `claim`."""
+        await self._replace(_GIVE_BACK, response_id, claim, before, loser)
+
+    async def _replace(
+        self, script: str, response_id: str, old: Claim | None, new: Claim | None, loser: str
+    ) -> bytes | None:
+        keys = self._journal.claim_key(response_id), self._journal.taken_key(loser)
+        claims = (claim.encode() if claim else "" for claim in (old, new))
+        result: Any = self._redis.eval(script, len(keys), *keys, *claims, self._ttl_ms, response_id)
+        return await result
 
     async def name(
         self, caller: bytes, key: str, before: KeyedResponse | None, wanted: KeyedResponse, ttl_seconds: float

@@ -1,0 +1,92 @@
+"""A Redis that does not answer in the middle of a takeover costs time, not the answer: whatever it has done by then,
+or does when it wakes up, the client that comes back gets the rest. (`kvloom chaos` found it.)"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from edge_http.peers import Peers
+from tests.fakes.edge_peers import edges, published
+from tests.fakes.scripted_answer import begin_live, client, end_at, kill, kinds, same_but_names, undisturbed
+
+
+def lose_next_answer(monkeypatch: pytest.MonkeyPatch, peers: Peers, command: str) -> None:
+    """Redis does what it is told, and that edge hears nothing of it."""
+    redis = peers._journal.redis
+    tell = getattr(redis, command)
+
+    async def unheard(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(redis, command, tell)
+        await tell(*args, **options)
+        raise RedisTimeoutError("no answer")
+
+    monkeypatch.setattr(redis, command, unheard)
+
+
+@pytest.mark.parametrize("comes_to", ["the same edge", "another edge"])
+@pytest.mark.parametrize("command", ["eval", "xrange"])
+async def test_takeover_that_was_cut_short_is_made_good(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, command: str, comes_to: str
+) -> None:
+    """The claim is made (`eval`), by an edge that does not know it, or that cannot read the journal (`xrange`) then."""
+    path, body, script = kinds()["chat"]
+    async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
+        expected = await undisturbed(first, path, body, script)
+        first.edge.resume._remove(next(iter(first.edge.resume.streams.values())))
+        streamed, _, reading = await begin_live(first, path, body, script, 4)
+        await kill(first, one, reading)
+        streamed.url = second.url + path
+        lose_next_answer(monkeypatch, two, command)
+        assert await streamed.resume() == 500
+        if comes_to == "the same edge":
+            await end_at(second, path, streamed, script, 4)
+        else:
+            streamed.url = third.url + path
+            back = asyncio.create_task(streamed.resume())
+            script.play(await second.link.next_request(), 4)
+            assert await back == 200
+        assert same_but_names(streamed.events) == expected
+
+
+async def test_claim_that_was_never_made_is_made_again(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis may just as well not have heard of it; meanwhile a third edge goes on with the answer, and keeps it."""
+    path, body, script = kinds()["chat"]
+    async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
+        streamed, _, reading = await begin_live(first, path, body, script, 4)
+        await kill(first, one, reading)
+
+        async def unheard_of(*_: Any) -> Any:
+            raise RedisTimeoutError("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(two._journal.redis, "eval", unheard_of)
+            streamed.url = second.url + path
+            assert await streamed.resume() == 500
+        await end_at(third, path, streamed, script, 4)
+        again = client(second, path)
+        again.response_id = streamed.response_id
+        assert await again.read_to_the_end() == streamed.events
+
+
+async def test_answer_that_turns_out_to_have_ended_is_there_for_all_who_come(redis_url: str) -> None:
+    """Its edge died between the end and the note that nothing is left to do: whoever claims it replays it, gives it
+    back, and can replay it again."""
+    path, body, script = kinds()["chat"]
+    async with edges(redis_url, count=3) as ((first, one), (second, _), (third, _)):
+        streamed, request, reading = await begin_live(first, path, body, script, 4)
+        journal, response_id = one._journal, streamed.response_id
+        key = journal._response_key(first.edge.tag, response_id)
+        row: Any = await journal.redis.hgetall(key)  # pyright: ignore[reportGeneralTypeIssues]
+        script.play(request, 4)
+        await reading
+        await published(one)
+        await journal.redis.hset(key, mapping=row)  # pyright: ignore[reportGeneralTypeIssues]
+        await kill(first, one, reading)
+        for world in (second, second, third):
+            late = client(world, path)
+            late.response_id = response_id
+            assert await late.read_to_the_end() == streamed.events
