@@ -225,10 +225,9 @@ class ResumePublisher:
         entry = encode(batch.news) if batch.news else b""
         if entry:
             self._forget_old(len(entry))
-        max_entries = len(self._written) + 1
-        taken = await self._journal.write(self._tag, batch, entry, max_entries, self._ttl_seconds)
-        if entry:
+            # Even if Redis is not heard to have taken it: it may have, and then what came before must have its place.
             self._note_written(now, len(entry))
+        taken = await self._journal.write(self._tag, batch, entry, len(self._written), self._ttl_seconds)
         for publication in written:
             publication.opened = True
         return written, left, taken

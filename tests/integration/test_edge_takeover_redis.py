@@ -90,3 +90,40 @@ async def test_answer_that_turns_out_to_have_ended_is_there_for_all_who_come(red
             late = client(world, path)
             late.response_id = response_id
             assert await late.read_to_the_end() == streamed.events
+
+
+async def test_writes_that_were_made_unheard_push_nothing_out_of_the_journal(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis keeps as many entries as the edge knows of. What is written again, since nobody said that it had been
+    written, is there twice, and what came before has to stay."""
+    path, body, script = kinds()["chat"]
+    async with edges(redis_url) as ((first, one), (second, _)):
+        whole = client(first, path)
+        reading = asyncio.create_task(whole.begin(body))
+        script.play(await first.link.next_request(), 0)
+        await reading
+        await published(one)
+        write = one._journal.write
+
+        async def unheard(*args: Any) -> Any:
+            await write(*args)
+            raise RedisTimeoutError("no answer")
+
+        late = client(first, path)
+        with monkeypatch.context() as patch:
+            patch.setattr(one._journal, "write", unheard)
+            reading = asyncio.create_task(late.begin(body))
+            request = await first.link.next_request()
+            script.play(request, 0, 4)
+            for _ in range(3):
+                with pytest.raises(RedisTimeoutError):
+                    await published(one)
+        script.play(request, 4)
+        await reading
+        await published(one)
+        await kill(first, one, reading)
+        for streamed in (whole, late):
+            again = client(second, path)
+            again.response_id = streamed.response_id
+            assert await again.read_to_the_end() == streamed.events

@@ -86,8 +86,10 @@ def is_excused(
     if code == "draining" and _breaks_connections(by_part):
         return True
     if code in _LOST_EVENTS:
-        # Another edge goes on with what the dead one had, if it can look it up.
-        return is_taken_up and _breaks_connections(by_part) and "redis" in by_part
+        # Another edge goes on with what the dead one had, if that could be written down.
+        return (
+            is_taken_up and "redis" in by_part and any(one.kind.verb in _EDGE_VERBS for one in by_part.get("edge", []))
+        )
     if code == "internal_error":
         return is_taken_up and "edge" in by_part and "redis" in by_part
     if code not in _ALL_SHARDS:
