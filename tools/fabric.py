@@ -13,12 +13,11 @@ from tools.child import ChildFailedError
 from tools.control import control_socket
 from tools.failures import CommandError
 from tools.processes import STOP_ORDER, plan_stages
-from tools.readiness import fleet_is_complete, http_url, is_edge_ready, router_address
+from tools.readiness import http_url, is_complete, router_address
 from tools.reporters import Reporter
 from tools.restart_plan import plan_restart
 from tools.shared_port import SharedPort
 from tools.state import FabricState, RunFolder, own_start_time
-from tools.supervised import ProcessState
 from tools.supervisor import Supervisor
 
 _READY_TIMEOUT_SECONDS = 60.0
@@ -113,17 +112,9 @@ class Fabric:
                     report(f"{name} was restarted")
 
     async def _is_complete(self) -> bool:
-        """Every shard is known to every router, and every edge takes requests."""
         if not self._supervisor.all_ready:
             return False
-        running = [status for status in self._supervisor.statuses if status.state == ProcessState.READY]
-        routers = [status.router_address for status in running if status.router_address]
-        edges = [status.metrics_address for status in running if status.role == "edge"]
-        num_shards = self._config.shard.num_shards
-        answers = await asyncio.gather(
-            *(fleet_is_complete(address, num_shards) for address in routers), *map(is_edge_ready, edges)
-        )
-        return all(answers)
+        return await is_complete(self._supervisor.statuses, self._config.shard.num_shards)
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import grpc
 import grpc.aio
 
 from kvloom.config import KvloomConfig
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from tools.supervised import ProcessState, ProcessStatus
 
 _TIMEOUT_SECONDS = 2.0
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -34,9 +36,15 @@ def reachable_address(address: str) -> str:
     return f"{reachable_host(host.strip('[]'))}:{port}"
 
 
-async def is_http_ready(config: KvloomConfig) -> bool:
-    """Of an edge that uses its port alone."""
-    return await is_edge_ready(f"{config.edge.host}:{config.edge.port}")
+async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int) -> bool:
+    """Every shard is known to every router that runs, and every edge takes requests."""
+    running = [status for status in statuses if status.state == ProcessState.READY]
+    routers = [status.router_address for status in running if status.router_address]
+    edges = [status.metrics_address for status in running if status.role == "edge"]
+    answers = await asyncio.gather(
+        *(fleet_is_complete(address, num_shards) for address in routers), *map(is_edge_ready, edges)
+    )
+    return all(answers)
 
 
 async def is_edge_ready(address: str) -> bool:

@@ -19,7 +19,7 @@ from tools.chaos.proxy import FaultProxy
 from tools.child import ChildFailedError, ChildSpec
 from tools.failures import CommandError
 from tools.processes import STOP_ORDER, pick_free_ports, plan_stages
-from tools.readiness import fleet_is_complete, is_http_ready, router_address
+from tools.readiness import is_complete, router_address
 from tools.shared_port import SharedPort
 from tools.state import RunFolder
 from tools.supervised import ProcessState, ProcessStatus
@@ -180,10 +180,7 @@ class Cluster:
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-        num_shards = self.config.shard.num_shards
-        while not (
-            await fleet_is_complete(router_address(self.config), num_shards) and await is_http_ready(self.config)
-        ):
+        while not await is_complete(self._supervisor.statuses, self.config.shard.num_shards):
             if time.monotonic() > deadline:
                 raise CommandError(f"the fabric did not turn ready in {_READY_TIMEOUT_SECONDS:g} s")
             await asyncio.sleep(0.05)
