@@ -81,10 +81,7 @@ class Orphans:
         self, request: web.BaseRequest, response_id: str, claim: Claim, caller: bytes, after: int
     ) -> Found | None:
         """`claim`: of the edge that has died. None: another edge was faster."""
-        row, source = await self._row(response_id, claim)
-        if row is None:
-            raise not_kept()
-        response = decode_response(row.response)
+        row, response, source = await self._row(response_id, claim)
         if not hmac.compare_digest(response.caller, caller):
             raise not_kept()
         if row.snapshot is None:
@@ -111,37 +108,35 @@ class Orphans:
         """The stream that goes on here now; what there is of an answer that has ended; None: another edge was faster.
         `source`: the tag of the edge that wrote it."""
         with self._edge.admitted() as place:
-            last_before, wanted = self._half_taken.get(response_id, (None, None))
-            if wanted is None or last_before != claim:
-                wanted = Claim(self._tag, source)
+            wanted = self._note_half_taken(response_id, claim, source)
             before = None if claim.holder == tag_of(response_id) == claim.source else claim
-            self._note_half_taken(response_id, claim, wanted)
-            found: ResumableStream | AnswerState | None = None
-            error: KvloomError | None = None
+            found: ResumableStream | AnswerState | KvloomError | None = None
             if await self._claims.claim(response_id, before, wanted, claim.holder) == wanted:
                 try:
                     found = await self._take_claimed(response_id, claim, place, after)
-                except KvloomError as refusal:
-                    error = refusal
+                except KvloomError as error:
+                    found = error
                 if not isinstance(found, ResumableStream):
                     await self._claims.give_back(response_id, wanted, before, claim.holder)
             self._half_taken.pop(response_id, None)
-            if error is not None:
-                raise error
+            if isinstance(found, KvloomError):
+                raise found
             return found
 
-    def _note_half_taken(self, response_id: str, before: Claim, wanted: Claim) -> None:
+    def _note_half_taken(self, response_id: str, before: Claim, source: str) -> Claim:
+        """The claim to make: the same as the last time, which may have been made, if it was whose it is now."""
+        last_before, wanted = self._half_taken.get(response_id, (None, None))
+        if wanted is None or last_before != before:
+            wanted = Claim(self._tag, source)
         while len(self._half_taken) >= MAX_HALF_TAKEN:
             del self._half_taken[next(iter(self._half_taken))]
         self._half_taken[response_id] = (before, wanted)
+        return wanted
 
     async def _take_claimed(
         self, response_id: str, claim: Claim, place: Place, after: int
     ) -> ResumableStream | AnswerState:
-        row, source = await self._row(response_id, claim)
-        if row is None:
-            raise not_kept()
-        response = decode_response(row.response)
+        row, response, source = await self._row(response_id, claim)
         state = await self._state(source, response, row)
         if state.ended or row.snapshot is None:
             return state
@@ -155,12 +150,16 @@ class Orphans:
 
     # -- what the journal has ------------------------------------------------------------------------------------------
 
-    async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow | None, str]:
+    async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow, ResponseRecord, str]:
         """And the tag of the edge that wrote it. One that took the response over may not have got so far."""
-        row = await self._journal.read_response(claim.holder, response_id)
-        if row is not None or claim.source == claim.holder:
-            return row, claim.holder
-        return await self._journal.read_response(claim.source, response_id), claim.source
+        source = claim.holder
+        row = await self._journal.read_response(source, response_id)
+        if row is None and claim.source != source:
+            source = claim.source
+            row = await self._journal.read_response(source, response_id)
+        if row is None:
+            raise not_kept()
+        return row, decode_response(row.response), source
 
     async def _state(self, tag: str, response: ResponseRecord, row: ResponseRow) -> AnswerState:
         state = AnswerState(len(response.prompt_sizes) * response.n, len(response.prompt_sizes))

@@ -66,7 +66,7 @@ class ResumePublisher:
         self._ttl_seconds = journal_ttl_seconds(config)
         self._window_seconds = max(config.grace_seconds, SHORTEST_WINDOW_SECONDS)
         self._written: deque[tuple[float, int]] = deque()
-        """Time and size of the entries in the journal, the oldest first."""
+        """Time and size of the entries that are in the journal or may be, the oldest first."""
         self._num_bytes = 0
         self._position = 0
         """Bytes that were ever written to the journal."""
