@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
-import redis.asyncio
 import redis.asyncio.retry
 import redis.backoff
 import redis.exceptions
 
 from edge_http.resume_records import News, decode_entry
 from kvloom.random_bytes import random_hex
+from kvloom.redis_client import redis_client
 
 TAG_CHARS: Final = 8
 TIMEOUT_SECONDS: Final = 2.0
@@ -100,9 +100,7 @@ class ResumeJournal:
         # At once, and once: connections to a Redis that has been replaced are found out one by one. Callers try again
         # by themselves; more of the client's own retries would only hide an outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.exceptions.ConnectionError,))
-        self.redis = redis.asyncio.Redis.from_url(
-            url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS, retry=retry
-        )
+        self.redis = redis_client(url, timeout_seconds=TIMEOUT_SECONDS, retry=retry)
         self.prefix = key_prefix
 
     async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> tuple[bool, set[str]]:

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
-import redis.asyncio
 import redis.asyncio.retry
 import redis.backoff
 
 from kvloom.beat import seconds_to_beat
+from kvloom.redis_client import redis_client
 
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
@@ -60,7 +60,7 @@ class Registry(Generic[_Record]):
     def __init__(self, url: str, key_prefix: str, kind: str, record_type: type[_Record]) -> None:
         # Callers try again by themselves, every heartbeat; the client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
-        self._redis = redis.asyncio.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
+        self._redis = redis_client(url, timeout_seconds=2.0, retry=retry)
         self._prefix = f"{key_prefix}:{kind}"
         self._record_type: type[_Record] = record_type
         self._last_keys: list[str] = []

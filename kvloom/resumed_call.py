@@ -126,7 +126,8 @@ class _Course:
         """The router has the call. Raises TimeoutError."""
         attempt = self._answer.attempt
         is_quick = self._resumes or attempt.resumable or bool(attempt.begun)
-        metadata = await asyncio.wait_for(call.initial_metadata(), OPEN_TIMEOUT_SECONDS if is_quick else None)
+        async with asyncio.timeout(OPEN_TIMEOUT_SECONDS if is_quick else None):
+            metadata = await call.initial_metadata()
         if not self._resumes:
             self._ways.note_owner(metadata)
         self._goes_on = self._goes_on or any(key == CARRIED_KEY for key, _ in metadata or ())

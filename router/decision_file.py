@@ -140,7 +140,8 @@ class DecisionWriter:
         while not is_last:
             await self._wake.wait()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), GATHER_SECONDS)
+                async with asyncio.timeout(GATHER_SECONDS):
+                    await self._closing.wait()
             is_last = self._closing.is_set()
             self._wake.clear()
             await self._write_waiting()

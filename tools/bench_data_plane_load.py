@@ -88,7 +88,8 @@ class Load:
             delay = workload.stagger_seconds * number / len(connections)
             loop.call_later(delay, connection.send_next)
         try:
-            await asyncio.wait_for(self._done.wait(), workload.timeout_seconds)
+            async with asyncio.timeout(workload.timeout_seconds):
+                await self._done.wait()
         except TimeoutError:
             self.errors["not finished in time"] += self._num_open
         wall_seconds = time.monotonic() - began

@@ -135,7 +135,8 @@ async def _ping_redis(port: int) -> ReadyLine | None:
         return None
     try:
         writer.write(b"PING\r\n")
-        answer = await asyncio.wait_for(reader.readline(), timeout=1.0)
+        async with asyncio.timeout(1.0):
+            answer = await reader.readline()
     except (OSError, TimeoutError):
         return None
     finally:
