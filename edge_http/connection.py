@@ -106,7 +106,10 @@ class Connection(web.RequestHandler):
         elif status < 500:
             error = invalid_argument("The request is not valid HTTP.")
         else:
-            log.error("connection broke", exc_info=exc)
+            if isinstance(exc, ConnectionError):  # nobody is there any more, here or at the edge that was asked
+                log.info("a connection ended before its answer", error=str(exc))
+            else:
+                log.error("connection broke", exc_info=exc)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
         response = error_response(error)
         response.force_close()

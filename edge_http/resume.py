@@ -64,6 +64,12 @@ async def deliver_found(
 
 async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream, after: int) -> web.StreamResponse:
     """Write the events after that number to this connection. Raises KvloomError as long as nothing was sent."""
+    if stream.is_attended:
+        # A request may be read when its client has gone, and come back by another connection: that one keeps the
+        # stream. The event loop gets to know of it behind the request, and cancels this.
+        await asyncio.sleep(0)
+        if edge.resume.find(stream.name.id, stream.name.caller) is not stream:
+            raise not_kept()
     reader = Reader(EventStream(request, edge.config.max_buffered_bytes, edge.corks))
     stream.attach(reader, after)
     try:
