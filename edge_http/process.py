@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import xxhash
 
@@ -21,11 +20,8 @@ from edge_http.server import EdgeServer
 from kvloom.config import KvloomConfig
 from kvloom.router_group import RouterGroup
 from kvloom.router_link import RouterLink
-from kvloom.service import StartError
+from kvloom.service import StartError, announce_leaving, wait_to_open
 from kvloom.tokenizer import ModelTokenizer
-
-READY_SECONDS: Final = 2.0
-"""A door may stay closed for so long before anyone can be served."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,14 +31,14 @@ class Doors:
     port: int
     """Of `edge.host`; 0 picks one."""
     listen_fd: int | None = None
-    """A socket that listens already, instead of `port`. Whoever passed it keeps it, and may pass it to a successor:
-    then what waits in it is not lost."""
+    """A socket that is bound, and may listen already, instead of `port`. Whoever passed it keeps it, and may pass it to
+    a successor: then what waits in it is not lost."""
     peer_port: int | None = None
     """One that no other edge shares, for other edges and /metrics; 0 picks one, None: `port` is not shared."""
 
 
 def add_door_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen-fd", type=int, help="a socket that listens already, instead of edge.port")
+    parser.add_argument("--listen-fd", type=int, help="a socket that is bound already, instead of edge.port")
     parser.add_argument(
         "--peer-port", type=int, help="also listen there, alone; for edges that share edge.port; 0: any"
     )
@@ -73,17 +69,17 @@ async def serve_edge(
         # Clients may wait at the door already: they would be turned away until a shard can be reached, and at a shared
         # one, until the others are known, an answer of theirs would be denied.
         if doors.peer_port is None:
-            await _wait_until_ready(edge, stop)
+            await wait_to_open(_until_ready(edge), stop)
             address = own_address = await _open(server, config.edge.host, doors)
             peers = join_peers(edge, config.redis, own_address)
         else:
             own_address = await server.listen(config.edge.host, doors.peer_port)
             peers = join_peers(edge, config.redis, own_address, shares_port=True)
-            await _wait_until_ready(edge, stop)
+            await wait_to_open(_until_ready(edge), stop)
             address = await _open(server, config.edge.host, doors)
         on_ready(address, own_address)
         await stop.wait()
-        await server.drain()
+        await server.drain(announce_leaving)
         if peers is not None:
             await peers.stop_publishing()
         await server.stop()
@@ -92,22 +88,9 @@ async def serve_edge(
             await peers.close()
 
 
-async def _wait_until_ready(edge: Edge, stop: asyncio.Event) -> None:
-    """Not for long: without routers or shards the door opens too, and whoever comes is told why."""
-
-    async def watch() -> None:
-        while edge.not_ready_reason():
-            await edge.link.wait_fleet_change()
-
-    waits = [asyncio.create_task(watch(), name="until ready"), asyncio.create_task(stop.wait(), name="stop")]
-    try:
-        done, _ = await asyncio.wait(waits, timeout=READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for wait in done:
-            wait.result()
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+async def _until_ready(edge: Edge) -> None:
+    while edge.not_ready_reason():
+        await edge.link.wait_fleet_change()
 
 
 async def _open(server: EdgeServer, host: str, doors: Doors) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
@@ -62,7 +63,7 @@ class EdgeServer:
         self._taken_over: web.SockSite | None = None
 
     async def take_over(self, listener: socket.socket) -> str:
-        """Serve what comes to a socket that listens already, and that others may go on with. Returns "host:port"."""
+        """Serve what comes to a socket that is bound already, and that others may go on with. Returns "host:port"."""
         await self._set_up()
         site = web.SockSite(self._runner, listener, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
@@ -89,21 +90,23 @@ class EdgeServer:
             await self._runner.cleanup()
             raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
 
-    async def drain(self) -> None:
+    async def drain(self, on_leave: Callable[[], None] = lambda: None) -> None:
         """Let running requests finish within the drain timeout, /ready says 503. New ones are refused (503); but with a
-        socket that others go on with, requests that come over connections which exist are served, and those closed."""
+        socket that others go on with, requests that come over connections which exist are served, and those closed.
+        `on_leave` is called when such a socket is no longer looked at."""
         try:
             async with asyncio.timeout(self._edge.config.drain_timeout_seconds):
                 if self._taken_over is not None:
-                    await self._leave(self._taken_over)
+                    await self._taken_over.stop()
+                    on_leave()
+                    await self._leave()
                 self._edge.drain()
                 await self._edge.wait_idle()
         except TimeoutError:
             self._edge.drain()
             log.warning("drain timed out", num_running=self._edge.num_running)
 
-    async def _leave(self, site: web.SockSite) -> None:
-        await site.stop()
+    async def _leave(self) -> None:
         self._edge.leave()
         loop = asyncio.get_running_loop()
         idle_since = loop.time()

@@ -45,6 +45,10 @@ GC_THRESHOLD: Final = 2_000
 behind every RPC, and with them its metadata."""
 
 
+OPEN_SECONDS: Final = 2.0
+"""A door may stay closed for so long before anyone can be served."""
+
+
 class StartError(Exception):
     """The process cannot start; the message tells the operator why."""
 
@@ -72,6 +76,15 @@ def announce_ready(
         router_metrics_address=router_metrics_address,
     )
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+LEAVING_LINE: Final = b'{"event":"leaving"}'
+
+
+def announce_leaving() -> None:
+    """Tell whoever started this process that it serves no new connections any more."""
+    sys.stdout.buffer.write(LEAVING_LINE + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -111,6 +124,23 @@ def stop_event() -> asyncio.Event:
     loop.add_signal_handler(signal.SIGTERM, event.set)
     loop.add_signal_handler(signal.SIGINT, on_interrupt)
     return event
+
+
+async def wait_to_open(can_serve: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
+    """Until `can_serve` returns or `stop` is set, but not for long: then the door opens too, and whoever comes is told
+    why nobody is served. Raises what `can_serve` raises."""
+    waits: list[asyncio.Task[Any]] = [
+        asyncio.create_task(can_serve, name="until it can serve"),
+        asyncio.create_task(stop.wait(), name="stop"),
+    ]
+    try:
+        done, _ = await asyncio.wait(waits, timeout=OPEN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for wait in done:
+            wait.result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> str:

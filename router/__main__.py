@@ -17,10 +17,9 @@ async def serve(config: KvloomConfig, name: str, doors: Doors) -> None:
     stop = service.stop_event()
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     server, address, metrics_address = await open_router(config, tokenizer, name, doors)
-    service.announce_ready(address, metrics_address)
     # Edges take CPUs from the first on, routers from the last on.
     with staying_on_a_cpu(-1 - number_of(name), wanted=config.router.stays_on_cpu):
-        await server.serve(stop)
+        await server.serve(stop, lambda: service.announce_ready(address, metrics_address))
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ class FleetWatcher:
         self._router_id = router_id
         self._dispatcher = dispatcher
         self._links: dict[str, tuple[ShardLink, asyncio.Task[None]]] = {}
+        self._looked = asyncio.Event()
 
     async def run(self) -> None:
         """Until cancelled; ends its links first."""
@@ -37,6 +38,11 @@ class FleetWatcher:
         finally:
             self._links.clear()
 
+    async def first_look(self) -> None:
+        """Until every shard of the registry has been tried, or the registry cannot be read."""
+        await self._looked.wait()
+        await asyncio.gather(*(link.tried.wait() for link, _ in self._links.values()))
+
     async def _watch(self, links: asyncio.TaskGroup) -> None:
         backoff = Backoff()
         loop = asyncio.get_running_loop()
@@ -45,6 +51,7 @@ class FleetWatcher:
             try:
                 async for _ in self._registry.watch():
                     self._follow(await self._registry.list_shards(), links)
+                    self._looked.set()
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("the shard registry cannot be read", cause=type(error).__name__, num_links=len(self._links))
                 for link, _ in self._links.values():
@@ -52,6 +59,7 @@ class FleetWatcher:
             except Exception:  # e.g. a record that is no ShardRecord: one bad announcement must not end the watch
                 log.exception("the shard registry holds something unexpected")
             raise_if_cancelled()
+            self._looked.set()
             await asyncio.sleep(backoff.next_seconds(loop.time() - started))
 
     def _follow(self, records: Mapping[str, ShardRecord], links: asyncio.TaskGroup) -> None:

@@ -38,6 +38,8 @@ class SafetyLink:
     def __init__(self, address: str, dispatcher: Dispatcher) -> None:
         self._address = address
         self._dispatcher = dispatcher
+        self.tried = asyncio.Event()
+        """The core has been told of the service, or it could not be reached."""
         self._current: SafetyStream | None = None
         self._leaving: list[SafetyStream] = []
         self._drains = asyncio.Event()
@@ -60,6 +62,7 @@ class SafetyLink:
             except Exception:
                 log.exception("safety link failed")
             raise_if_cancelled()
+            self.tried.set()
             await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
 
     # -- SafetyPeer ---------------------------------------------------------------------------------------------------
@@ -140,6 +143,7 @@ class SafetyLink:
             self._leaving.append(old)
             old.leave_to(stream)
         self._tell_policy(stream)
+        self.tried.set()
         log.info("safety service up", address=self._address, policy_revision=stream.policy.revision)
 
     async def _serve(self, stream: SafetyStream) -> None:

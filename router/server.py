@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -84,7 +84,7 @@ class RouterServer:
         self._core = core
         self._router_id = router_id
         self._incarnation_id = uuid.uuid4().hex
-        self._announcer: Announcer[RouterRecord] | None = None
+        self._address = ""
         self._draining = False
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
         self._dispatcher = dispatcher.Dispatcher(core, self)
@@ -124,28 +124,25 @@ class RouterServer:
         self._metrics.watch(self._gauges)
 
     async def start(self, host: str, port: int, own_port: int | None = None) -> str:
-        """Listen; returns the address, with `own_port` the one that is nobody else's. Raises StartError when the port
-        is taken or the decision log's file is not to be written."""
+        """Take its ports: who connects waits until `serve` opens them. Returns the address, with `own_port` the one
+        that is nobody else's. Raises StartError when a port is taken or the decision log's file is not to be
+        written."""
         if self._decision_writer is not None:
             self._decision_writer.open()
         address = service.bind(self._server, host, port)
         if own_port is not None:
             address = service.bind(self._server, host, own_port)
-        await self._local_server.start(address)
-        await self._server.start()
-        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
+        self._address = address
         self._answers.address = reachable_address(address)
-        record = RouterRecord(self._answers.address, self._router_id, self._incarnation_id)
-        self._announcer = Announcer(registry, record)
-        log.info("router listens", address=address)
         return address
 
     def local_link(self, name: str) -> LocalRouterLink:
         """A way in for this process itself."""
         return LocalRouterLink(self._dispatcher, self._intake, name)
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set; then lets running requests end. Raises what one of the router's own tasks raised."""
+    async def serve(self, stop: asyncio.Event, on_open: Callable[[], None] = lambda: None) -> None:
+        """Until `stop` is set; then lets running requests end. `on_open` is called when it can be reached. Raises what
+        one of the router's own tasks raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 owned = [
@@ -156,11 +153,13 @@ class RouterServer:
                     owned.append(tasks.create_task(self._safety_link.run(), name="safety link"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
-                announcing = tasks.create_task(self._announcer.run(), name="announcer") if self._announcer else None
+                await service.wait_to_open(self._find_others(), stop)
+                announcer = await self._open()
+                on_open()
+                announcing = tasks.create_task(announcer.run(), name="announcer")
                 await stop.wait()
-                if self._announcer is not None and announcing is not None:
-                    await _end([announcing])
-                    await self._announcer.withdraw()
+                await _end([announcing])
+                await announcer.withdraw()
                 await self._drain()
                 await self._close_streams()
                 await _end(owned)
@@ -171,6 +170,20 @@ class RouterServer:
             await self._answers.close()
             self._dispatcher.close()
             await self._registry.close()
+
+    async def _find_others(self) -> None:
+        """Who comes before shards and safety service are known would be turned away, though nothing is wrong: beside
+        others at a shared port that is whoever connects."""
+        await self._watcher.first_look()
+        if self._safety_link is not None:
+            await self._safety_link.tried.wait()
+
+    async def _open(self) -> Announcer[RouterRecord]:
+        await self._local_server.start(self._address)
+        await self._server.start()
+        log.info("router listens", address=self._address)
+        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
+        return Announcer(registry, RouterRecord(self._answers.address, self._router_id, self._incarnation_id))
 
     async def _drain(self) -> None:
         self._draining = True

@@ -61,6 +61,8 @@ class ShardLink:
         """At that address; "": the registry cannot be read, and whoever has its name may be its next life."""
         self._router_id = router_id
         self._dispatcher = dispatcher
+        self.tried = asyncio.Event()
+        """The core has been told of this shard, or it could not be reached."""
         self._connected = False
         self._packs_token_ids = False
         """The shard that is connected reads them so."""
@@ -90,6 +92,7 @@ class ShardLink:
             except Exception:
                 log.exception("shard link failed", shard_id=self.record.shard_id)
             raise_if_cancelled()
+            self.tried.set()
             if self.registered:
                 await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
 
@@ -155,6 +158,7 @@ class ShardLink:
             self._dispatcher.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
             log.info("shard up", shard_id=shard_id, address=self.record.address)
             self._on_frame(first)
+            self.tried.set()
             await deliver(call, shard_service_pb2.ShardServiceConnectResponse, self._on_frame)
         finally:
             self._connected = False

@@ -134,10 +134,17 @@ class RouterWorld:
         return shard
 
     async def start_router(self) -> None:
+        await self.bind_router()
+        self.serve_router()
+
+    async def bind_router(self) -> None:
+        """It has its port and has not opened it yet."""
         self.server = RouterServer(
             self.config, RouterCore(core_config(self.config)), model_tokenizer(), "router-0", self.metrics
         )
         self.address = await self.server.start("127.0.0.1", 0)
+
+    def serve_router(self) -> None:
         self.served = asyncio.create_task(self.server.serve(self.stop))
         self._cleanup.push_async_callback(self._stop_router)
 

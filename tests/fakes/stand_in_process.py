@@ -1,6 +1,7 @@
 """A service's outward behaviour without the service: prints a ReadyLine, obeys SIGTERM, or misbehaves as told.
 
 python -m tests.fakes.stand_in_process [--fail MESSAGE] [--ignore-sigterm] [--grandchild FILE] [--record FILE]
+    [--leave FILE]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--grandchild", type=Path, help="start a process that outlives this one; write its pid there")
     parser.add_argument("--record", type=Path, help="append this process's name there when SIGTERM stops it")
+    parser.add_argument("--leave", type=Path, help="say at SIGTERM that it leaves, and end when there is such a file")
     parser.add_argument("--print-bytes", type=int, default=0, help="write that much on stderr first")
     arguments = parser.parse_args()
     if arguments.fail:
@@ -41,6 +43,11 @@ def main() -> None:
     deadline = time.monotonic() + 60
     while not stopped and time.monotonic() < deadline:
         time.sleep(0.05)
+    if arguments.leave:
+        sys.stdout.write('{"event":"leaving"}\n')
+        sys.stdout.flush()
+        while not arguments.leave.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
     if arguments.record:
         with arguments.record.open("a") as file:
             file.write(f"{arguments.name}\n")

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from edge_http import process
 from edge_http.edge import ServedModel
 from edge_http.process import Doors, serve_edge
+from kvloom import service
 from kvloom.config import KvloomConfig, RedisConfig
 from kvloom.v1.router_service_pb2 import FleetState
 from tests.fakes.edge_peers import CHAT, left_by_a_dead_edge
@@ -77,7 +77,7 @@ async def test_who_waits_at_the_door_is_served_by_the_shards_that_come(
 ) -> None:
     """A new edge has its way to a router and its shards some milliseconds later: who came before that would be turned
     away with an error, though nothing is wrong."""
-    monkeypatch.setattr(process, "READY_SECONDS", 60.0)
+    monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
     link = FakeRouterLink()
     link.script = answer("yes")
     fleet = link.fleet
@@ -102,7 +102,7 @@ async def test_who_waits_at_the_door_is_served_by_the_shards_that_come(
 
 async def test_a_door_opens_without_a_router_too(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later than with one; whoever comes is told why it is of no use."""
-    monkeypatch.setattr(process, "READY_SECONDS", 0.01)
+    monkeypatch.setattr(service, "OPEN_SECONDS", 0.01)
     link = FakeRouterLink()
     link.tell(FleetState(), connected=False)
     redis = RedisConfig(url=redis_url, key_prefix="edge-start-alone")

@@ -1,0 +1,83 @@
+"""A router that starts while clients are at its door already, as at a port that it shares with others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import grpc
+import pytest
+
+from kvloom import service
+from kvloom.grpc_errors import from_rpc_error
+from kvloom.registry import ShardRecord
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import StopConditions
+from kvloom.v1.router_service_pb2 import GenerateRequest, TokenIds
+from tests.fakes.fake_shard import expected_text
+from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+PROMPT = [4, 5, 6]
+
+
+async def ask_at_the_door(world: RouterWorld) -> asyncio.Task[str]:
+    """A request that is under way before the router has opened."""
+    await world.bind_router()
+    stub = await world.stub()
+    request = GenerateRequest(model=MODEL, token_ids=TokenIds(ids=PROMPT), stop=StopConditions(max_tokens=8))
+
+    async def generate() -> str:
+        call = stub.Generate(request, wait_for_ready=True, timeout=TIMEOUT_SECONDS)
+        return "".join([delta.text async for response in call for delta in response.deltas])
+
+    asking = asyncio.create_task(generate())
+    await asyncio.sleep(0)
+    world.serve_router()
+    return asking
+
+
+@pytest.mark.parametrize("num_dead_shards", [0, 3])
+async def test_who_waits_at_the_door_is_answered(
+    world: RouterWorld, monkeypatch: pytest.MonkeyPatch, num_dead_shards: int
+) -> None:
+    """A new router knows its shards and its safety service some milliseconds after its port: who came before would be
+    turned away though nothing is wrong. Shards that are registered and gone keep nobody waiting."""
+    monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
+    await world.start_safety()
+    await world.start_shard("shard-0")
+    for number in range(num_dead_shards):
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            host, port = gone.getsockname()
+        await world.registry.announce(ShardRecord(f"shard-{number + 1}", f"{host}:{port}", MODEL, "gone"))
+    assert await (await ask_at_the_door(world)) == expected_text(PROMPT, 0, 8)
+
+
+async def refusal(world: RouterWorld) -> ErrorReason:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (await ask_at_the_door(world))
+    return from_rpc_error(caught.value).reason
+
+
+@pytest.mark.parametrize("registry_is_away", [False, True])
+async def test_a_router_opens_at_once_if_there_is_nothing_to_wait_for(
+    world: RouterWorld, monkeypatch: pytest.MonkeyPatch, registry_is_away: bool
+) -> None:
+    """No shard is registered, or nobody can say which are, perhaps for long: whoever comes is told."""
+    monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
+    if registry_is_away:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            world.config.redis.url = "redis://{}:{}".format(*gone.getsockname())
+    assert await refusal(world) == ErrorReason.ERROR_REASON_NO_SHARD_READY
+
+
+async def test_a_router_does_not_wait_long_for_a_shard_that_says_nothing(
+    world: RouterWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that hangs must not keep the door closed."""
+    monkeypatch.setattr(service, "OPEN_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        await world.registry.announce(ShardRecord("shard-0", f"{host}:{port}", MODEL, "silent"))
+        assert await refusal(world) == ErrorReason.ERROR_REASON_NO_SHARD_READY
