@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.service import ReadyLine
+from kvloom.service import LEAVING_LINE, ReadyLine
 from tools.bounded_log import BoundedLog
 from tools.shared_port import SharedPort
 
@@ -63,9 +63,17 @@ class Child:
     """A launched process. It leads a process group of its own, so a Ctrl-C in the terminal does not reach it and
     whatever it starts can be ended with it. It is killed by the kernel if this process dies."""
 
-    def __init__(self, spec: ChildSpec, log: BoundedLog, listener: socket.socket | None = None) -> None:
-        """`listener` is shared with the process and stays the caller's. Raises OSError when it cannot be launched."""
+    def __init__(
+        self,
+        spec: ChildSpec,
+        log: BoundedLog,
+        listener: socket.socket | None = None,
+        on_leaving: Callable[[Child], None] | None = None,
+    ) -> None:
+        """`listener` is shared with the process and stays the caller's; `on_leaving` is called when the process says
+        that it looks at it no more. Raises OSError when it cannot be launched."""
         self.spec = spec
+        self._on_leaving = on_leaving
         self._log = log
         self._tail: collections.deque[bytes] = collections.deque()
         self._num_tail_bytes = 0
@@ -183,20 +191,26 @@ class Child:
             while chunk := await reader.read(_CHUNK_BYTES):
                 self._log.write(chunk)
                 self._remember(chunk)
-                if is_stdout and not self._ready_line.done():
-                    head = self._look_for_ready_line(head + chunk)
+                if is_stdout:
+                    head = self._look_for_news(head + chunk)
         finally:
             transport.close()
 
-    def _look_for_ready_line(self, text: bytes) -> bytes:
-        """Returns what may be the beginning of the line."""
+    def _look_for_news(self, text: bytes) -> bytes:
+        """That it is ready, and that it leaves. Returns what may be the beginning of a line."""
         *lines, rest = text.split(b"\n")
         for line in lines:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                ready = msgspec.json.decode(line, type=ReadyLine)
-                if ready.event == "ready" and not self._ready_line.done():
-                    self._ready_line.set_result(ready)
+            if not self._ready_line.done():
+                self._look_for_ready_line(line)
+            elif line == LEAVING_LINE and self._on_leaving is not None:
+                self._on_leaving(self)
         return rest[-_MAX_READY_LINE_BYTES:]
+
+    def _look_for_ready_line(self, line: bytes) -> None:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            ready = msgspec.json.decode(line, type=ReadyLine)
+            if ready.event == "ready":
+                self._ready_line.set_result(ready)
 
     def _remember(self, chunk: bytes) -> None:
         self._tail.append(chunk[-_MAX_TAIL_BYTES:])

@@ -30,16 +30,27 @@ class SharedPort:
             self._address = (self._address[0], self.port, *self._address[2:])
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._guard = self._member()
+        self._listeners: list[socket.socket] = []
 
     def listener(self) -> socket.socket:
-        """A socket of its own that listens there. Raises OSError."""
+        """A socket of its own for a process that is to listen there. While nobody else does, it listens already, so
+        that whoever comes waits for the process; else others serve them. Raises OSError."""
         listener = self._member()
         try:
-            listener.listen(BACKLOG)
+            if not self.is_served():
+                listener.listen(BACKLOG)
         except OSError:
             listener.close()
             raise
+        self._listeners.append(listener)
         return listener
+
+    def is_served(self, *, besides: socket.socket | None = None) -> bool:
+        """Whether any socket listens there."""
+        self._listeners = [one for one in self._listeners if one.fileno() >= 0]
+        return any(
+            one is not besides and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for one in self._listeners
+        )
 
     def close(self) -> None:
         self._guard.close()

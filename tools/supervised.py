@@ -127,12 +127,30 @@ class SupervisedProcess:
         successor does not come up; then the old process goes on, or is started anew until it works."""
         if not self.ready or self._replacement is not None:
             raise ChildFailedError(f"{self.spec.name} is not running steadily ({self._state.value})")
+        await self._ask_for_successor(force)
+        if self._leaving is not None:
+            await asyncio.shield(self._leaving[1])
+
+    def _ask_for_successor(self, force: asyncio.Event) -> asyncio.Future[None]:
         self._replacement = asyncio.get_running_loop().create_future()
         self._force = force
         self._asked.set()
-        await self._replacement
-        if self._leaving is not None:
-            await asyncio.shield(self._leaving[1])
+        return self._replacement
+
+    def _on_leaving(self, child: Child) -> None:
+        """Its socket would collect connections until it has ended. When it was not this supervisor who told it to stop,
+        others take them from now on: its siblings or, if it has none, a successor."""
+        if child is not self._child or not self.ready or self._replacement is not None:
+            return
+        self._restarts += 1
+        self._on_event(f"{self.spec.name} was told to stop: another one takes its place")
+        if self.spec.listens_on is not None and self.spec.listens_on.is_served(besides=self._listener):
+            self.close_port()
+        self._ask_for_successor(asyncio.Event()).add_done_callback(self._on_successor)
+
+    def _on_successor(self, started: asyncio.Future[None]) -> None:
+        if started.exception() is None:
+            self._on_event(f"{self.spec.name} is back (pid {self.status.pid})")
 
     async def _restart(self, reason: str, ran_seconds: float) -> None:
         while True:
@@ -233,7 +251,7 @@ class SupervisedProcess:
         try:
             if self.spec.listens_on is not None and self._listener is None:
                 self._listener = self.spec.listens_on.listener()
-            return Child(self.spec, self._log, self._listener)
+            return Child(self.spec, self._log, self._listener, self._on_leaving)
         except OSError as error:
             raise ChildFailedError(f"{self.spec.name} could not be launched: {error}") from error
 

@@ -194,6 +194,29 @@ def test_a_claimed_port_is_open_to_those_who_were_told_and_to_no_other_fabric():
     SharedPort("127.0.0.1", claimed.port).close()
 
 
+def test_only_one_socket_of_a_port_listens_for_a_process_that_is_not_there_yet():
+    """It would take its share of the clients, and they would wait, though others could serve them at once; while there
+    are no others, waiting is better than being refused."""
+    claimed = SharedPort("127.0.0.1", 0)
+
+    def listens(one: socket.socket) -> bool:
+        return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+    try:
+        with claimed.listener() as first, claimed.listener() as second:
+            assert (listens(first), listens(second)) == (True, False)
+            assert claimed.is_served()
+            assert not claimed.is_served(besides=first)
+            first.close()
+            assert not claimed.is_served()
+            with claimed.listener() as third:
+                assert listens(third)
+                second.listen()
+                assert claimed.is_served(besides=third)
+    finally:
+        claimed.close()
+
+
 def test_connections_that_wait_in_a_socket_outlive_the_process_that_served_it():
     """This is what a restart rests on: the supervisor keeps the socket, the successor takes what waits."""
     claimed = SharedPort("127.0.0.1", 0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.unit.test_tools_supervisor import TIMEOUT_SECONDS, World, assert_gone, stand_in
+from tests.unit.test_tools_supervisor import TIMEOUT_SECONDS, World, assert_gone, breakable, stand_in
 from tools.child import ChildFailedError, ChildSpec
 from tools.control import ask_restart, control_socket
 from tools.failures import CommandError
@@ -72,14 +74,7 @@ async def test_a_replaced_process_has_ended_by_sigterm_and_its_successor_serves(
 async def test_a_successor_that_does_not_come_up_leaves_the_old_process_alone(tmp_path: Path):
     """A broken upgrade must not take down what works."""
     flag = tmp_path / "broken"
-    code = (
-        "import pathlib, sys, time\n"
-        f"if pathlib.Path({str(flag)!r}).exists(): sys.exit('error: broken')\n"
-        'print(\'{"event":"ready","address":"x"}\', flush=True)\n'
-        "time.sleep(60)\n"
-    )
-    spec = ChildSpec(role="shard", name="a", argv=(sys.executable, "-S", "-c", code), starts_first=True)
-    world = World(tmp_path, [spec])
+    world = World(tmp_path, [breakable(flag, starts_first=True)])
     await world.supervisor.start()
     try:
         (before,) = world.supervisor.statuses
@@ -90,6 +85,48 @@ async def test_a_successor_that_does_not_come_up_leaves_the_old_process_alone(tm
         flag.unlink()
         await world.supervisor.replace("a")
         assert world.supervisor.statuses[0].pid != before.pid
+    finally:
+        await world.supervisor.stop()
+
+
+async def test_a_process_that_leaves_unasked_gets_a_successor_before_it_has_ended(tmp_path: Path):
+    """Somebody has sent it a SIGTERM, and what it runs may take long; it counts as a restart, which nobody planned."""
+    leave = tmp_path / "leave"
+    world = World(tmp_path, [with_successor(stand_in("a", "--leave", str(leave)))])
+    await world.supervisor.start()
+    try:
+        (before,) = world.supervisor.statuses
+        assert before.pid is not None
+        os.kill(before.pid, signal.SIGTERM)
+        await world.until(lambda s: s[0].pid != before.pid and s[0].state == "ready")
+        assert psutil.pid_exists(before.pid)
+        leave.touch()
+        assert_gone(before.pid)
+        await world.until(lambda s: len(s) == 1)
+        (after,) = world.supervisor.statuses
+        assert (after.state, after.restarts) == ("ready", 1)
+        assert [event.splitlines()[0] for event in world.events][1:] == [
+            "a was told to stop: another one takes its place",
+            f"a is back (pid {after.pid})",
+        ]
+    finally:
+        await world.supervisor.stop()
+
+
+async def test_one_that_leaves_when_no_successor_can_start_is_started_again_as_after_a_crash(tmp_path: Path):
+    """The attempt to be quicker must not be the last one."""
+    flag = tmp_path / "broken"
+    leaves = 'signal.signal(signal.SIGTERM, lambda *_: print(\'{"event":"leaving"}\', flush=True) or sys.exit(0))'
+    world = World(tmp_path, [breakable(flag, leaves, starts_first=True)])
+    await world.supervisor.start()
+    try:
+        (before,) = world.supervisor.statuses
+        assert before.pid is not None
+        flag.touch()
+        os.kill(before.pid, signal.SIGTERM)
+        await world.until(lambda s: s[0].restarts >= 3)
+        flag.unlink()
+        await world.until(lambda s: s[0].state == "ready")
     finally:
         await world.supervisor.stop()
 

@@ -29,6 +29,18 @@ def stand_in(name: str, *args: str, role: str = "shard", stop_timeout_seconds: f
     )
 
 
+def breakable(flag: Path, more_code: str = "", *, starts_first: bool = False) -> ChildSpec:
+    """A process that cannot start while there is such a file."""
+    code = (
+        "import pathlib, signal, sys, time\n"
+        f"if pathlib.Path({str(flag)!r}).exists(): sys.exit('error: broken')\n"
+        f"{more_code}\n"
+        'print(\'{"event":"ready","address":"x"}\', flush=True)\n'
+        "time.sleep(60)\n"
+    )
+    return ChildSpec(role="shard", name="a", argv=(sys.executable, "-S", "-c", code), starts_first=starts_first)
+
+
 class World:
     """A supervisor whose changes and events can be awaited."""
 
@@ -129,13 +141,7 @@ async def test_a_killed_process_is_reported_and_started_again(tmp_path: Path):
 async def test_a_process_that_fails_after_a_crash_is_tried_again_and_again(tmp_path: Path):
     """Whatever made the restart fail may pass: giving up would need a person."""
     flag = tmp_path / "broken"
-    code = (
-        "import pathlib, sys, time\n"
-        f"if pathlib.Path({str(flag)!r}).exists(): sys.exit('error: broken')\n"
-        'print(\'{"event":"ready","address":"x"}\', flush=True)\n'
-        "time.sleep(60)\n"
-    )
-    world = World(tmp_path, [ChildSpec(role="shard", name="a", argv=(sys.executable, "-S", "-c", code))])
+    world = World(tmp_path, [breakable(flag)])
     await world.supervisor.start()
     try:
         flag.touch()
