@@ -112,10 +112,11 @@ class _Asking:
             try:
                 wait_seconds = await self._try_once()
             except aiohttp.ClientConnectorError:
+                self._transcript.tell("no connection")
                 self._transcript.end = End.UNREACHABLE
                 wait_seconds = _RETRY_SECONDS
-            except (aiohttp.ClientError, OSError):
-                self._note_break()
+            except (aiohttp.ClientError, OSError) as error:
+                self._note_break(type(error).__name__)
                 # As usual clients do: what broke before its status line is asked again.
                 wait_seconds = _RETRY_SECONDS if self._can_resume or not self._response_id else None
             if wait_seconds is None:
@@ -127,7 +128,8 @@ class _Asking:
     def _other_door(self) -> Doorway:
         return self._rng.choice(self._doorways)
 
-    def _note_break(self) -> None:
+    def _note_break(self, how: str) -> None:
+        self._transcript.tell(f"broken: {how}")
         self._transcript.end = End.BROKEN
         self._transcript.num_breaks += 1
 
@@ -135,6 +137,7 @@ class _Asking:
         """Seconds until the next try; None when it is over. Raises aiohttp.ClientError, OSError."""
         transcript = self._transcript
         async with self._request() as response:
+            transcript.tell(f"answered {response.status}")
             if response.status == 204:
                 # Nothing more will come, and the end has not been seen.
                 transcript.event_fault = transcript.event_fault or "the end is lost: 204 before [DONE]"
@@ -155,9 +158,11 @@ class _Asking:
     def _request(self) -> Any:
         transcript, url = self._transcript, self._door.url + _PATHS[self._errand.door]
         if not (self._response_id and self._can_resume):
+            transcript.tell(f"POST at {self._door.name}")
             return self._session.post(url, json=self._body, headers=self._headers)
         transcript.num_resumes += 1
         after = transcript.num_events
+        transcript.tell(f"GET at {self._door.name} behind event {after}")
         headers = {"Authorization": self._headers["Authorization"]}
         params = {"stream": "true"}
         if after and self._rng.random() < 0.5:
@@ -201,6 +206,7 @@ class _Asking:
 
     async def _break_off(self, response: aiohttp.ClientResponse) -> float | None:
         self._breaks.pop(0)
+        self._transcript.tell(f"left behind event {self._transcript.num_events}")
         if response.connection is not None and response.connection.transport is not None:
             response.connection.transport.abort()
         await asyncio.sleep(0)
@@ -215,13 +221,15 @@ class _Asking:
         transcript = self._transcript
         if reader.notice == "stream_taken_over":
             # Nobody else has its id, so it was this client itself, at another door.
+            transcript.tell(f"told that it is read elsewhere, behind event {transcript.num_events}")
             transcript.num_takeovers += 1
             return _RETRY_SECONDS
+        how = f"{reader.notice or 'no end'} behind event {transcript.num_events}"
         if self._can_resume:
-            self._note_break()
+            self._note_break(how)
             return _RETRY_SECONDS
         if reader.notice:
             transcript.end, transcript.code = End.ERROR, reader.notice
         else:
-            self._note_break()
+            self._note_break(how)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tools.chaos.checker import Finding
+from tools.chaos.checker import Finding, Verdict
 from tools.chaos.ledger import Delivery
 from tools.chaos.questions import Errand
 from tools.chaos.transcript import Expected, Transcript
@@ -23,6 +23,8 @@ class Record:
         record = cls(errand, seen, finding, expected.num_output_tokens, seen.num_seen_tokens(expected))
         for choice in seen.choices:  # judged; the text is what would fill the memory
             choice.text, choice.token_ids = "", None
+        if not (seen.num_breaks or seen.num_takeovers or finding.verdict not in (Verdict.OK, Verdict.LEFT)):
+            seen.story.clear()
         return record
 
     @property

@@ -71,10 +71,11 @@ def _problem(prefix: str, record: Record, disturbances: Sequence[Disturbance], b
         for one in disturbances
         if one.is_felt(seen.sent_at, seen.ended_at)
     ]
+    story = "; ".join(f"{at - begin:.2f} {what}" for at, what in seen.story)
     return (
         f"{prefix}{record.finding.verdict}: {errand.manner} {errand.door} {' '.join(seen.request_ids[-1:])} at "
         f"{seen.sent_at - begin:.1f} to {seen.ended_at - begin:.1f} s: {record.finding.detail} {seen.message} "
-        f"[{'; '.join(felt) or 'no fault'}]"
+        f"[{'; '.join(felt) or 'no fault'}]" + (f" ({story})" if story else "")
     )
 
 

@@ -129,4 +129,4 @@ def _most(spread: dict[str, float | None]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
+    return "-" if value is None else f"{value + 0.0:g}"  # -0.0 is a slope, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import time
 from collections.abc import Sequence
 
 
@@ -89,6 +90,8 @@ class Transcript:
     """Connections that ended because the stream was read at another edge, or so that edge said."""
     num_refusals: int = 0
     """"Not now" that it was told before it was answered."""
+    story: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    """When its connections began, were answered and ended, and how."""
 
     @classmethod
     def begin(cls, n: int, now: float, *, with_token_ids: bool = False) -> Transcript:
@@ -102,6 +105,9 @@ class Transcript:
                 choice.token_ids.clear()
         self.num_events = 0
         self.first_at = None
+
+    def tell(self, what: str) -> None:
+        self.story.append((time.monotonic(), what))
 
     def note_news(self, now: float) -> None:
         """A piece of the answer has come."""

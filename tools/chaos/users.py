@@ -81,6 +81,7 @@ async def _ask(desk: Desk, errand: Errand, rng: random.Random, name: str) -> Rec
             await (desk.sdk if is_sdk else desk.http).ask(errand, prompt_ids, seen, rng, name)
     except TimeoutError:
         if seen.end not in (End.REFUSED, End.UNREACHABLE):
+            seen.tell(f"gave up behind event {seen.num_events}")
             seen.end = End.SILENT
     seen.ended_at = time.monotonic()
     return Record.of(errand, expected, seen, judge(expected, seen))
