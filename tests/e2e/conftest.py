@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from tests.e2e.fabric import RunningFabric
 
 SIM_STEP_SECONDS = 0.05
 """Long against the way of a cancellation through the processes, so that tests can count steps."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_works() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and with them all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +31,10 @@ def sim_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def torch_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    fabric = RunningFabric.start(tmp_path_factory.mktemp("torch"))
+    directory = tmp_path_factory.mktemp("torch")
+    config = directory / "config.toml"
+    # A busy machine without bf16 arithmetic takes longer for a prefill than a shard may otherwise be silent.
+    config.write_text("[router.health]\nstall_seconds = 60\n")
+    fabric = RunningFabric.start(directory / "data", "--config", str(config))
     yield fabric
     fabric.stop()

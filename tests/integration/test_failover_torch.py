@@ -20,6 +20,7 @@ from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams
 from shard_server.engines.base import Capability, EngineRequest
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world
+from tests.fakes.int8_products import skip_unless_exact
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -81,6 +82,8 @@ async def world(
     model_dir: Path,
     load_runner: Callable[..., Any],
 ) -> AsyncIterator[FailoverWorld]:
+    if request.param == "int8":
+        skip_unless_exact()
     # A start computes the largest portion of a prompt several times: a small one, longer than the prompts here.
     config = ShardConfig(num_blocks=256, max_batch=32, max_prefill_tokens_per_step=64, torch=TORCH[request.param])
     async with failover_world(router_redis_url, tokenizer) as started:

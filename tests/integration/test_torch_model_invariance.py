@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shard_server.engines.torch_engine.amx import request_amx
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from tests.fakes.int8_products import skip_unless_exact
+
+pytestmark = pytest.mark.timeout(400)
+"""CPUs without bf16 arithmetic take two minutes for one of these."""
 
 NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
@@ -16,6 +21,10 @@ BLOCKS_PER_SEQUENCE = 48
 
 @pytest.fixture(scope="module", params=["bfloat16", "int8", "torch's kernels"])
 def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
+    if request.param == "int8":
+        skip_unless_exact()
+    if request.param == "bfloat16" and not request_amx():
+        pytest.skip("no AMX: torch's kernels compute it all")
     return ModelRunner(
         model_dir,
         dtype="bfloat16",

@@ -103,6 +103,7 @@ def run(
     return bench.run(), bench
 
 
+@pytest.mark.timeout(400)  # of which CPUs without bf16 arithmetic take a quarter
 def test_answers_are_the_same_alone_together_preempted_and_resumed(
     runner: ModelRunner, compiler: GuideCompiler, requests: list[EngineRequest]
 ) -> None:

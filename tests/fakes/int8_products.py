@@ -1,0 +1,39 @@
+"""Whether this machine can compute with int8 weights: some CPUs add up pairs in 16 bits, and the engine refuses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.int8_linear import check_int8_products
+
+
+def skip_unless_exact() -> None:
+    """Skip the test that calls this, and say why."""
+    if reason := _why_not():
+        pytest.skip(reason)
+
+
+@functools.cache
+def _why_not() -> str:
+    """Nothing where they must be exact: a fault of the engine is no reason to skip the tests that would find it."""
+    if not _lacks_instructions():
+        return ""
+    try:
+        check_int8_products()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def _lacks_instructions() -> bool:
+    """Of x86: those that add up in 32 bits at once."""
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return flags is not None and not {"avx512_vnni", "avx_vnni", "amx_int8"}.intersection(flags[1].split())
