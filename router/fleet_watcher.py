@@ -41,7 +41,8 @@ class FleetWatcher:
     async def first_look(self) -> None:
         """Until every shard of the registry has been tried, or the registry cannot be read."""
         await self._looked.wait()
-        await asyncio.gather(*(link.tried.wait() for link, _ in self._links.values()))
+        while untried := [link for link, _ in self._links.values() if not link.tried.is_set()]:
+            await untried[0].tried.wait()
 
     async def _watch(self, links: asyncio.TaskGroup) -> None:
         backoff = Backoff()
@@ -73,6 +74,7 @@ class FleetWatcher:
                 task.cancel()
             if task.done() or is_other or (record is None and not link.connected):
                 del self._links[shard_id]
+                link.tried.set()  # whoever waits for it looks who is there instead
         for shard_id, record in records.items():
             if shard_id not in self._links and len(self._links) < MAX_SHARDS:
                 self._start(record, links)
