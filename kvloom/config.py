@@ -313,7 +313,8 @@ class ShardConfig(Section):
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """0: the model's own window."""
     max_prefill_tokens_per_step: PositiveInt = 512
-    """Prompts are prefilled in chunks of this many tokens, so that running sequences are not stalled."""
+    """Prompts are prefilled in chunks of this many tokens, so that running sequences are not stalled. The torch engine
+    takes fewer where so many would take more than a second."""
     max_waiting: PositiveInt = 1024
     queue_order: Literal["fcfs", "shortest_prefill"] = "fcfs"
     """Which waiting sequence is admitted next: the first that came, or the one with the least left to prefill, aged so

@@ -67,7 +67,7 @@ class EngineFront:
         self._kv = KvMirror()
         self._connections: list[RouterConnection] = []
         self._origins = itertools.count(1)
-        self._load = LoadReporter(engine.info.num_blocks)
+        self._load = LoadReporter(engine.info)
         self._live = LiveSequences(engine, metrics, clock)
         max_sequences = engine.info.max_batch + max_waiting
         self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock)

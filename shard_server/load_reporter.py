@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final
 
 from kvloom.v1.shard_service_pb2 import LoadReport
-from shard_server.engines.base import EngineLoad, EngineRequest, LoadShare
+from shard_server.engines.base import EngineInfo, EngineLoad, EngineRequest, LoadShare
 
 LOAD_REPORT_SECONDS: Final = 0.05
 """Short against the 0.5 s at which a stale view of other routers' work begins to cost, and long enough that the reports
@@ -23,11 +23,16 @@ _NO_SHARE: Final = LoadShare()
 class LoadReporter:
     """Keeps the newest load. `draining` and `hand_over` are the shard's own and part of every report."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         self.draining = False
         self.hand_over = False
-        self._load = EngineLoad(num_available_blocks=num_blocks)
-        self._num_blocks = num_blocks
+        # Routers that knew no speeds could take the first prefill of a slow engine for a stall.
+        self._load = EngineLoad(
+            num_available_blocks=info.num_blocks,
+            prefill_tokens_per_second=info.prefill_tokens_per_second,
+            decode_step_seconds=info.decode_step_seconds,
+        )
+        self._num_blocks = info.num_blocks
         self._reported_at = float("-inf")
         self._reported_idle = True
         self._num_submitted = 0

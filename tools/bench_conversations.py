@@ -47,7 +47,6 @@ class Plan:
         config.shard.engine = self.engine  # pyright: ignore[reportAttributeAccessIssue]
         config.router.placement.policy = policy
         config.safety.answer_mode = "off"  # it holds the first words back, and it is the prefill that is to be timed
-        config.router.health.enabled = False  # where a prefill takes long, it is to be waited for, not moved
         return config
 
 

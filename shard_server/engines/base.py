@@ -50,6 +50,9 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     capabilities: frozenset[Capability]
+    prefill_tokens_per_second: float = 0.0
+    decode_step_seconds: float = 0.0
+    """As measured before the first request; 0 = not known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class SimEngine:
         if vocab_size <= max(WORD_TOKEN_IDS) or eos_token_ids.intersection(WORD_TOKEN_IDS):
             raise EngineError(f"the simulated engine's words are not plain tokens of {model_name}'s vocabulary")
         num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
+        step_seconds = config.sim.step_ms / 1000
         self._info = EngineInfo(
             engine="sim",
             model=model_name,
@@ -73,8 +74,10 @@ class SimEngine:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             capabilities=_CAPABILITIES if not stamps else frozenset({Capability.PREFIX_CACHING}),
+            prefill_tokens_per_second=config.sim.prefill_tokens_per_second,
+            decode_step_seconds=step_seconds,
         )
-        self._step_seconds = config.sim.step_ms / 1000
+        self._step_seconds = step_seconds
         self._decode_every = config.sim.decode_every
         self._step_number = 0
         self._prefill_tokens_per_second = config.sim.prefill_tokens_per_second

@@ -31,10 +31,6 @@ def sim_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def torch_fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
-    directory = tmp_path_factory.mktemp("torch")
-    config = directory / "config.toml"
-    # A busy machine without bf16 arithmetic takes longer for a prefill than a shard may otherwise be silent.
-    config.write_text("[router.health]\nstall_seconds = 60\n")
-    fabric = RunningFabric.start(directory / "data", "--config", str(config))
+    fabric = RunningFabric.start(tmp_path_factory.mktemp("torch"))
     yield fabric
     fabric.stop()

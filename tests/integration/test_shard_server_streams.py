@@ -46,6 +46,7 @@ async def test_the_first_frame_says_what_the_shard_is_and_has_cached(router: Rou
     assert "seeded_resume" in router.info.capabilities
     assert router.info.version
     assert router.load.num_available_blocks == router.load.num_blocks == router.info.num_blocks
+    assert (router.load.prefill_tokens_per_second, router.load.decode_step_seconds) == (1e7, 0.001)
     assert router.snapshots[0].number == 0
 
 

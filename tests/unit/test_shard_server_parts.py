@@ -50,19 +50,19 @@ def test_engine_names_are_unique_though_routers_repeat_themselves() -> None:
 
 def test_load_is_reported_rarely_but_at_once_when_busy_or_idle() -> None:
     """A stale idle shard would get no work, a stale busy one too much."""
-    reporter = LoadReporter(num_blocks=10)
+    reporter = LoadReporter(INFO)
     busy, idle = EngineLoad(num_running=1), EngineLoad()
     assert reporter.on_step(busy, 100.0)
     assert not reporter.on_step(busy, 100.01)
     assert reporter.on_step(idle, 100.02)
     assert reporter.on_step(busy, 100.03)
     assert reporter.on_step(busy, 100.04 + LOAD_REPORT_SECONDS)
-    assert reporter.report().num_blocks == 10
+    assert reporter.report().num_blocks == INFO.num_blocks
 
 
 def test_every_stream_is_told_its_own_part_of_the_load() -> None:
     """What is left is what other routers have placed: that is what a router cannot know by itself."""
-    reporter = LoadReporter(num_blocks=10)
+    reporter = LoadReporter(INFO)
     reporter.on_step(EngineLoad.of({1: LoadShare(1, 2, 30, 40), 2: LoadShare(5, 6, 70, 80)}), 100.0)
     first, second, nobody = reporter.report(1), reporter.report(2), reporter.report()
     assert totals_of(first) == totals_of(second) == totals_of(nobody) == (6, 8, 100, 120)
@@ -72,7 +72,7 @@ def test_every_stream_is_told_its_own_part_of_the_load() -> None:
 
 def test_a_submit_counts_before_the_engine_has_taken_it_in_and_never_twice() -> None:
     """A step may last long; in it the shard would look idle to the other routers."""
-    reporter = LoadReporter(num_blocks=10)
+    reporter = LoadReporter(INFO)
     for origin, num_tokens in ((1, 20), (2, 30)):
         reporter.on_submit(EngineRequest("r", [5] * num_tokens, Sampling(), 8, origin=origin))
     assert totals_of(reporter.report(1)) == (0, 2, 50, 0)
@@ -86,7 +86,7 @@ def test_a_submit_counts_before_the_engine_has_taken_it_in_and_never_twice() -> 
 
 def test_submits_are_told_without_a_step_but_not_more_often_than_others() -> None:
     """A burst of submits must not become a burst of reports; what a step has told is not told again."""
-    reporter = LoadReporter(num_blocks=10)
+    reporter = LoadReporter(INFO)
     request = EngineRequest("r", [5], Sampling(), 8)
     assert not reporter.is_due_without_step(99.0)
     reporter.on_submit(request)

@@ -10,6 +10,8 @@ import torch
 
 from kvloom.block_hash import root_hash
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
+from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP
 from tests.fakes.fake_model_runner import VOCAB_SIZE, FakeModelRunner, logits_of
 from tests.step_bench import Answer, StepBench, same
 
@@ -72,6 +74,28 @@ def test_tokens_and_logprobs_do_not_depend_on_how_work_is_cut_up(num_blocks: int
     assert (bench.scheduler.num_preemptions > 0) == (num_blocks < 30)
     assert bench.replayed == bench.pool.cached_hashes
     assert bench.pool.num_available == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "chunk"), [(0.025, 40), (0.2, MIN_PREFILL_TOKENS_PER_STEP), (0.001, 200)], ids=str
+)
+def test_no_step_takes_much_longer_than_a_second(token_seconds: float, chunk: int) -> None:
+    """On a slow machine 512 tokens took 13 seconds, in which no other stream went on, and routers took the shard for
+    stalled. What the engine measures before the first request is what bounds the first chunk, and what it tells."""
+    bench = Bench(num_blocks=256, budget=200)
+
+    def take_time(batch: list[ScheduledSequence]) -> None:
+        bench.clock += token_seconds * sum(len(one.token_ids) for one in batch)
+
+    bench.runner.before_run = take_time
+    speed = bench.loop.warm_up(199)
+    assert speed.prefill_tokens_per_second == pytest.approx(1 / token_seconds, rel=0.1)
+    assert speed.decode_step_seconds == pytest.approx(token_seconds + 0.01)
+    bench.runner.batches.clear()
+    bench.run(make_request("a", list(range(1, 60)) * 10, max_tokens=2))
+    chunks = [len(batch[0].token_ids) for batch in bench.runner.batches]
+    assert max(chunks) == pytest.approx(chunk, rel=0.1)
+    assert sum(chunks) == 590 + 1
 
 
 @pytest.mark.parametrize("seed", range(8))

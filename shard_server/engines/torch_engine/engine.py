@@ -235,18 +235,8 @@ class TorchEngine:
         )
         self._on_load_progress("vocabulary for guided decoding")
         self._guides = _load_guides(self._model_dir, runner, self._on_load_progress)
-        self._info = EngineInfo(
-            engine="torch",
-            model=self._model_name,
-            block_size=config.block_size,
-            num_blocks=runner.num_blocks,
-            max_batch=config.max_batch,
-            # A sequence that fills all blocks can still run, alone; a longer one never could.
-            max_model_len=min(runner.max_model_len, runner.num_blocks * config.block_size),
-            vocab_size=runner.vocab_size,
-            eos_token_ids=runner.eos_token_ids,
-            capabilities=_capabilities(runner, self._guides),
-        )
+        # A sequence that fills all blocks can still run, alone; a longer one never could.
+        max_model_len = min(runner.max_model_len, runner.num_blocks * config.block_size)
         scheduler = Scheduler(
             BlockPool(runner.num_blocks, config.block_size),
             max_batch=config.max_batch,
@@ -254,7 +244,20 @@ class TorchEngine:
             queue_order=config.queue_order,
         )
         step_loop = StepLoop(runner, scheduler, speculation=config.torch.speculation)
-        step_loop.warm_up(min(config.max_prefill_tokens_per_step, self._info.max_model_len - 1))
+        speed = step_loop.warm_up(min(config.max_prefill_tokens_per_step, max_model_len - 1))
+        self._info = EngineInfo(
+            engine="torch",
+            model=self._model_name,
+            block_size=config.block_size,
+            num_blocks=runner.num_blocks,
+            max_batch=config.max_batch,
+            max_model_len=max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=runner.eos_token_ids,
+            capabilities=_capabilities(runner, self._guides),
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            decode_step_seconds=speed.decode_step_seconds,
+        )
         return_freed_memory()
         forget_code("libllvmlite")  # the warm-up has loaded all compiled kernels
         return step_loop

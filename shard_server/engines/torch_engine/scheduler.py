@@ -10,19 +10,26 @@ for how long one can be overtaken (queue_order.py).
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Literal
+from typing import Final, Literal
 
 from shard_server.engines.base import LoadShare
 from shard_server.engines.queue_order import admission_rank, count_cached_blocks
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
+MAX_PREFILL_SECONDS_PER_STEP: Final = 1.0
+"""What decoding sequences wait for at most, and short against the silence for which routers take a shard for stalled
+(`router.health.stall_seconds`): a CPU without bf16 arithmetic takes 25 ms a token."""
+MIN_PREFILL_TOKENS_PER_STEP: Final = 32
+"""However slow it is: fewer take hardly less time."""
+
 Chunk = tuple[Sequence, int]
 """A sequence and how many of its uncomputed tokens a step computes."""
 
 
 class Scheduler:
-    """Decides; computes nothing. `max_prefill_tokens_per_step` bounds how long a step can stall the decoding ones."""
+    """Decides; computes nothing. `max_prefill_tokens_per_step` bounds how long a step can stall the decoding ones; so
+    does MAX_PREFILL_SECONDS_PER_STEP on a slow machine."""
 
     def __init__(
         self,
@@ -67,8 +74,9 @@ class Scheduler:
 
     def schedule(self, prefill_tokens_per_second: float = 0.0) -> list[Chunk]:
         """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only without
-        work. The speed is what ranks the waiting ones; without one (0) they stay in the order of arrival."""
-        budget = self.max_prefill_tokens_per_step
+        work. The speed bounds the budget, and ranks the waiting ones; without one (0) they stay in the order of
+        arrival."""
+        budget = self.prefill_budget(prefill_tokens_per_second)
         batch: list[Chunk] = []
         index = 0
         while index < len(self.running):  # preemption takes members away behind `index`
@@ -88,6 +96,13 @@ class Scheduler:
         self._admit(batch, budget)
         assert batch or not self.has_work, "there is work, and none of it can be scheduled"
         return batch
+
+    def prefill_budget(self, prefill_tokens_per_second: float) -> int:
+        """Tokens of prefill in a step."""
+        if not prefill_tokens_per_second:
+            return self.max_prefill_tokens_per_step
+        num_in_time = int(prefill_tokens_per_second * MAX_PREFILL_SECONDS_PER_STEP)
+        return min(max(num_in_time, MIN_PREFILL_TOKENS_PER_STEP), self.max_prefill_tokens_per_step)
 
     def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of the next `num_tokens` tokens lies in the sequence's blocks: full ones can be reused from now on."""

@@ -24,11 +24,13 @@ from shard_server.engines.torch_engine.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.sampler import Draws, SampleRow
-from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
+from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP, Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 from shard_server.engines.torch_engine.speed import StepSpeed
 
-_NUM_WARM_UPS = 2
+_MAX_WARM_UPS = 6
+_WARM_SHARE = 1.5
+"""A step with so many times the tokens of the one before is not cold."""
 
 
 class Runner(Protocol):
@@ -59,18 +61,19 @@ class StepLoop:
         self._output = StepOutput()
         self._speed = StepSpeed()
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Prefill `num_tokens` tokens and decode one, in free blocks: the first request must not pay for first touches,
-        and its router needs speeds to plan with."""
-        block_table = range(-(-(num_tokens + 1) // self.scheduler.pool.block_size))
-        prefill = ScheduledSequence([0] * num_tokens, 0, block_table, wants_logits=True)
-        decode = ScheduledSequence([0], num_tokens, block_table, wants_logits=True)
-        for _ in range(_NUM_WARM_UPS):  # only what the last one measures is kept: the first is cold
-            self._speed = StepSpeed()
-            for num_prefill_tokens, sequence in ((num_tokens, prefill), (0, decode)):
-                begin = self._clock()
-                self._runner.run([sequence])
-                self._speed.add(num_prefill_tokens, self._clock() - begin, num_decoding=1 - bool(num_prefill_tokens))
+    def warm_up(self, num_max_tokens: int) -> StepSpeed:
+        """Prefill as many tokens as a step will take, `num_max_tokens` at most, and decode one, in free blocks: the
+        first request must not pay for first touches, and its router needs speeds to plan with."""
+        num_warm_tokens = 0
+        num_tokens = min(MIN_PREFILL_TOKENS_PER_STEP, num_max_tokens)
+        for _ in range(_MAX_WARM_UPS):
+            self._measure_speed(num_tokens)
+            if num_tokens <= _WARM_SHARE * num_warm_tokens:
+                break
+            num_warm_tokens = num_tokens
+            budget = self.scheduler.prefill_budget(self._speed.prefill_tokens_per_second)
+            num_tokens = min(max(num_tokens, budget), num_max_tokens)
+        return self._speed
 
     def add(self, request: EngineRequest, submit_time: float, guide: Future[GuideState] | None = None) -> None:
         """Take in a sequence; `submit_time` is the clock's. One with a guide waits aside until that is compiled."""
@@ -114,6 +117,19 @@ class StepLoop:
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks and sequences account for one another."""
         self.scheduler.check_integrity()
+
+    def _measure_speed(self, num_tokens: int) -> None:
+        """Only what was measured last is kept."""
+        self._speed = StepSpeed()
+        self._speed.add(num_tokens, self._measure_step(0, num_tokens), num_decoding=0)
+        self._speed.add(0, self._measure_step(num_tokens, 1), num_decoding=1)
+
+    def _measure_step(self, num_past: int, num_new: int) -> float:
+        """Seconds that so many tokens take behind `num_past` others."""
+        block_table = range(-(-(num_past + num_new) // self.scheduler.pool.block_size))
+        begin = self._clock()
+        self._runner.run([ScheduledSequence([0] * num_new, num_past, block_table, wants_logits=True)])
+        return self._clock() - begin
 
     def _add(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.request.request_id] = sequence
