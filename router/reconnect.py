@@ -12,14 +12,13 @@ FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 2.0
 CONNECT_TIMEOUT_SECONDS: Final = 2.0
 """From the first packet to the peer's hello."""
-LINK_OPTIONS: Final = [
-    *CHANNEL_OPTIONS,
-    # A peer whose machine is gone or whose process hangs answers no ping.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # without it, a minute
-    ("grpc.http2.max_pings_without_data", 0),
-]
+LINK_OPTIONS: Final = list(
+    {
+        **dict(CHANNEL_OPTIONS),
+        # Nobody shares its port (a safety service only with its successor): another try would come to the same peer.
+        "grpc.min_reconnect_backoff_ms": int(1000 * CONNECT_TIMEOUT_SECONDS),
+    }.items()
+)
 
 
 class LinkError(Exception):
