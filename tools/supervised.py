@@ -150,7 +150,7 @@ class SupervisedProcess:
 
     def _on_successor(self, started: asyncio.Future[None]) -> None:
         if started.exception() is None:
-            self._on_event(f"{self.spec.name} is back (pid {self.status.pid})")
+            self._tell_that_it_is_back()
 
     async def _restart(self, reason: str, ran_seconds: float) -> None:
         while True:
@@ -167,8 +167,11 @@ class SupervisedProcess:
                 if self._child is not None:
                     await self._child.kill()
             else:
-                self._on_event(f"{self.spec.name} is back (pid {self.status.pid})")
+                self._tell_that_it_is_back()
                 return
+
+    def _tell_that_it_is_back(self) -> None:
+        self._on_event(f"{self.spec.name} is back (pid {self.status.pid})")
 
     async def stop(self, force: asyncio.Event) -> None:
         """End it (see Child.terminate). `keep_running` must have been cancelled. Repeatable."""

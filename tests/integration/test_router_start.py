@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -72,14 +74,21 @@ async def test_a_router_opens_at_once_if_there_is_nothing_to_wait_for(
     assert await refusal(world) == ErrorReason.ERROR_REASON_NO_SHARD_READY
 
 
+@contextlib.asynccontextmanager
+async def silent_shard(world: RouterWorld) -> AsyncIterator[socket.socket]:
+    """It is registered as shard-0 and can be connected to."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        await world.registry.announce(ShardRecord("shard-0", f"{host}:{port}", MODEL, "silent"))
+        yield silent
+
+
 async def test_a_shard_that_says_nothing_is_not_waited_for_once_its_next_life_is_there(
     world: RouterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is waited for is who is registered now."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        host, port = silent.getsockname()
-        await world.registry.announce(ShardRecord("shard-0", f"{host}:{port}", MODEL, "silent"))
+    async with silent_shard(world) as silent:
         asking = await ask_at_the_door(world)
         connection, _ = await asyncio.to_thread(silent.accept)
         with connection:
@@ -92,7 +101,5 @@ async def test_a_router_does_not_wait_long_for_a_shard_that_says_nothing(
 ) -> None:
     """A shard that hangs must not keep the door closed."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        host, port = silent.getsockname()
-        await world.registry.announce(ShardRecord("shard-0", f"{host}:{port}", MODEL, "silent"))
+    async with silent_shard(world):
         assert await refusal(world) == ErrorReason.ERROR_REASON_NO_SHARD_READY
