@@ -6,12 +6,12 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.process import add_door_flags, doors_from, load_model, serve_edge
+from edge_http.server.process import add_door_flags, doors_from, load_model, serve_edge
 from kvloom.config import load_config
-from kvloom.cpu_affinity import number_of, staying_on_a_cpu
-from kvloom.router_finder import linked_routers
-from kvloom.service import announce_ready, run_service, stop_event
-from kvloom.telemetry import configure_logging
+from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
+from kvloom.process.service import announce_ready, run_service, stop_event
+from kvloom.process.telemetry import configure_logging
+from kvloom.router_link.finder import linked_routers
 
 
 async def serve(options: argparse.Namespace) -> None:

@@ -7,22 +7,22 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from edge_http.body import BodyBudget
 from edge_http.metrics import EdgeMetrics
-from edge_http.resume_journal import new_tag
-from edge_http.resume_table import ResumeTable
-from edge_http.sse import Corks
-from edge_http.turns import Turns
+from edge_http.recovery.journal import new_tag
+from edge_http.resume.table import ResumeTable
+from edge_http.wire.body import BodyBudget
+from edge_http.wire.fair_yield import Turns
+from edge_http.wire.sse import Corks
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
-from kvloom.router_link import RouterLink
-from kvloom.tokenizer import ModelTokenizer
-from kvloom.tracked_request import Attempt
+from kvloom.router_link.link import RouterLink
+from kvloom.router_link.tracked_request import Attempt
+from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
 
 if TYPE_CHECKING:
-    from edge_http.elsewhere import Elsewhere
+    from edge_http.recovery.response_locator import Elsewhere
 
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0
@@ -40,7 +40,7 @@ class ServedModel:
 
 
 class LossReports(Protocol):
-    """Bills of answers that change hands; see kvloom/router_group.py."""
+    """Bills of answers that change hands; see kvloom/router_link/group.py."""
 
     def link_ids(self) -> list[str]: ...
 

@@ -13,8 +13,8 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.registry import Collector
 
-from edge_http.answer import Answer
-from kvloom.tallies import Count, CountFamily, Distribution, DistributionFamily
+from edge_http.answers.answer import Answer
+from kvloom.process.fast_metrics import Count, CountFamily, Distribution, DistributionFamily
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST

@@ -9,14 +9,14 @@ from typing import Final
 import msgspec
 import structlog
 
-from edge_http.answer import Answer, PromptSink
+from edge_http.answers.answer import Answer, PromptSink
+from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
-from edge_http.resumable import ResumableStream
-from edge_http.sse import EventSink
-from edge_http.stream import StreamedAnswer
+from edge_http.resume.resumable_stream import ResumableStream
+from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
-from kvloom.router_link import LinkRequest
+from kvloom.router_link.link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()

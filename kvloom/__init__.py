@@ -10,15 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvloom.chat_template import ChatMessage as ChatMessage
-    from kvloom.client import Client as Client
+    from kvloom.client.client import Client as Client
+    from kvloom.client.generation import Delta as Delta
     from kvloom.errors import KvloomError as KvloomError
-    from kvloom.generation import Delta as Delta
+    from kvloom.text.chat_template import ChatMessage as ChatMessage
 
 _HOMES = {
-    "ChatMessage": "kvloom.chat_template",
-    "Client": "kvloom.client",
-    "Delta": "kvloom.generation",
+    "ChatMessage": "kvloom.text.chat_template",
+    "Client": "kvloom.client.client",
+    "Delta": "kvloom.client.generation",
     "KvloomError": "kvloom.errors",
 }
 

@@ -92,7 +92,7 @@ class EdgeConfig(Section):
     request_timeout_seconds: PositiveFloat = 600.0
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
-    """The event loop stays on one CPU as long as nothing else keeps that busy (kvloom/cpu_affinity.py)."""
+    """The event loop stays on one CPU as long as nothing else keeps that busy (kvloom/process/cpu_affinity.py)."""
     routers: list[Address] = []
     """host:port of each. Empty: the one of [router], and all that announce themselves in Redis."""
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0

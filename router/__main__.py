@@ -6,9 +6,9 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from kvloom import service, telemetry
 from kvloom.config import KvloomConfig, load_config
-from kvloom.cpu_affinity import number_of, staying_on_a_cpu
+from kvloom.process import service, telemetry
+from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
 from router.process import Doors, add_door_flags, doors_from, load_tokenizer, open_router
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, TypeVar
 
 from kvloom.errors import KvloomError
-from kvloom.token_ids import prompt_fields
+from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
 from router.core.actions import FleetChanged, ModelState, SubmitAttempt
 from router.core.events import (

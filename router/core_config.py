@@ -6,9 +6,9 @@ from typing import Final
 
 from kvloom.config import HealthConfig, KvloomConfig
 from router.core.core import CoreConfig
-from router.core.health import HealthSettings
-from router.core.overload import OverloadConfig
-from router.core.portions import PortionSettings
+from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.prefill_chunks import PortionSettings
+from router.core.fleet.shard_health import HealthSettings
 
 MAX_HELD_TOKENS: Final = 4096
 """Per sequence, while its text waits for the safety service."""

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.router_link import LinkRequest
+from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop
-from kvloom.token_ids import are_below, unpack_token_ids
-from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.text.token_ids import are_below, unpack_token_ids
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, Submit
 from router import convert
-from router.begun import wanted_choices
 from router.core.events import ChoiceSpec, Request, Tier
+from router.partial_choices import wanted_choices
 
 MAX_NAME_CHARS: Final = 256
 """Of request ids, tenants, trace contexts and session keys."""

@@ -11,12 +11,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
-from kvloom.tallies import Count, CountFamily, DistributionFamily
+from kvloom.process.fast_metrics import Count, CountFamily, DistributionFamily
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import ModelState, RequestEnded, RequestsMoved, ShardHealthChanged
-from router.core.health import HealthState
-from router.core.shard_state import ShardState
-from router.recent_bills import Credit
+from router.core.fleet.shard_health import HealthState
+from router.core.fleet.shard_state import ShardState
+from router.usage_records import Credit
 
 log = structlog.get_logger()
 

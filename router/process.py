@@ -7,9 +7,9 @@ import dataclasses
 import secrets
 from pathlib import Path
 
-from kvloom import service, telemetry
 from kvloom.config import KvloomConfig
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.process import service, telemetry
+from kvloom.text.tokenizer import ModelTokenizer
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer

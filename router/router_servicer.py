@@ -10,22 +10,22 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument
-from kvloom.grpc_errors import abort
+from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
-from router.attempts import Attempts, name_of
-from router.client_link import ClientLink
+from router.answers.attempts import Attempts, name_of
+from router.answers.generate import GenerateCall, caller_of
+from router.answers.resumable_answers import ResumableAnswers
+from router.answers.resume import serve_generate, serve_resume
 from router.core.events import Request, RequestCancelled
-from router.decision_log import DecisionLog
-from router.dispatcher import Dispatcher
-from router.explain import explanation_to_proto, not_remembered
-from router.generate import GenerateCall, caller_of
+from router.core_driver import Dispatcher
+from router.decisions.explain import explanation_to_proto, not_remembered
+from router.decisions.log import DecisionLog
+from router.decisions.planner import Planner, plan_to_proto
 from router.intake import MAX_NAME_CHARS, Intake
-from router.named_links import NamedLinks
-from router.plan import Planner, plan_to_proto
-from router.resumable_answers import ResumableAnswers
-from router.resume import serve_generate, serve_resume
+from router.links.client_link import ClientLink
+from router.links.link_sessions import NamedLinks
 
 log = structlog.get_logger()
 

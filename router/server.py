@@ -12,34 +12,34 @@ import grpc
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvloom import service
-from kvloom.announcer import Announcer, reachable_address
 from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import Announcer, reachable_address
+from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
-from kvloom.local_server import LocalServer
-from kvloom.registry import RouterRecord, RouterRegistry, ShardRegistry
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.process import service
+from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.transport.local_server import LocalServer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
-from router import dispatcher
-from router.attempts import Attempts
+from router import core_driver
+from router.answers.attempts import Attempts
+from router.answers.resumable_answers import ResumableAnswers
+from router.answers.resume_metrics import ResumeMetrics
 from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.events import DrainEnded, DrainStarted
-from router.core.shard_state import ShardState
-from router.decision_file import DecisionWriter, RotatingFile
-from router.decision_journal import DecisionJournal
-from router.decision_log import DecisionLog
-from router.fleet_watcher import FleetWatcher
+from router.core.fleet.shard_state import ShardState
+from router.decisions.file import DecisionWriter, RotatingFile
+from router.decisions.journal import DecisionJournal
+from router.decisions.log import DecisionLog
+from router.decisions.planner import Planner
 from router.health import HealthReporter
 from router.intake import Intake
-from router.local_link import LocalRouterLink
+from router.links.fleet_watcher import FleetWatcher
+from router.links.link_sessions import NamedLinks
+from router.links.local_link import LocalRouterLink
+from router.links.safety_link import SafetyLink
 from router.metrics import RouterMetrics
-from router.named_links import NamedLinks
-from router.plan import Planner
-from router.recent_bills import Credit, RecentBills
-from router.resumable_answers import ResumableAnswers
-from router.resume_metrics import ResumeMetrics
 from router.router_servicer import RouterServicer
-from router.safety_link import SafetyLink
+from router.usage_records import Credit, RecentBills
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ CLOSE_GRACE_SECONDS: Final = 1.0
 CANCEL_AGAIN_SECONDS: Final = 0.2
 
 
-class Core(dispatcher.Core, Planner, Protocol):
+class Core(core_driver.Core, Planner, Protocol):
     """What the router needs of `router.core.core.RouterCore`."""
 
     @property
@@ -87,7 +87,7 @@ class RouterServer:
         self._address = ""
         self._draining = False
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
-        self._dispatcher = dispatcher.Dispatcher(core, self)
+        self._dispatcher = core_driver.Dispatcher(core, self)
         self._safety_link = _safety_link(config, self._dispatcher)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
         self._watcher = FleetWatcher(self._registry, router_id, self._dispatcher)
@@ -275,7 +275,7 @@ async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
-def _safety_link(config: KvloomConfig, owner: dispatcher.Dispatcher) -> SafetyLink | None:
+def _safety_link(config: KvloomConfig, owner: core_driver.Dispatcher) -> SafetyLink | None:
     """Raises StartError when requests need a safety service and none is named."""
     safety = config.safety
     if safety.port:

@@ -1,1 +1,1 @@
-import kvloom.grpc_settings as _  # noqa: F401  (before anything imports gRPC)
+import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)

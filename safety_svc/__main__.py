@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from kvloom.config import load_config
-from kvloom.service import run_service
-from kvloom.telemetry import configure_logging
+from kvloom.process.service import run_service
+from kvloom.process.telemetry import configure_logging
 from safety_svc.server import serve
 
 

@@ -10,7 +10,7 @@ from typing import Final
 import grpc
 
 from kvloom.errors import KvloomError, protocol_violation
-from kvloom.grpc_errors import abort
+from kvloom.transport.grpc_errors import abort
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
     DECISION_BLOCK,

@@ -10,9 +10,7 @@ import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
-from kvloom.grpc_errors import abort
-from kvloom.local_server import LocalServer
-from kvloom.service import (
+from kvloom.process.service import (
     SERVER_OPTIONS,
     StartError,
     add_health_and_reflection,
@@ -22,7 +20,9 @@ from kvloom.service import (
     sharing_port,
     stop_event,
 )
-from kvloom.telemetry import serve_metrics
+from kvloom.process.telemetry import serve_metrics
+from kvloom.transport.grpc_errors import abort
+from kvloom.transport.local_server import LocalServer
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from safety_svc.connection import ScreenConnection, find_in_prompt, finding

@@ -8,11 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-from kvloom import service, telemetry
 from kvloom.config import KvloomConfig, load_config
-from kvloom.extras import MissingPackageError, naming_extras
-from kvloom.model_checksum import ChecksumError, check_model
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.process import service, telemetry
+from kvloom.process.extras import MissingPackageError, naming_extras
+from kvloom.text.model_checksum import ChecksumError, check_model
+from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer

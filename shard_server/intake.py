@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from kvloom.detokenizer import IncrementalDetokenizer, TokenText
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.text.detokenizer import IncrementalDetokenizer, TokenText
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from shard_server.connection import RouterConnection

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2
+from shard_server.cancelling_sequences import LettingGo
 from shard_server.engines.base import Engine
-from shard_server.letting_go import LettingGo
 from shard_server.metrics import ShardMetrics
 from shard_server.sequences import LiveSequence
 

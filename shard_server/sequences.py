@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.detokenizer import IncrementalDetokenizer
+from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
 from shard_server.connection import RouterConnection

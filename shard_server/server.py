@@ -11,18 +11,18 @@ import grpc
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvloom import service
-from kvloom.announcer import Announcer, reachable_address
 from kvloom.config import KvloomConfig
-from kvloom.detokenizer import TokenText
+from kvloom.discovery.announcer import Announcer, reachable_address
+from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.errors import KvloomError
-from kvloom.local_server import LocalServer
-from kvloom.registry import ShardRecord, ShardRegistry
+from kvloom.process import service
+from kvloom.text.detokenizer import TokenText
+from kvloom.transport.local_server import LocalServer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
 from shard_server.connection import MAX_PENDING_FRAMES
-from shard_server.engine_front import EngineFront
+from shard_server.engine_multiplexer import EngineFront
 from shard_server.engines.base import Engine, EngineError, EngineInfo
 from shard_server.metrics import ShardMetrics
 from shard_server.shard_servicer import ShardServicer

@@ -10,8 +10,8 @@ import grpc
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
-from kvloom.grpc_errors import abort
-from kvloom.local_stream import deliver
+from kvloom.transport.grpc_errors import abort
+from kvloom.transport.local_stream import deliver
 from kvloom.v1 import shard_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import (
@@ -23,7 +23,7 @@ from kvloom.v1.shard_service_pb2 import (
     ShardServiceConnectResponse,
 )
 from shard_server.connection import RouterConnection
-from shard_server.engine_front import EngineFront
+from shard_server.engine_multiplexer import EngineFront
 
 log = structlog.get_logger()
 

@@ -6,11 +6,11 @@ import json
 import secrets
 from typing import Final
 
-from kvloom.block_hash import root_hash
 from kvloom.errors import KvloomError, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
 from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_sampling, check_stop
-from kvloom.token_ids import unpack_token_ids
+from kvloom.text.block_hash import root_hash
+from kvloom.text.token_ids import unpack_token_ids
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice, SamplingParams
 from kvloom.v1.shard_service_pb2 import ShardSubmit

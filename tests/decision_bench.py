@@ -24,8 +24,8 @@ from router.core.events import (
     StepArrived,
 )
 from router.core.frames import Finish, Start, Step
-from router.decision_journal import DecisionJournal
-from router.decision_log import DecisionLog
+from router.decisions.journal import DecisionJournal
+from router.decisions.log import DecisionLog
 
 BLOCK_SIZE = 16
 REPEATS = 5

@@ -10,13 +10,13 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.process import add_door_flags as add_edge_flags
-from edge_http.process import doors_from as edge_doors_from
-from edge_http.process import serve_edge, served_model
+from edge_http.server.process import add_door_flags as add_edge_flags
+from edge_http.server.process import doors_from as edge_doors_from
+from edge_http.server.process import serve_edge, served_model
 from kvloom.config import load_config
-from kvloom.cpu_affinity import number_of, staying_on_a_cpu
-from kvloom.service import announce_ready, run_service, stop_event
-from kvloom.telemetry import configure_logging
+from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
+from kvloom.process.service import announce_ready, run_service, stop_event
+from kvloom.process.telemetry import configure_logging
 from router.process import add_door_flags as add_router_flags
 from router.process import doors_from as router_doors_from
 from router.process import load_tokenizer, open_router

@@ -15,14 +15,14 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig, load_config
-from kvloom.registry import HEARTBEAT_SECONDS
-from kvloom.service import StartError, announce_ready, run_service, stop_event
-from kvloom.telemetry import configure_logging
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.discovery.registry import HEARTBEAT_SECONDS
+from kvloom.process.service import StartError, announce_ready, run_service, stop_event
+from kvloom.process.telemetry import configure_logging
+from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer
-from tools.processes import shard_name
+from tools.supervisor.processes import shard_name
 
 
 async def serve(config: KvloomConfig, first: int, count: int) -> None:

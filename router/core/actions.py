@@ -8,8 +8,8 @@ import msgspec
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
+from router.core.fleet.shard_health import HealthState
 from router.core.frames import Step
-from router.core.health import HealthState
 from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan
 

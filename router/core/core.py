@@ -18,32 +18,32 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core import events as ev
 from router.core import integrity
 from router.core.actions import Action, FleetChanged
-from router.core.admission import check_shard, draining, queue_timeout
-from router.core.arrivals import Arrivals
-from router.core.cancellation import Cancellation
+from router.core.admission.arrivals import Arrivals
+from router.core.admission.cancellation import Cancellation
+from router.core.admission.deadlines import Deadlines
+from router.core.admission.outage import Outage
 from router.core.core_config import CoreConfig
-from router.core.deadlines import Deadlines
-from router.core.dispatch import Dispatcher
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.overload import OverloadGuard
+from router.core.dispatch.refusals import check_shard, draining, queue_timeout
 from router.core.events import Event, Request
-from router.core.fleet import Fleet, Shard
-from router.core.health import HealthState
-from router.core.health_watch import HealthWatch
-from router.core.lifecycle import Lifecycle
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.shard_health import HealthState
+from router.core.fleet.shard_state import ShardState
+from router.core.health.health_watch import HealthWatch
+from router.core.health.migrator import Mover
 from router.core.live import Client, LiveRequest
-from router.core.load_ledger import LoadLedger
-from router.core.moving import Mover
-from router.core.outage import Outage
+from router.core.load.load_ledger import LoadLedger
 from router.core.outbox import Outbox
-from router.core.overload import OverloadGuard
 from router.core.placement import Plan
 from router.core.placement.placer import Placer
-from router.core.prefix_index import PrefixIndex
-from router.core.quiet_frames import QuietFrames
-from router.core.relay import Relay
-from router.core.screening import Screening
-from router.core.shard_news import ShardNews, check_frame, check_step
-from router.core.shard_state import ShardState
-from router.core.verdicts import Verdicts
+from router.core.prefix_index.prefix_index import PrefixIndex
+from router.core.relay.deferred_frames import QuietFrames
+from router.core.relay.lifecycle import Lifecycle
+from router.core.relay.relay import Relay
+from router.core.relay.screening import Screening
+from router.core.relay.verdicts import Verdicts
+from router.core.shard_event_handler import ShardNews, check_frame, check_step
 
 __all__ = ["CoreConfig", "RouterCore"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.core.health import HealthSettings
-from router.core.overload import OverloadConfig
-from router.core.portions import PortionSettings
+from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.prefill_chunks import PortionSettings
+from router.core.fleet.shard_health import HealthSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

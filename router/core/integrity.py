@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from router.core.dispatch import Dispatcher
-from router.core.dispatch_queue import DispatchQueue
-from router.core.fleet import Fleet
-from router.core.lifecycle import Lifecycle
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.fleet.fleet import Fleet
 from router.core.live import LiveRequest
-from router.core.load_ledger import LoadLedger
+from router.core.load.load_ledger import LoadLedger
 from router.core.placement.placer import Placer
-from router.core.prefix_index import PrefixIndex
-from router.core.screening import Screening
+from router.core.prefix_index.prefix_index import PrefixIndex
+from router.core.relay.lifecycle import Lifecycle
+from router.core.relay.screening import Screening
 
 
 def check(

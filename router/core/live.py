@@ -17,7 +17,7 @@ from kvloom.v1.generation_pb2 import (
 from router.core.events import ChoiceSpec, Request, TextFilter
 from router.core.frames import Step
 from router.core.hold import Hold
-from router.core.load_ledger import ReservationKey
+from router.core.load.load_ledger import ReservationKey
 
 _SEVERITY: Final[dict[int, int]] = {
     FINISH_REASON_STOP: 0,

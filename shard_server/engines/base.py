@@ -110,7 +110,7 @@ class EngineRequest:
     num_expected_cached_tokens: int = 0
     """Whose KV the router believes to lie here. Only for the load that is reported while the sequence waits."""
     root_hash: int = 0
-    """Parent hash of the first block (kvloom.block_hash.root_hash): separates models and tenants in the cache."""
+    """Parent hash of the first block (kvloom.text.block_hash.root_hash): separates models and tenants in the cache."""
     guide: Guide | None = None
     """Only where the engine is capable of GUIDED. It goes on behind `output_token_ids`."""
     origin: int = 0
@@ -151,7 +151,7 @@ class SequenceEnd:
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockStored:
     block_hashes: Sequence[int]
-    """Chained hashes as in kvloom/block_hash.py, parents first."""
+    """Chained hashes as in kvloom/text/block_hash.py, parents first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from kvloom.config import KvloomConfig
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import DEFAULT_MAX_MODEL_LEN, SimEngine
 from shard_server.engines.sim_stamps import stamp_token_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvloom.block_hash import block_hash, block_hashes
+from kvloom.text.block_hash import block_hash, block_hashes
 from shard_server.engines.base import EngineError, EngineInfo, EngineRequest, TokenLogprobs
 from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
 

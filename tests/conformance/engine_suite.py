@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from kvloom.block_hash import block_hashes, root_hash
+from kvloom.text.block_hash import block_hashes, root_hash
 from shard_server.engines.base import BlockStored, Capability, Engine, EngineError, FinishReason, Sampling
 from tests.conformance.engine_driver import EngineDriver, prompt_of, request_of
 

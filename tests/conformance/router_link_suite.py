@@ -10,7 +10,7 @@ from typing import Protocol
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.router_link import ChoiceProgress, RouterLink
+from kvloom.router_link.link import ChoiceProgress, RouterLink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_shard import expected_text, expected_tokens, token_text

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from kvloom.router_group import RouterGroup
-from kvloom.router_link import RouterLink
+from kvloom.router_link.group import RouterGroup
+from kvloom.router_link.link import RouterLink
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.conformance.router_link_suite import LENGTH, LinkRig, RouterLinkSuite
 from tests.fakes.fake_router_link import FakeRequest, FakeRouterLink

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.client import Client
+from kvloom.client.client import Client
 from shard_server.engines.sim_engine import expected_token_id
 from tests.e2e.fabric import RunningFabric, eventually, run_kvloom
 

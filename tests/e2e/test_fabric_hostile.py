@@ -14,8 +14,8 @@ import grpc
 import psutil
 import pytest
 
-from kvloom.grpc_errors import from_rpc_error
-from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from shard_server.engines.sim_engine import expected_token_id

@@ -52,7 +52,7 @@ def test_a_fabric_runs_from_the_wheel(installed: Path, model_dir: Path, tmp_path
     """Edge, router, shard and safety service find all they need: also what is no Python (page, built-in policy)."""
     assert (installed / "kvloom" / "py.typed").exists()  # the SDK's types count for whoever installs it
     settings = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-    where = "import edge_http.page as page; print(page.__file__)"
+    where = "import edge_http.endpoints.page as page; print(page.__file__)"
     env = kvloom_environment(tmp_path / "data", **settings)
     imported = subprocess.run(
         [sys.executable, "-c", where], env=env, capture_output=True, text=True, timeout=30.0, check=True

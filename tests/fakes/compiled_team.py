@@ -12,8 +12,8 @@ import torch
 @contextlib.contextmanager
 def compiled_team(num_threads: int) -> Iterator[object]:
     """torch has as many threads as before when it ends. Skips the test without AMX."""
-    from shard_server.engines.torch_engine.amx import request_amx
-    from shard_server.engines.torch_engine.team import ThreadTeam
+    from shard_server.engines.torch_engine.kernels.amx import request_amx
+    from shard_server.engines.torch_engine.kernels.thread_pool import ThreadTeam
 
     if not request_amx():
         pytest.skip("no AMX")

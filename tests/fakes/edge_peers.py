@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 
-from edge_http.peers import Peers, join_peers
+from edge_http.recovery.edge_membership import Peers, join_peers
 from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from edge_http.edge import Edge, ServedModel
-from edge_http.server import EdgeServer
+from edge_http.server.http_server import EdgeServer
 from kvloom.config import EdgeConfig
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer

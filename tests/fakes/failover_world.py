@@ -11,9 +11,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig, ShardConfig
-from kvloom.registry import ShardRecord
-from kvloom.router_link import GrpcRouterLink, LinkRequest
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.discovery.registry import ShardRecord
+from kvloom.router_link.link import GrpcRouterLink, LinkRequest
+from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StopConditions, TokenLogprobs
 from router.core.core import RouterCore
 from router.core_config import core_config

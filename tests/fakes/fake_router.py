@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from kvloom.errors import KvloomError
-from kvloom.grpc_errors import to_grpc_status
+from kvloom.transport.grpc_errors import to_grpc_status
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError
-from kvloom.grpc_errors import from_rpc_error
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, TokenIds
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens

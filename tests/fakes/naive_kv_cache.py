@@ -1,4 +1,5 @@
-"""A prefix cache that keeps its books block by block: what tools.simulate.kv_cache must be indistinguishable from."""
+"""A prefix cache that keeps its books block by block: what tools.simulate.fleet.kv_cache must be indistinguishable
+from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A modelled shard that takes every step by itself: what tools.simulate.shard must be indistinguishable from."""
+"""A modelled shard that takes every step by itself: what tools.simulate.fleet.shard must be indistinguishable from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from tests.fakes.naive_kv_cache import NaiveKvCache, NaiveLease
-from tools.simulate.fleet_model import Profile
+from tools.simulate.fleet.fleet_model import Profile
 
 
 @dataclasses.dataclass

@@ -15,10 +15,10 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig, dump_config
-from kvloom.router_finder import linked_routers
-from kvloom.router_group import RouterGroup
-from kvloom.service import ReadyLine
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.process.service import ReadyLine
+from kvloom.router_link.finder import linked_routers
+from kvloom.router_link.group import RouterGroup
+from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.server import ShardServer
 from tests.fakes.router_world import eventually

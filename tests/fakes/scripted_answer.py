@@ -6,7 +6,7 @@ import asyncio
 import re
 from typing import Any
 
-from edge_http.peers import Peers
+from edge_http.recovery.edge_membership import Peers
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_peers import CHAT, die, until
 from tests.fakes.edge_world import EdgeWorld, chat_body

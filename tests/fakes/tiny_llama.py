@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
 from shard_server.engines.torch_engine.config import load_config
-from shard_server.engines.torch_engine.weights import expected_shapes
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

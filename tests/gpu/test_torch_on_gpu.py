@@ -10,13 +10,13 @@ import torch
 
 from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
+from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
-from shard_server.engines.torch_engine.weights import load_weights
 from tests.fakes.tiny_llama import write_tiny_llama
-from tools.bench_engine_device import run_device_bench
+from tools.bench.engine.device import run_device_bench
 
 pytestmark = [
     pytest.mark.gpu,

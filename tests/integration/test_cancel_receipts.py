@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvloom.config import ShardConfig, SimConfig, SpeculationConfig, TorchConfig
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import CancelRequest, GenerateRequest, TokenIds
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 import kvloom
-from kvloom.client import Client
+from kvloom.client.client import Client
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason

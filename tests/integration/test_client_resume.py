@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvloom.client import Client
+from kvloom.client.client import Client
 from kvloom.errors import KvloomError
 from router.core.core import RouterCore
 from router.core_config import core_config

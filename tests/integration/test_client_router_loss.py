@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom import resumed_call, router_channels
-from kvloom.client import Client
+from kvloom.client import resumed_call, router_channels
+from kvloom.client.client import Client
+from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
-from kvloom.generation import Delta
-from kvloom.router_link import CHANNEL_OPTIONS
+from kvloom.router_link.link import CHANNEL_OPTIONS
 from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
 from kvloom.v1.router_service_pb2 import BegunChoice, GenerateRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub

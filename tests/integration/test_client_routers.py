@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvloom.client import Client
+from kvloom.client.client import Client
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import FakeRouter, serve_fake_router, text_of

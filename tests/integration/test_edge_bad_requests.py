@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edge_http.sampling import check_window
+from edge_http.openai.sampling import check_window
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo

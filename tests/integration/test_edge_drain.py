@@ -14,8 +14,8 @@ from tests.fakes.resume_world import CHAT
 
 
 async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: str) -> None:
-    """As in the process (edge_http/process.py): the client gets from another edge what it has missed, and the rest,
-    which that one asks its router for."""
+    """As in the process (edge_http/server/process.py): the client gets from another edge what it has missed, and the
+    rest, which that one asks its router for."""
     async with edges(redis_url) as ((first, peers), (second, _)):
         first.edge.config.drain_timeout_seconds = 0.05
         streamed, request = await begin(first, 2)

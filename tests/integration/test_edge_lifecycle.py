@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 
 from edge_http.edge import Edge, ServedModel
-from edge_http.server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
+from edge_http.server.http_server import LEAVE_POLL_SECONDS, LEAVE_SECONDS, EdgeServer
 from kvloom.config import EdgeConfig, KvloomConfig, LogConfig, ModelConfig, RouterConfig, dump_config
-from kvloom.service import StartError
+from kvloom.process.service import StartError
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRouterLink, answer
@@ -132,7 +132,7 @@ async def test_slow_reader_is_bounded_and_cut_off() -> None:
 
 async def test_stuck_reader_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never reads again may not hold its connection for ever."""
-    monkeypatch.setattr("edge_http.stream.SLOW_CLIENT_LINGER_SECONDS", 0.05)
+    monkeypatch.setattr("edge_http.answers.streamed_answer.SLOW_CLIENT_LINGER_SECONDS", 0.05)
     async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
         raw = await connect(world, receive_buffer_bytes=4096, stream=True)
         stuck = await world.link.next_request()

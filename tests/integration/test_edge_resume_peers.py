@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from edge_http.peers import Peers
+from edge_http.recovery.edge_membership import Peers
 from kvloom.config import RedisConfig
 from tests.fakes.edge_peers import CHAT, begin, client, die, edges, join, left_by_a_dead_edge, published, until
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world

@@ -92,7 +92,7 @@ async def test_events_that_go_while_they_are_replayed() -> None:
 
 async def test_reader_that_is_stuck_in_a_replay_harms_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead connection is given up some time; the client has long come back on another, which must not be hit."""
-    monkeypatch.setattr("edge_http.resumable.CATCH_UP_SECONDS", 0.1)
+    monkeypatch.setattr("edge_http.resume.resumable_stream.CATCH_UP_SECONDS", 0.1)
     async with edge_world(config(max_response_bytes=32 * 2**20)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -124,7 +124,7 @@ async def test_reader_that_is_stuck_in_a_replay_harms_no_successor(monkeypatch: 
 
 async def test_stuck_reader_of_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that takes nothing does not count as a client for ever."""
-    monkeypatch.setattr("edge_http.resumable.CATCH_UP_SECONDS", 0.05)
+    monkeypatch.setattr("edge_http.resume.resumable_stream.CATCH_UP_SECONDS", 0.05)
     async with edge_world(config(max_response_bytes=32 * 2**20, grace_seconds=0.1)) as world:
         dropped = client(world)
         dropped.headers["Idempotency-Key"] = "k"

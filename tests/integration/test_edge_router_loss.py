@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from edge_http.process import Doors, load_model, serve_edge
-from kvloom.router_group import RouterGroup
+from edge_http.server.process import Doors, load_model, serve_edge
+from kvloom.router_link.group import RouterGroup
 from tests.fakes.router_processes import MODEL, TIMEOUT_SECONDS, RouterProcess, RouterProcesses, router_processes
 
 pytestmark = pytest.mark.timeout(120)

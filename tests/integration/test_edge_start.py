@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edge_http.edge import ServedModel
-from edge_http.process import Doors, serve_edge
-from kvloom import service
+from edge_http.server.process import Doors, serve_edge
 from kvloom.config import KvloomConfig, RedisConfig
+from kvloom.process import service
 from kvloom.v1.router_service_pb2 import FleetState
 from tests.fakes.edge_peers import CHAT, left_by_a_dead_edge
 from tests.fakes.fake_router_link import FakeRouterLink, answer

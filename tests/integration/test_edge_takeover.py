@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from edge_http.commit_gate import CommitGate
-from edge_http.peers import Peers
-from kvloom.tracked_request import Attempt
+from edge_http.recovery.edge_membership import Peers
+from edge_http.resume.commit_gate import CommitGate
+from kvloom.router_link.tracked_request import Attempt
 from tests.fakes.edge_peers import edges, published, until
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.redis_server import redis_server
@@ -127,8 +127,8 @@ async def test_two_clients_race(redis_url: str) -> None:
 async def test_hung_edge_that_wakes_up(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds that another edge has taken its answer over: it shows nothing of what it has generated since, tells its
     reader, ends the request, and the journal of the other one is left alone."""
-    monkeypatch.setattr("edge_http.relay.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("edge_http.relay.LIVES_SECONDS", 0.1)
+    monkeypatch.setattr("edge_http.recovery.peer_proxy.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("edge_http.recovery.peer_proxy.LIVES_SECONDS", 0.1)
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         streamed, request, reading = await begin_live(first, path, body, script, 4)

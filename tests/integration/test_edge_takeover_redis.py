@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from edge_http.peers import Peers
+from edge_http.recovery.edge_membership import Peers
 from tests.fakes.edge_peers import edges, published
 from tests.fakes.scripted_answer import begin_live, client, end_at, kill, kinds, same_but_names, undisturbed
 

@@ -19,7 +19,7 @@ import pytest
 
 from kvloom.config import KvloomConfig, ModelConfig, ShardConfig, SimConfig, dump_config
 from kvloom.errors import reason_name
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP, SamplingParams
 from shard_server.engines.base import EngineRequest
 from tests.fakes.failing_engine import RecitingEngine

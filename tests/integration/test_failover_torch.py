@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
-from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams
 from shard_server.engines.base import Capability, EngineRequest
 from shard_server.engines.torch_engine.engine import TorchEngine

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from edge_http.resume_journal import EdgeRecord, EdgesUnknownError, ResumeJournal
+from edge_http.recovery.journal import EdgeRecord, EdgesUnknownError, ResumeJournal
 
 NUM_ROUNDS = 50
 

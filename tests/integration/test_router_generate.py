@@ -10,8 +10,8 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from kvloom.grpc_errors import from_rpc_error
-from kvloom.tokenizer import ChatMessage
+from kvloom.text.tokenizer import ChatMessage
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import (

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kvloom.errors import KvloomError
-from kvloom.router_group import REATTACH_SECONDS
-from kvloom.router_link import GrpcRouterLink, LinkRequest
+from kvloom.router_link.group import REATTACH_SECONDS
+from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.v1 import generation_pb2, router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.fake_router import TIMEOUT_SECONDS, FakeRouter, serve_fake_router, text_of

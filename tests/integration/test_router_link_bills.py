@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.router_group import RouterGroup
-from kvloom.router_link import LinkRequest
+from kvloom.router_link.group import RouterGroup
+from kvloom.router_link.link import LinkRequest
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, ready_routers, router_processes

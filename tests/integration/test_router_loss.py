@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvloom import local_stream
 from kvloom.errors import reason_name
-from kvloom.router_group import RouterGroup
-from kvloom.router_link import LinkRequest
+from kvloom.router_link.group import RouterGroup
+from kvloom.router_link.link import LinkRequest
+from kvloom.transport import local_stream
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
 from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvloom.errors import reason_name
-from kvloom.router_link import GrpcRouterLink
+from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1 import generation_pb2
 from tests.fakes.fake_safety import FakeSafety
 from tests.fakes.fake_shard import expected_text, expected_tokens

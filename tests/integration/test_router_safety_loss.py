@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import reason_name
-from kvloom.router_link import GrpcRouterLink
+from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_LENGTH
 from tests.fakes.fake_shard import expected_text
 from tests.fakes.router_world import Answer, RouterWorld, eventually, link_request

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from kvloom import service
-from kvloom.grpc_errors import from_rpc_error
-from kvloom.registry import ShardRecord
+from kvloom.discovery.registry import ShardRecord
+from kvloom.process import service
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, TokenIds

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from kvloom.errors import reason_name
-from kvloom.grpc_errors import from_rpc_error
-from kvloom.router_link import ChoiceProgress
+from kvloom.router_link.link import ChoiceProgress
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
-from router.inbox import LONG_PROMPT_TOKENS
+from router.links.submit_queue import LONG_PROMPT_TOKENS
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
 

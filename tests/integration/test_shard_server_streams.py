@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.grpc_errors import from_rpc_error
+from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import LoadReport, RouterHello

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.block_hash import block_hashes, root_hash
 from kvloom.config import KvloomConfig, ModelConfig, ShardConfig
+from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.generation_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_ERROR,

@@ -11,8 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvloom.config import ModelConfig
-from tools.bench_data_plane_client import drive
-from tools.bench_data_plane_workloads import Workload
+from tools.bench.data_plane.client import drive
+from tools.bench.data_plane.workloads import Workload
 from tools.failures import CommandError
 
 MEASURED = Workload(name="measured", about="", num_streams=1, num_requests=20, num_tokens=1, step_ms=0.0)

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from kvloom.config import KvloomConfig
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
-from tools.doctor import Result, doctor_engine, examine
-from tools.doctor_checks import CHECKS
+from tools.doctor.checks import CHECKS
+from tools.doctor.command import Result, doctor_engine, examine
 
 
 @pytest.fixture(autouse=True)

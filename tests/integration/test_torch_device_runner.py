@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.checkpoint.weights import load_weights
 from shard_server.engines.torch_engine.config import load_config
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device, load_device_runner
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
-from shard_server.engines.torch_engine.weights import load_weights
 from tests.fakes.tiny_llama import write_tiny_llama
 
 NUM_BLOCKS = 60

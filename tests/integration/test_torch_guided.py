@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from kvloom.config import ShardConfig, TorchConfig
-from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import Capability, EngineError, EngineRequest, FinishReason, Guide, GuideKind, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
-from shard_server.engines.torch_engine.guides import GuideError
-from shard_server.engines.torch_engine.llguidance_guides import CACHED_GUIDES, GuideCompiler
+from shard_server.engines.torch_engine.sampling.guides import GuideError
+from shard_server.engines.torch_engine.sampling.llguidance_guides import CACHED_GUIDES, GuideCompiler
 from tests.conformance.engine_driver import EngineDriver
 
 PERSON = {

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine import gguf_weights
+from shard_server.engines.torch_engine.checkpoint import gguf_weights
+from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
+from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
 from shard_server.engines.torch_engine.config import load_config
-from shard_server.engines.torch_engine.converted_model import ensure_converted_model
-from shard_server.engines.torch_engine.gguf_conversion import convert_gguf
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from shard_server.engines.torch_engine.rope import RopeScaling, llama3_factors
 from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama

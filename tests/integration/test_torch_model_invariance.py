@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shard_server.engines.torch_engine.amx import request_amx
+from shard_server.engines.torch_engine.kernels.amx import request_amx
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.int8_products import skip_unless_exact
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvloom.config import SpeculationConfig
-from kvloom.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from shard_server.engines.base import EngineRequest, Guide, GuideKind, Sampling
-from shard_server.engines.torch_engine.guides import GuideState
-from shard_server.engines.torch_engine.llguidance_guides import GuideCompiler
 from shard_server.engines.torch_engine.model_runner import ModelRunner
+from shard_server.engines.torch_engine.sampling.guides import GuideState
+from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from tests.step_bench import Answer, StepBench, same
 
 BLOCK_SIZE = 16

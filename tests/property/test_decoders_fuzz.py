@@ -14,7 +14,7 @@ from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_http import headers
+from edge_http.wire import headers
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2, router_service_pb2, shard_service_pb2
 from router.core.core import CoreConfig, RouterCore

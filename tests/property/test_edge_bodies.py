@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_http.prompt import chat_prompt, completion_prompts
-from edge_http.requests import ChatBody, CompletionBody, decode_chat, decode_completion
-from edge_http.sampling import (
+from edge_http.openai.prompt import chat_prompt, completion_prompts
+from edge_http.openai.requests import ChatBody, CompletionBody, decode_chat, decode_completion
+from edge_http.openai.sampling import (
     chat_max_tokens,
     chat_sampling,
     completion_max_tokens,
@@ -19,7 +19,7 @@ from edge_http.sampling import (
     num_choices,
     stop_conditions,
 )
-from edge_http.unsupported import CHAT, COMPLETION
+from edge_http.openai.unsupported import CHAT, COMPLETION
 from kvloom.errors import KvloomError
 from tests.fakes.tiny_tokenizer import model_tokenizer
 

@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_http.resume_records import (
+from edge_http.resume.records import (
     RAW_EVENT,
     AnswerState,
     ChoiceNews,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.core.events import ShardLoad
-from router.core.load_ledger import LoadLedger, Reservation, ReservationKey
+from router.core.load.load_ledger import LoadLedger, Reservation, ReservationKey
 
 SHARDS = ["a", "b"]
 KEYS = st.tuples(st.sampled_from(["x", "y", "z"]), st.integers(1, 2))

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.core.event_order import SNAPSHOT_RETRY_SECONDS
 from router.core.events import KvChange
-from router.core.prefix_index import PLACED_TTL_SECONDS, IndexPortions, PrefixIndex
+from router.core.prefix_index.event_order import SNAPSHOT_RETRY_SECONDS
+from router.core.prefix_index.prefix_index import PLACED_TTL_SECONDS, IndexPortions, PrefixIndex
 
 SHARDS = ["a", "b", "c"]
 MAX_BLOCKS = 24

@@ -20,7 +20,7 @@ from router import convert
 from router.core import events as ev
 from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
-from router.core.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadConfig
 
 NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(

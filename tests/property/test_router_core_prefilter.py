@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvloom.v1.safety_service_pb2 import PolicyState
 from router.core.actions import Action, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.events import AnswerHalt, AnswersScreened, SafetyUp
-from router.prefilter import Outgoing, Prefilter, PrefilteredAnswers
+from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from safety_svc.policy import Phrase, RuleSet
 from safety_svc.prefilter import prefilter
 from tests.fakes.core_rig import CoreRig, only

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.errors import KvloomError
-from kvloom.router_link import LinkRequest
-from kvloom.tracked_request import LOSSES, REFUSALS, TrackedRequest
+from kvloom.router_link.link import LinkRequest
+from kvloom.router_link.tracked_request import LOSSES, REFUSALS, TrackedRequest
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvloom.v1.safety_service_pb2 import PolicyState, ScreenResponse
-from router.prefilter import Outgoing, Prefilter, PrefilteredAnswers
+from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from safety_svc.folding import fold
 from safety_svc.policy import Pattern, Phrase, Rule, RuleSet
 from safety_svc.prefilter import MAX_BEGINNINGS, prefilter

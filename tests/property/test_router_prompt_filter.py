@@ -7,7 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from kvloom.v1.safety_service_pb2 import PolicyState
-from router.prompt_filter import MAX_CHARS, PromptFilter
+from router.links.prompt_filter import MAX_CHARS, PromptFilter
 from safety_svc.policy import BUILTIN_POLICY, Pattern, Phrase, RuleSet, load_policy
 from safety_svc.prefilter import MAX_BEGINNINGS, prompt_prefilter
 from safety_svc.screen import check_prompt

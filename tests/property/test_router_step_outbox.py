@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.frames import Step
-from router.step_outbox import merge_steps
+from router.links.step_outbox import merge_steps
 
 entry = st.tuples(st.integers(0, 5), st.lists(st.integers(0, 99), max_size=3), st.text(max_size=3))
 step_entries = st.lists(entry, max_size=6, unique_by=lambda e: e[0])

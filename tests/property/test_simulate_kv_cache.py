@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.naive_kv_cache import NaiveKvCache
-from tools.simulate.kv_cache import KvCache
+from tools.simulate.fleet.kv_cache import KvCache
 
 _PROMPTS = st.lists(st.integers(0, 2), max_size=12)
 _OPERATIONS = st.lists(

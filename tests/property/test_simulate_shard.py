@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.naive_shard import NaiveSequence, NaiveShard
-from tools.simulate.fleet_model import Profile
-from tools.simulate.kv_cache import KvCache
-from tools.simulate.sequence import Sequence
-from tools.simulate.shard import SimShard
+from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.kv_cache import KvCache
+from tools.simulate.fleet.sequence import Sequence
+from tools.simulate.fleet.shard import SimShard
 
 BLOCK_SIZE = 4
 PROFILE = Profile(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.block_hash import block_hashes
+from kvloom.text.block_hash import block_hashes
 from shard_server.engines.base import AllBlocksCleared, BlockRemoved, BlockStored
-from shard_server.engines.tensorrt_llm.kv_events import KvEventTranslator
-from shard_server.engines.tensorrt_llm.kv_records import parse_events
-from shard_server.engines.tensorrt_llm.kv_roots import RootLedger
+from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
+from shard_server.engines.tensorrt_llm.kv_cache.kv_records import parse_events
+from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from tests.fakes.fake_tensorrt_llm.blocks import BlockCache, EventBuffer
 
 SIZE = 2

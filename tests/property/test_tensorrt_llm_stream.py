@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_server.engines.base import EngineRequest, FinishReason, Sampling
-from shard_server.engines.tensorrt_llm.request_stream import RequestStream
+from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
 from tests.fakes.fake_tensorrt_llm.configs import SamplingParams
 from tests.fakes.fake_tensorrt_llm.outputs import Aborter, Logprob, RequestOutput
 

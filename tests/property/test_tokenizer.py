@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.detokenizer import IncrementalDetokenizer
 from kvloom.errors import KvloomError
-from kvloom.special_tokens import AliasedEncoder, SpecialStrings
-from kvloom.tokenizer import ChatMessage
+from kvloom.text.detokenizer import IncrementalDetokenizer
+from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings
+from kvloom.text.tokenizer import ChatMessage
 from tests.fakes.tiny_tokenizer import SPECIAL, byte_level_tokenizer, model_tokenizer
 
 TOKENIZER = model_tokenizer()

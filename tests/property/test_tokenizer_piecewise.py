@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvloom.piecewise import _KNOWN_SPLITS, PieceCache, PieceRules
+from kvloom.text.tokenization_cache import _KNOWN_SPLITS, PieceCache, PieceRules
 
 PARTS = [
     *" \n\t.,'5é\u0301\u200b中ßA-!<|>", "  ", " \n", "the", " quick", "brown ", "fox's", " 1234", "it'S", "a.b", "...",
@@ -68,7 +68,7 @@ def ids_by_pieces(cache: PieceCache, tokenizer: Tokenizer, text: str) -> list[in
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in short texts."""
-    monkeypatch.setattr("kvloom.piecewise.BLOCK_CHARS", 8)
+    monkeypatch.setattr("kvloom.text.tokenization_cache.BLOCK_CHARS", 8)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -18,7 +18,7 @@ from shard_server.engines.torch_engine.kv_cache import KvCache
 
 MAX_TOKENS = 700
 NUM_BLOCKS = 64
-MODULE = "shard_server.engines.torch_engine.tile_attention"
+MODULE = "shard_server.engines.torch_engine.kernels.tile_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Layers:
         tile_attention = pytest.importorskip(MODULE)
         self.config = model_config(shape)
         self.cache = KvCache(self.config, num_blocks=NUM_BLOCKS, block_size=shape.block_size, dtype=torch.bfloat16)
-        from shard_server.engines.torch_engine.amx import request_amx
+        from shard_server.engines.torch_engine.kernels.amx import request_amx
 
         if not request_amx():
             pytest.skip("no AMX")

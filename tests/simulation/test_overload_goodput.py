@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.overload_model import OverloadPlan, find_capacity, measure
+from tools.bench.overload_model import OverloadPlan, find_capacity, measure
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("ect", 1), ("ect", 2), ("least_requests", 3)])

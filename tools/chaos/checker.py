@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from tools.chaos.transcript import End, Expected, ExpectedChoice, SeenChoice, Transcript
+from tools.chaos.clients.transcript import End, Expected, ExpectedChoice, SeenChoice, Transcript
 
 
 class Verdict(enum.StrEnum):

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Final
 
 from kvloom.config import KvloomConfig, dump_config
-from tools.backoff import Backoff
-from tools.chaos.http_client import Doorway
-from tools.chaos.proxy import FaultProxy
-from tools.child import ChildFailedError, ChildSpec
+from tools.chaos.clients.http_client import Doorway
+from tools.chaos.injection.proxy import FaultProxy
 from tools.failures import CommandError
-from tools.processes import STOP_ORDER, pick_free_ports, plan_stages
-from tools.readiness import is_complete, router_address
-from tools.shared_port import SharedPort
-from tools.state import RunFolder
-from tools.supervised import ProcessState, ProcessStatus
-from tools.supervisor import Supervisor
+from tools.supervisor.backoff import Backoff
+from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.processes import STOP_ORDER, pick_free_ports, plan_stages
+from tools.supervisor.readiness import is_complete, router_address
+from tools.supervisor.shared_port import SharedPort
+from tools.supervisor.state import RunFolder
+from tools.supervisor.supervised import ProcessState, ProcessStatus
+from tools.supervisor.supervisor import Supervisor
 
 _START_TIMEOUT_SECONDS: Final = 180.0
 _READY_TIMEOUT_SECONDS: Final = 60.0

@@ -11,14 +11,14 @@ from typing import Any, Final
 import click
 
 from kvloom.config import ModelConfig
-from shard_server.engines.torch_engine.builtin_model import BUILTIN_MODEL_NAME
-from tools.chaos.faults import LONG_HANG_SHARE, FaultKind
+from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from tools.chaos.injection.faults import LONG_HANG_SHARE, FaultKind
 from tools.chaos.run import Plan, Progress, run_chaos
 from tools.chaos.text import chaos_page, soak_page, summary
 from tools.failures import CommandError
-from tools.models import resolve_model
+from tools.models.resolve import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
-from tools.simulate.study_page import check_page, write_table
+from tools.simulate.study.page import check_page, write_table
 
 _QUIET_SECONDS: Final = 10.0
 """Between lines of progress where nobody watches a terminal."""

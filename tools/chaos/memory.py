@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from tools.process_counters import rss_bytes
-from tools.supervised import ProcessStatus
+from tools.bench.data_plane.process_counters import rss_bytes
+from tools.supervisor.supervised import ProcessStatus
 
 SAMPLE_SECONDS: Final = 5.0
 MAX_SAMPLES: Final = 20_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from tools.chaos.checker import Finding, Verdict
+from tools.chaos.clients.questions import Errand
+from tools.chaos.clients.transcript import Expected, Transcript
 from tools.chaos.ledger import Delivery
-from tools.chaos.questions import Errand
-from tools.chaos.transcript import Expected, Transcript
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from tools.chaos.checker import NEVER_ALLOWED, Verdict
-from tools.chaos.excuses import Disturbance, Fleet, is_excused
-from tools.chaos.faults import FaultKind
+from tools.chaos.injection.excuses import Disturbance, Fleet, is_excused
+from tools.chaos.injection.faults import FaultKind
 from tools.chaos.ledger import Bill, Settlement, settle
 from tools.chaos.record import Record
 
@@ -89,7 +89,8 @@ def _failure_name(record: Record) -> str:
 
 
 BILL_SECONDS: Final = 0.1
-"""A bill is written up to 20 ms after its answer has ended (kvloom/log_lines.py), and a busy machine may be late."""
+"""A bill is written up to 20 ms after its answer has ended (kvloom/process/log_lines.py), and a busy machine may be
+late."""
 
 
 def _router_died(record: Record, disturbances: Sequence[Disturbance]) -> bool:

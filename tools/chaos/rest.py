@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from tools.chaos.cluster import Cluster
-from tools.readiness import fleet_is_complete
+from tools.supervisor.readiness import fleet_is_complete
 
 _REST_SECONDS: Final = 45.0
 """More than the grace period of the streams whose clients left."""

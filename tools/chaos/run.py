@@ -14,31 +14,31 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.client import Client
+from kvloom.client.client import Client
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
-from kvloom.tokenizer import ModelTokenizer
+from kvloom.text.tokenizer import ModelTokenizer
 from tools.chaos.bill_log import BillLog
 from tools.chaos.checker import NEVER_ALLOWED
+from tools.chaos.clients.http_client import HttpClient
+from tools.chaos.clients.oracle import Oracle, RecordedOracle, SimOracle
+from tools.chaos.clients.questions import draw_question
+from tools.chaos.clients.sdk_client import SdkClient
+from tools.chaos.clients.users import PATIENCE_SECONDS, Curiosity, Desk, run_user
 from tools.chaos.cluster import Cluster
-from tools.chaos.excuses import Fleet
-from tools.chaos.faults import LONG_HANG_SHARE, FaultKind, plan_faults
-from tools.chaos.http_client import HttpClient
-from tools.chaos.injector import Injector
+from tools.chaos.injection.excuses import Fleet
+from tools.chaos.injection.faults import LONG_HANG_SHARE, FaultKind, plan_faults
+from tools.chaos.injection.injector import Injector
 from tools.chaos.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
-from tools.chaos.oracle import Oracle, RecordedOracle, SimOracle
-from tools.chaos.questions import draw_question
 from tools.chaos.record import Record
 from tools.chaos.report import make_report
 from tools.chaos.rest import wait_rest
-from tools.chaos.sdk_client import SdkClient
-from tools.chaos.users import PATIENCE_SECONDS, Curiosity, Desk, run_user
 from tools.failures import CommandError
 
 _NUM_RECORDED: Final = 40
 _NUM_SOAK_QUESTIONS: Final = 500
-"""Some of what is kept grows with every new prompt, up to 65,536 of them (router/core/reuse_curve.py). With these it
-has its size after minutes; what grows with every request still shows."""
+"""Some of what is kept grows with every new prompt, up to 65,536 of them (router/core/placement/reuse_curve.py). With
+these it has its size after minutes; what grows with every request still shows."""
 _RECORDED_MAX_TOKENS: Final = (8, 40)
 _COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
 _MAX_STOP_WORDS: Final = 256

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import DrainStarted, StepArrived
 from router.core.frames import Finish, Start, Step
-from tools.dst.client import ClientStream
+from tools.dst.nodes.client import ClientStream
 from tools.dst.scenario import FAULTS_PER_SECOND
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
-    from tools.dst.shard import SimShard
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.nodes.shard import SimShard
     from tools.dst.world import World
 
 UNKNOWN_SLOT = 10**6

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from router.core.core import CoreConfig
-from router.core.health import HealthSettings
-from router.core.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.prefill_chunks import PortionSettings
+from router.core.fleet.shard_health import HealthSettings
 from router.core.placement import POLICIES
-from router.core.portions import PortionSettings
 
 MODELS: Final = ("model-a", "model-b")
 

@@ -9,7 +9,7 @@ import msgspec
 
 from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script
-from tools.dst.client import Answer, ClientStream
+from tools.dst.nodes.client import Answer, ClientStream
 from tools.dst.scenario import MODELS
 
 if TYPE_CHECKING:

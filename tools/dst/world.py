@@ -14,10 +14,10 @@ from router.core.events import Event, StepArrived
 from router.core.frames import Finish
 from tools.dst.checkers import Checks
 from tools.dst.faults import Faults
-from tools.dst.router_node import RouterNode
-from tools.dst.safety import SimSafety
+from tools.dst.nodes.router_node import RouterNode
+from tools.dst.nodes.safety import SimSafety
+from tools.dst.nodes.shard import SimShard
 from tools.dst.scenario import draw_scenario
-from tools.dst.shard import SimShard
 from tools.dst.timeline import Timeline
 from tools.dst.traffic import Traffic
 from tools.dst.violation import Violation

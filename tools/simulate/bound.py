@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 from typing import Final
 
-from tools.simulate.fleet_model import Profile
+from tools.simulate.fleet.fleet_model import Profile
 from tools.simulate.workload import Call, Outcome, SimulationResult, Workload
 
 _PROGRESS_EVERY: Final = 256

@@ -17,9 +17,9 @@ from router.core.placement import POLICIES
 from tools.failures import CommandError
 from tools.options import option
 from tools.simulate.decisions import RECORDED, Replay, read_decision_log
+from tools.simulate.fleet.profiles import load_profile
 from tools.simulate.parallel import perform_all
 from tools.simulate.plot import check_plot_file, draw
-from tools.simulate.profiles import load_profile
 from tools.simulate.rows import combine, recorded_row
 from tools.simulate.runs import (
     BOUND,

@@ -17,9 +17,9 @@ from typing import Final
 
 import msgspec
 
-from router.decision_records import FORMAT_VERSION, FleetLine, FleetShard, RequestLine, read_decisions
+from router.decisions.records import FORMAT_VERSION, FleetLine, FleetShard, RequestLine, read_decisions
 from tools.failures import CommandError
-from tools.simulate.recorded_fleet import RecordedFleet, UsualRequest, recorded_fleet, serving_shards
+from tools.simulate.fleet.recorded_fleet import RecordedFleet, UsualRequest, recorded_fleet, serving_shards
 from tools.simulate.statistics import Slo, Statistics, summarise
 from tools.simulate.traces.open_loop import OpenTrace
 from tools.simulate.traces.reading import MAX_CALLS, MAX_TOKENS, ReadFraction, line_error, read_lines

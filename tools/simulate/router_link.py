@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from router.core import events as ev
 from router.core.actions import Action
 from router.core.core import CoreConfig, RouterCore
-from tools.simulate.shard import SimShard
+from tools.simulate.fleet.shard import SimShard
 
 CONTEXT_GROWTH_WORTH_TELLING = 0.01
 """Decode alone makes a shard's load newsworthy once its context has grown by this share."""

@@ -12,7 +12,7 @@ import msgspec
 from tools.simulate.bound import simulate_bound
 from tools.simulate.capacity import find_capacity
 from tools.simulate.decisions import read_decision_log
-from tools.simulate.fleet_model import Profile
+from tools.simulate.fleet.fleet_model import Profile
 from tools.simulate.statistics import Slo, Statistics, measured_outcomes, summarise, without_warm_up
 from tools.simulate.traces import MAX_THINK_SECONDS, Trace, TraceFormat, read_trace
 from tools.simulate.traces.reading import ReadFraction

@@ -18,12 +18,12 @@ from router.core import events as ev
 from router.core.actions import CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
-from tools.simulate.fleet import make_shards
-from tools.simulate.fleet_options import FleetOptions
+from tools.simulate.fleet.fleet import make_shards
+from tools.simulate.fleet.fleet_options import FleetOptions
+from tools.simulate.fleet.sequence import Sequence as ShardSequence
+from tools.simulate.fleet.shard import ShardNews, SimShard
+from tools.simulate.fleet.shard_frames import step_of, too_long
 from tools.simulate.router_link import RouterLink
-from tools.simulate.sequence import Sequence as ShardSequence
-from tools.simulate.shard import ShardNews, SimShard
-from tools.simulate.shard_frames import step_of, too_long
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult, Workload
 
 __all__ = ["FleetOptions", "simulate"]

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from router.core.placement.baselines import LeastPrefill, LeastRequests, RoundRobin, SessionHash
 from router.core.placement.ect import Ect
 from router.core.placement.peers import Conductor, Dynamo, Gaie, LMetric, SglangCacheAware
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy
-from router.core.placement.yardsticks import LeastPrefill, LeastRequests, RoundRobin, SessionHash
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     "ect": Ect,

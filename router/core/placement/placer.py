@@ -7,18 +7,18 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvloom.block_hash import block_hashes, root_hash
 from kvloom.errors import KvloomError
+from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from router.core.fleet import Fleet, Shard
+from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
-from router.core.load_ledger import LoadLedger
+from router.core.load.load_ledger import LoadLedger
 from router.core.placement import POLICIES
 from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Hold
-from router.core.prefix_index import PrefixIndex
-from router.core.reuse_curve import ReuseCurve
+from router.core.placement.reuse_curve import ReuseCurve
+from router.core.prefix_index.prefix_index import PrefixIndex
 
 COST_EPSILON: Final = 1e-9
 """Costs closer than this are equal: floating point must not decide."""

@@ -1,7 +1,7 @@
 """TensorRT-LLM as this adapter sees it: its objects' types, and the installed version's symbols and arguments.
 
 The protocols list what the adapter uses and no more, so that the type checker refuses any other attribute;
-tests/unit/test_tensorrt_llm_names.py holds them to known_names.py.
+tests/unit/shard_server/tensorrt_llm/test_names.py holds them to known_names.py.
 """
 
 from __future__ import annotations

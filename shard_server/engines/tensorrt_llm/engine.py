@@ -27,9 +27,9 @@ from shard_server.engines.base import (
 from shard_server.engines.tensorrt_llm.api import Llm, RequestOutput, TensorRtLlm, argument_names
 from shard_server.engines.tensorrt_llm.daemon_thread import DrainThread
 from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict, probe
-from shard_server.engines.tensorrt_llm.kv_events import KvEventTranslator
-from shard_server.engines.tensorrt_llm.kv_records import KvRecord, as_records, parse_events
-from shard_server.engines.tensorrt_llm.kv_roots import RootLedger
+from shard_server.engines.tensorrt_llm.kv_cache.kv_events import KvEventTranslator
+from shard_server.engines.tensorrt_llm.kv_cache.kv_records import KvRecord, as_records, parse_events
+from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.launch import (
     absorb_first_stats,
     capabilities_of,
@@ -39,10 +39,10 @@ from shard_server.engines.tensorrt_llm.launch import (
     shut_down,
 )
 from shard_server.engines.tensorrt_llm.live_sequences import LiveSequences
-from shard_server.engines.tensorrt_llm.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.outbox import Outbox
-from shard_server.engines.tensorrt_llm.request_fields import adapter_of, cache_salt_of, check_request
-from shard_server.engines.tensorrt_llm.sampling_params import SamplingMapper
+from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
+from shard_server.engines.tensorrt_llm.requests.request_fields import adapter_of, cache_salt_of, check_request
+from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 
 log = structlog.get_logger()

@@ -13,7 +13,7 @@ from kvloom.config import ShardConfig
 from shard_server.engines.base import Capability, EngineError
 from shard_server.engines.tensorrt_llm.api import Llm, TensorRtLlm, load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.daemon_thread import call_in_daemon
-from shard_server.engines.tensorrt_llm.kv_records import as_records
+from shard_server.engines.tensorrt_llm.kv_cache.kv_records import as_records
 from shard_server.engines.tensorrt_llm.llm_options import llm_options
 from shard_server.engines.tensorrt_llm.stats import IterationStats
 

@@ -11,9 +11,9 @@ import structlog
 from shard_server.engines.base import EngineRequest, FinishReason, SequenceEnd, SequenceStart
 from shard_server.engines.tensorrt_llm.api import RequestOutput
 from shard_server.engines.tensorrt_llm.health import abort
-from shard_server.engines.tensorrt_llm.kv_roots import RootLedger
+from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.outbox import Outbox
-from shard_server.engines.tensorrt_llm.request_stream import News, RequestStream
+from shard_server.engines.tensorrt_llm.requests.request_stream import News, RequestStream
 from shard_server.engines.tensorrt_llm.stats import InFlight
 
 log = structlog.get_logger()

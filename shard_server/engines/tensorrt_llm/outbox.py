@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from shard_server.engines.base import KvEvent, SequenceEnd, SequenceStart, StepOutput
-from shard_server.engines.tensorrt_llm.request_stream import News
+from shard_server.engines.tensorrt_llm.requests.request_stream import News
 
 MAX_UNREAD_TOKENS: Final = 32
 """Of one sequence."""

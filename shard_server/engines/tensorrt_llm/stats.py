@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from shard_server.engines.base import EngineLoad, LoadShare
-from shard_server.engines.tensorrt_llm.request_stream import RequestStream
+from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream
 
 SMOOTHING: Final = 0.1
 

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvloom.block_hash import BYTES_PER_TOKEN, block_hashes, token_bytes
+from kvloom.text.block_hash import BYTES_PER_TOKEN, block_hashes, token_bytes
 from shard_server.engines.base import BlockRemoved, BlockStored, KvEvent
 
 
@@ -20,7 +20,7 @@ class BlockKey(NamedTuple):
     """What a full block holds."""
 
     block_hash: int
-    """Chained, see kvloom/block_hash.py."""
+    """Chained, see kvloom/text/block_hash.py."""
     token_data: bytes
     """The block's token ids, little-endian uint32."""
 

@@ -21,14 +21,14 @@ from shard_server.engines.base import Capability, EngineError, EngineInfo, Engin
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.memory import forget_code, return_freed_memory
 from shard_server.engines.torch_engine.model_runner import ModelRunner
+from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS
 from shard_server.engines.torch_engine.scheduler import Scheduler
-from shard_server.engines.torch_engine.speculation import MAX_STEP_ROWS
 from shard_server.engines.torch_engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.device.runner import DeviceRunner
-    from shard_server.engines.torch_engine.guides import GuideState
-    from shard_server.engines.torch_engine.llguidance_guides import GuideCompiler
+    from shard_server.engines.torch_engine.sampling.guides import GuideState
+    from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 
 MAX_UNREAD_OUTPUTS: Final = 32
 """The engine pauses when so many step outputs wait to be read."""
@@ -311,7 +311,7 @@ def _load_guides(
     if not path.exists():
         return None
     try:
-        from shard_server.engines.torch_engine.llguidance_guides import GuideCompiler
+        from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
     except ImportError:
         return None
     try:

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 
 from shard_server.engines.torch_engine.attention import GRAINS, Extent, PagedAttention
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.int8_linear import Int8Linears
 from shard_server.engines.torch_engine.invariance import attention_is_invariant
+from shard_server.engines.torch_engine.kernels.int8_linear import Int8Linears
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.linear import MakesLinears, TorchLinears, common_row_granularity
 from shard_server.engines.torch_engine.model import LlamaModel
-from shard_server.engines.torch_engine.weights import OnProgress
 
 
 class Forward(Protocol):
@@ -53,7 +53,7 @@ def find_compiled_kernels(
 ) -> Kernels | None:
     """None where they cannot run: then `on_progress` hears why."""
     try:
-        from shard_server.engines.torch_engine.compiled_forward import CompiledKernels, why_not_compiled
+        from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels, why_not_compiled
     except ImportError as error:
         reason: str | None = str(error)
     else:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.checkpoint.weights import weight_bytes
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.weights import weight_bytes
 
 _OVERHEAD_BYTES = 128 * 2**20
 """Activations, rotation tables, one layer's weights in two layouts while they are converted."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, Weight
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
-from shard_server.engines.torch_engine.weights import OnProgress
 
 _LAYERS_PER_REPORT = 16
 _CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ import torch
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.attention import Extent
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.forward import Kernels, TorchKernels, find_compiled_kernels
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
 from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
 from shard_server.engines.torch_engine.memory import check_memory, return_freed_memory
 from shard_server.engines.torch_engine.model import LlamaModel
-from shard_server.engines.torch_engine.weights import OnProgress, load_weights
 
 _MAX_GATHERED_TOKENS = 4096
 """For one sequence with drafts: beyond that, one product of all its rows over the context is cheaper."""

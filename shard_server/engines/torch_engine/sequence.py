@@ -8,8 +8,8 @@ from shard_server.engines.base import EngineRequest
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
 
 if TYPE_CHECKING:
-    from shard_server.engines.torch_engine.guides import GuideState
-    from shard_server.engines.torch_engine.speculation import PromptLookup
+    from shard_server.engines.torch_engine.sampling.guides import GuideState
+    from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
 
 
 class Sequence:

@@ -20,10 +20,10 @@ from shard_server.engines.base import (
     TokenLogprobs,
 )
 from shard_server.engines.torch_engine.device.batched_draws import PlainRow
-from shard_server.engines.torch_engine.drafter import Drafter, Drafts
-from shard_server.engines.torch_engine.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
-from shard_server.engines.torch_engine.sampler import Draws, SampleRow
+from shard_server.engines.torch_engine.sampling.drafter import Drafter, Drafts
+from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
+from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP, Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 from shard_server.engines.torch_engine.speed import StepSpeed

@@ -9,15 +9,15 @@ import msgspec
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
-from router.core import lifecycle
 from router.core.actions import RequestEnded
-from router.core.arrivals import Arrivals
-from router.core.fleet import Shard
+from router.core.admission.arrivals import Arrivals
+from router.core.fleet.fleet import Shard
 from router.core.frames import Step
 from router.core.hold import Hold
-from router.core.lifecycle import Lifecycle
 from router.core.live import Choice
 from router.core.outbox import Outbox
+from router.core.relay import lifecycle
+from router.core.relay.lifecycle import Lifecycle
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (

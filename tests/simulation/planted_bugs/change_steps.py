@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.core.fleet import Shard
+from router.core.fleet.fleet import Shard
 from router.core.frames import Step
-from router.core.relay import Relay
+from router.core.relay.relay import Relay
 from tests.simulation.planted_bugs.registry import Patch
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from router.core.arrivals import Arrivals
-from router.core.dispatch import Dispatcher
+from router.core.admission.arrivals import Arrivals
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.waiting_queues import WaitingLines
 from router.core.events import Request, ShardLoad
-from router.core.fleet import Fleet, Shard
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.slot_pool import SlotPool
 from router.core.frames import Step
-from router.core.lifecycle import Lifecycle
 from router.core.live import Choice, LineId, LiveRequest
-from router.core.load_ledger import LoadLedger
-from router.core.slot_pool import SlotPool
-from router.core.waiting_lines import WaitingLines
+from router.core.load.load_ledger import LoadLedger
+from router.core.relay.lifecycle import Lifecycle
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.core.arrivals import Arrivals
+from router.core.admission.arrivals import Arrivals
 from router.core.core import RouterCore
-from router.core.dispatch_queue import DispatchQueue
-from router.core.event_order import EventOrder
+from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.events import Tick
 from router.core.live import Attempt, LiveRequest
+from router.core.prefix_index.event_order import EventOrder
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact, PlacementsFit
 

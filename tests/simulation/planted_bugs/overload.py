@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvloom.v1.generation_pb2 import FinishReason
-from router.core.admission import draining
+from router.core.admission.outage import Outage
 from router.core.core import RouterCore
-from router.core.dispatch_queue import DispatchQueue
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.dispatch.overload import OverloadGuard
+from router.core.dispatch.refusals import draining
+from router.core.dispatch.waiting_queues import WaitingLines
 from router.core.events import Request, Tier
-from router.core.fleet import Fleet, Shard
-from router.core.health_watch import HealthWatch
-from router.core.outage import Outage
-from router.core.overload import OverloadGuard
-from router.core.waiting_lines import WaitingLines
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.health.health_watch import HealthWatch
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
     DrainedShardsEmpty,

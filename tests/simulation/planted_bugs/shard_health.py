@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from router.core.fleet import Shard
-from router.core.health import ShardHealth
-from router.core.health_watch import HealthWatch
-from router.core.moving import Mover
+from router.core.fleet.fleet import Shard
+from router.core.fleet.shard_health import ShardHealth
+from router.core.health.health_watch import HealthWatch
+from router.core.health.migrator import Mover
 from router.core.placement.placer import Placer
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import NobodyWaitsForTheHung, PlacementsFit, SuspicionBounded

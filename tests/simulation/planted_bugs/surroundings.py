@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from router.core.deadlines import Deadlines
-from router.core.dispatch_queue import DispatchQueue
-from router.core.fleet import Shard
+from router.core.admission.deadlines import Deadlines
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.fleet.fleet import Shard
 from router.core.frames import Step
-from router.core.lifecycle import Lifecycle
 from router.core.live import LiveRequest
-from router.core.prefix_index import PrefixIndex
-from router.core.shard_news import ShardNews
-from router.core.verdicts import Verdicts
+from router.core.prefix_index.prefix_index import PrefixIndex
+from router.core.relay.lifecycle import Lifecycle
+from router.core.relay.verdicts import Verdicts
+from router.core.shard_event_handler import ShardNews
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (

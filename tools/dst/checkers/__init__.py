@@ -22,11 +22,11 @@ from tools.dst.checkers.rest import IndexExact, LoadTrue
 from tools.dst.checkers.safety import SafetyKept
 
 if TYPE_CHECKING:
-    from tools.dst.client import Answer, ClientStream
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenChoice, SeenRequest
-    from tools.dst.shard import SimShard
-    from tools.dst.shard_stream import ShardStream
+    from tools.dst.nodes.client import Answer, ClientStream
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.nodes.shard import SimShard
+    from tools.dst.nodes.shard_stream import ShardStream
+    from tools.dst.witness.seen import SeenChoice, SeenRequest
     from tools.dst.world import World
 
 CHECKERS: Final[tuple[type[Checker], ...]] = (

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Final
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event, StepArrived
-from router.core.lifecycle import MAX_MOVES
+from router.core.relay.lifecycle import MAX_MOVES
 from tools.dst import script
 from tools.dst.checkers.base import Checker
-from tools.dst.seen import eligible
+from tools.dst.witness.seen import eligible
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenChoice, SeenRequest
-    from tools.dst.shard import SimShard
-    from tools.dst.shard_stream import ShardStream
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.nodes.shard import SimShard
+    from tools.dst.nodes.shard_stream import ShardStream
+    from tools.dst.witness.seen import SeenChoice, SeenRequest
 
 
 _OVERDUE: Final = (ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, ErrorReason.ERROR_REASON_QUEUE_TIMEOUT)

@@ -11,8 +11,8 @@ from router.core.events import Event, RequestArrived, Tick
 from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenRequest
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.witness.seen import SeenRequest
 
 
 class DeadlinesKept(Checker):

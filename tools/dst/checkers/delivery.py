@@ -15,9 +15,9 @@ from tools.dst import script
 from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
-    from tools.dst.client import Answer, ClientStream
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenChoice
+    from tools.dst.nodes.client import Answer, ClientStream
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.witness.seen import SeenChoice
 
 
 class TokensExact(Checker):

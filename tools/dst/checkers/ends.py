@@ -13,11 +13,11 @@ from router.core.events import Event, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish
 from tools.dst import script
 from tools.dst.checkers.base import Checker
-from tools.dst.seen import SeenChoice, SeenRequest, State, eligible
+from tools.dst.witness.seen import SeenChoice, SeenRequest, State, eligible
 
 if TYPE_CHECKING:
-    from tools.dst.client import Answer
-    from tools.dst.router_node import RouterNode
+    from tools.dst.nodes.client import Answer
+    from tools.dst.nodes.router_node import RouterNode
     from tools.dst.world import World
 
 

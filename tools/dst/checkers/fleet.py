@@ -10,7 +10,7 @@ from router.core.events import Event, LoadReported, ShardDown, ShardUp
 from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
+    from tools.dst.nodes.router_node import RouterNode
 
 
 class FleetTold(Checker):

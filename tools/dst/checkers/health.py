@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
-from router.core.health import HealthSettings, HealthState
-from router.core.lifecycle import MAX_MOVES
+from router.core.fleet.shard_health import HealthSettings, HealthState
+from router.core.relay.lifecycle import MAX_MOVES
 from tools.dst.checkers.base import Checker
-from tools.dst.seen import State, eligible
+from tools.dst.witness.seen import State, eligible
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenChoice, SeenShard
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.witness.seen import SeenChoice, SeenShard
 
 STALLS: Final = 3.0
 SLACK_SECONDS: Final = 0.5

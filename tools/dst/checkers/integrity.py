@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
+    from tools.dst.nodes.router_node import RouterNode
     from tools.dst.world import World
 
 

@@ -11,10 +11,10 @@ from router.core.actions import Action, SubmitAttempt
 from router.core.events import DrainEnded, Event, RequestArrived, Tick, Tier
 from router.core.frames import Finish
 from tools.dst.checkers.base import Checker
-from tools.dst.seen import SeenChoice, SeenRequest, State, eligible
+from tools.dst.witness.seen import SeenChoice, SeenRequest, State, eligible
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
+    from tools.dst.nodes.router_node import RouterNode
 
 _GIVEN_UP: Final = (
     ErrorReason.ERROR_REASON_NO_SHARD_READY,

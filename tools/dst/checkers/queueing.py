@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import Event, Tier
 from tools.dst.checkers.base import Checker
-from tools.dst.seen import State, eligible
+from tools.dst.witness.seen import State, eligible
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenRequest
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.witness.seen import SeenRequest
 
 
 class NoIdleWait(Checker):

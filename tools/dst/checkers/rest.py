@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from router.core.events import ChoiceSpec, Request
 from router.core.placement import Plan
-from tools.dst.block_cache import hashes_of
 from tools.dst.checkers.base import Checker
+from tools.dst.nodes.block_cache import hashes_of
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
+    from tools.dst.nodes.router_node import RouterNode
     from tools.dst.world import World
 
 MAX_PROMPTS = 60

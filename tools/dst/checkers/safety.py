@@ -11,8 +11,8 @@ from tools.dst import script
 from tools.dst.checkers.base import Checker
 
 if TYPE_CHECKING:
-    from tools.dst.router_node import RouterNode
-    from tools.dst.seen import SeenChoice, SeenRequest
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.witness.seen import SeenChoice, SeenRequest
 
 
 class SafetyKept(Checker):

@@ -12,6 +12,7 @@ import torch
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.attention import Extent
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.device.attention import (
     DeviceAttention,
@@ -25,7 +26,6 @@ from shard_server.engines.torch_engine.linear import TorchLinears
 from shard_server.engines.torch_engine.memory import kv_block_bytes
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.model_runner import DTYPES, ScheduledSequence
-from shard_server.engines.torch_engine.weights import OnProgress, load_weights
 
 _INVARIANT_ROWS: Final = 128
 """Rows of every matrix product where results must not depend on the batch: a library chooses its code by their number.

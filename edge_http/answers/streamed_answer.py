@@ -1,0 +1,147 @@
+"""A streamed answer: every delta becomes one server-sent event the moment it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from edge_http.answers.answer import Answer
+from edge_http.openai.response_formatters import Shape, encode_json
+from edge_http.wire.headers import explanation
+from edge_http.wire.sse import DONE, EventSink
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import TokenLogprobs
+
+SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
+"""How long a client that read too slowly may take for what is buffered, the error included."""
+
+
+class StreamedAnswer(Answer):
+    """Sends nothing before the first news of any choice, so that a refusal can still have its HTTP status."""
+
+    __slots__ = (
+        "_events",
+        "_headers",
+        "_include_usage",
+        "_prefixes",
+        "_shape",
+        "_suffix",
+        "_with_details",
+        "_with_explanation",
+    )
+
+    def __init__(
+        self,
+        prompt_sizes: Sequence[int],
+        n: int,
+        shape: Shape,
+        events: EventSink,
+        headers: Mapping[str, str],
+        *,
+        include_usage: bool,
+        with_details: bool,
+        with_explanation: bool,
+    ) -> None:
+        super().__init__(prompt_sizes, n)
+        self._shape = shape
+        self._suffix = shape.suffix
+        self._events = events
+        self._headers = headers
+        self._include_usage = include_usage
+        self._with_details = with_details
+        self._with_explanation = with_explanation
+        self._prefixes: list[bytes | None] = [None] * self.num_choices
+        """The shape's, of the choices that have begun; of none once the answer has failed."""
+
+    def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """The hot path: plain text of a choice that has begun."""
+        prefix = self._prefixes[index]
+        if logprobs or prefix is None:
+            super().on_tokens(index, delta, token_ids, logprobs)
+            return
+        self.num_output_tokens += len(token_ids)
+        try:
+            if delta and not self._events.send(prefix, encode_json(delta), self._suffix):
+                self._on_slow_reader()
+        except Exception:
+            self._on_bug()
+
+    def flow(self, index: int) -> Callable[[str], None] | None:
+        """As FlowingSink (kvloom/router_link/fast_path.py)."""
+        prefix = self._prefixes[index]
+        return None if prefix is None else self._events.flow(prefix, self._suffix, self._on_slow_reader)
+
+    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:  # noqa: ARG002
+        self.num_output_tokens += len(token_ids)
+
+    @property
+    def events(self) -> EventSink:
+        return self._events
+
+    @property
+    def _is_visible(self) -> bool:
+        return self._events.begun
+
+    def fail(self, error: KvloomError) -> None:
+        if not self.ended.done() and self._events.begun:
+            payload = encode_json(error.to_openai())
+            if error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:
+                self._events.break_off(payload, SLOW_CLIENT_LINGER_SECONDS)
+            else:
+                self._events.send(b"", payload, b"")
+                self._events.end()
+        self._prefixes = [None] * self.num_choices
+        super().fail(error)
+
+    def _take_start(self, index: int) -> None:
+        if self._prefixes[index] is None:
+            self._open(index)
+
+    def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        if self._prefixes[index] is None:
+            self._open(index)
+        shape = self._shape
+        if logprobs:
+            entries = shape.logprobs(index, token_ids, logprobs)
+            self._send(shape.delta_with_logprobs(index, delta, entries))
+        elif delta and not self._events.send(shape.prefixes[index], encode_json(delta), self._suffix):
+            self._on_slow_reader()
+
+    def _take_finish(self, index: int, finish_reason: str) -> None:
+        if self._prefixes[index] is None:
+            self._open(index)
+        self._events.cork()
+        is_last_chunk = not self.num_open and not self._include_usage
+        details = self.details() if is_last_chunk and self._with_details else None
+        self._send(self._shape.finish(index, finish_reason, details))
+
+    def _complete(self) -> None:
+        if self._include_usage:
+            self._send(self._shape.usage_chunk(self.usage(), self.details() if self._with_details else None))
+        self._send(DONE)
+        self._events.end()
+
+    def _open(self, index: int) -> None:
+        """The first news of a choice."""
+        self._prefixes[index] = self._shape.prefixes[index]
+        self._note_first_token()
+        self._events.cork()  # the first token comes with the head
+        if not self._events.begun:
+            more = explanation(self.first_start) if self._with_explanation else {}
+            self._events.begin({**self._headers, **more})
+        opening = self._shape.opening(index)
+        if opening is not None:
+            self._send(opening)
+
+    def _send(self, chunk: bytes) -> None:
+        if not self._events.send(chunk, b"", b""):
+            self._on_slow_reader()
+
+    def _on_slow_reader(self) -> None:
+        self.fail(
+            KvloomError(
+                ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW,
+                "The stream was ended because the client reads it too slowly.",
+            )
+        )

@@ -1,0 +1,33 @@
+"""What operators and their machines ask: /health, /live, /ready, /metrics, /version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Final
+
+from aiohttp import web
+
+from edge_http.edge import Edge
+from edge_http.metrics import CONTENT_TYPE
+from edge_http.wire.json_response import json_response
+
+VERSION: Final = importlib.metadata.version("kvloom")
+
+
+async def health(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+    return json_response({"status": "ok"})
+
+
+async def ready(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+    reason = edge.not_ready_reason()
+    if reason:
+        return json_response({"status": "not_ready", "reason": reason}, 503)
+    return json_response({"status": "ready"})
+
+
+async def metrics(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+    return web.Response(body=edge.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def version(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:  # noqa: ARG001
+    return json_response({"version": VERSION})

@@ -1,0 +1,80 @@
+"""`response_format` and `structured_outputs` as the fabric's Guide, checked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from edge_http.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
+from kvloom.errors import invalid_argument
+from kvloom.guide import check_guide
+from kvloom.v1.generation_pb2 import Choices, Guide
+
+
+class BodyGuide(NamedTuple):
+    guide: Guide
+    field: str
+    """Of the body, that asked for it."""
+
+
+def guide_of(body: GenerationBody) -> BodyGuide | None:
+    """What the answer must look like; None: anything. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
+    found = _of_response_format(body.response_format) if body.response_format is not None else None
+    if body.structured_outputs is not None:
+        if found is not None:
+            raise invalid_argument("Give either response_format or structured_outputs.", "structured_outputs")
+        found = _of_structured_outputs(body.structured_outputs)
+    if found is not None:
+        check_guide(found.guide, found.field)
+    return found
+
+
+def _of_response_format(wanted: ResponseFormat) -> BodyGuide | None:
+    field = "response_format.json_schema"
+    if wanted.type != "json_schema":
+        if wanted.json_schema is not None:
+            raise invalid_argument(f"{field} goes only with type: json_schema.", field)
+        if wanted.type == "text":
+            return None
+        return BodyGuide(Guide(json_object=True), "response_format")
+    if wanted.json_schema is None:
+        raise invalid_argument(f"{field} is missing.", field)
+    field += ".schema"
+    if not _is_given(wanted.json_schema.schema):
+        raise invalid_argument(f"{field} is missing.", field)
+    return BodyGuide(Guide(json_schema=_text(wanted.json_schema.schema)), field)
+
+
+def _of_structured_outputs(wanted: StructuredOutputs) -> BodyGuide:
+    guides: dict[str, Guide] = {}
+    if wanted.json_object:
+        guides["json_object"] = Guide(json_object=True)
+    if _is_given(wanted.json):
+        guides["json"] = Guide(json_schema=_schema_text(wanted.json))
+    if wanted.regex is not None:
+        guides["regex"] = Guide(regex=wanted.regex)
+    if wanted.choice is not None:
+        guides["choice"] = Guide(choice=Choices(texts=wanted.choice))
+    if wanted.grammar is not None:
+        guides["grammar"] = Guide(grammar=wanted.grammar)
+    if len(guides) != 1:
+        raise invalid_argument(
+            f"structured_outputs must hold exactly one form, got {', '.join(guides) or 'none'}.", "structured_outputs"
+        )
+    [(name, guide)] = guides.items()
+    return BodyGuide(guide, f"structured_outputs.{name}")
+
+
+def _is_given(raw: msgspec.Raw) -> bool:
+    return bytes(raw) not in (b"", b"null")
+
+
+def _schema_text(raw: msgspec.Raw) -> str:
+    """A schema, or a string that holds one."""
+    text = _text(raw)
+    return msgspec.json.decode(text, type=str) if text.startswith('"') else text
+
+
+def _text(raw: msgspec.Raw) -> str:
+    return bytes(raw).decode()

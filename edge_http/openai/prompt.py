@@ -1,0 +1,96 @@
+"""From a body to prompts in token ids, with the text that the safety service reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from edge_http.openai.requests import ChatBody, CompletionBody, Message, message_text
+from edge_http.openai.sampling import check_text_size
+from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+
+MAX_PROMPTS: Final = 64
+MAX_CHOICES_PER_REQUEST: Final = 128
+"""Of all prompts of one completion request together."""
+
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""As clients say it → as chat templates know it."""
+_UNSUPPORTED_ROLES: Final = frozenset(("tool", "function"))
+
+
+class Prompt(NamedTuple):
+    token_ids: Sequence[int]
+    text: str
+    """For the safety service; "" when the client sent token ids (the router decodes them)."""
+    field: str
+    """Where it is in the body, e.g. "messages", "prompt[3]"."""
+
+
+async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Prompt:
+    """`max_model_len`: the model's window in tokens; 0: not known. Raises KvloomError."""
+    messages = [_chat_message(message, i) for i, message in enumerate(body.messages)]
+    contents = [message.content for message in messages]
+    check_text_size(sum(map(len, contents)), max_model_len, "messages")
+    token_ids, _ = await tokenizer.encode_chat(messages)
+    return Prompt(token_ids, "\n".join(contents), "messages")
+
+
+async def completion_prompts(
+    body: CompletionBody, n: int, tokenizer: ModelTokenizer, max_model_len: int = 0
+) -> list[Prompt]:
+    """One prompt for a string or a list of ids, several for a list of strings or of lists. `max_model_len`: the model's
+    window in tokens; 0: not known. Raises KvloomError."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [await _text_prompt(given, "prompt", tokenizer, max_model_len)]
+    if not given:
+        raise invalid_argument("prompt must not be empty.", "prompt")
+    texts = [text for text in given if isinstance(text, str)]
+    ids = [token_id for token_id in given if isinstance(token_id, int)]
+    lists = [token_ids for token_ids in given if isinstance(token_ids, list)]
+    if len(ids) == len(given):
+        return [_token_prompt(ids, "prompt", tokenizer)]
+    if len(given) not in (len(texts), len(lists)):
+        raise invalid_argument("prompt must not mix strings, token ids and lists of token ids.", "prompt")
+    if len(given) > MAX_PROMPTS or len(given) * n > MAX_CHOICES_PER_REQUEST:
+        raise invalid_argument(
+            f"prompt has {len(given)} entries with n = {n}; at most {MAX_PROMPTS} prompts and "
+            f"{MAX_CHOICES_PER_REQUEST} answers in one request.",
+            "prompt",
+        )
+    if lists:
+        return [_token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
+    return [await _text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
+
+
+def _chat_message(message: Message, number: int) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        field = f"messages[{number}].role"
+        if message.role in _UNSUPPORTED_ROLES:
+            raise unsupported(f"{field}: messages of role '{message.role}' are not supported.", field)
+        raise invalid_argument(f"{field} must be one of {', '.join(_ROLES)}.", field)
+    return ChatMessage(role, message_text(message, number))
+
+
+async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int) -> Prompt:
+    check_text_size(len(text), max_model_len, field)
+    try:
+        token_ids = await tokenizer.encode(text, add_special_tokens=True)
+    except KvloomError as error:
+        error.field = error.field or field
+        raise
+    if not token_ids:
+        raise invalid_argument(f"{field} must not be empty.", field)
+    return Prompt(token_ids, text, field)
+
+
+def _token_prompt(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> Prompt:
+    if not token_ids:
+        raise invalid_argument(f"{field} must not be empty.", field)
+    if min(token_ids) < 0 or max(token_ids) >= tokenizer.vocab_size:
+        bad = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < tokenizer.vocab_size)
+        at = f"{field}[{bad}]"
+        raise invalid_argument(f"{at} is not a token of this model: ids go from 0 to {tokenizer.vocab_size - 1}.", at)
+    return Prompt(token_ids, "", field)

@@ -1,0 +1,237 @@
+"""The bodies that clients post: bytes in, typed and checked structs out, errors that name the field.
+
+Fields that kvloom does not support are declared from the tables in `unsupported.py`: null and "off" values pass,
+anything else is refused by name. Fields that nobody knows are refused by name too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from edge_http.openai import unsupported
+from edge_http.openai.unsupported import Harmless
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import unsupported as unsupported_error
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class ContentPart(Body, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class Message(Body, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    """Accepted as OpenAI does; chat templates have no place for it."""
+
+
+class StreamOptions(Body, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(Body, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.Raw()
+    strict: bool | None = None
+    """Every answer keeps to its schema, with or without."""
+
+
+class ResponseFormat(Body, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body, kw_only=True):
+    """vLLM's extension: exactly one form."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    """A JSON Schema, or a string that holds one."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationBody(Body, kw_only=True):
+    """What chat and plain completions share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """Extension. 0: all tokens."""
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    """Extension."""
+    ignore_eos: bool | None = None
+    """Extension, for benchmarks."""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """Extension."""
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    """Requests with the same key belong together, e.g. a conversation: a hint for placement."""
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    """flex: it can wait, and is the first to be refused when too much is asked for."""
+    priority: int | None = None
+    """vLLM's extension: above 0 is less urgent, as service_tier "flex"."""
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    body = _plain(_PLAIN_CHAT_DECODER, raw)
+    is_plain = body is not None
+    if body is None:
+        body = _decode(_CHAT_DECODER, raw)
+        unsupported.refuse(body, unsupported.CHAT)
+    _check_shared(body)
+    if not body.messages:
+        raise invalid_argument("messages must hold at least one message.", "messages")
+    if len(body.messages) > max_messages:
+        raise invalid_argument(f"messages has {len(body.messages)} entries; at most {max_messages}.", "messages")
+    if not is_plain:
+        for i, message in enumerate(body.messages):
+            unsupported.refuse(message, unsupported.MESSAGE, f"messages[{i}].")
+    return body
+
+
+def decode_completion(raw: bytes) -> CompletionBody:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    body = _plain(_PLAIN_COMPLETION_DECODER, raw)
+    if body is None:
+        body = _decode(_COMPLETION_DECODER, raw)
+        unsupported.refuse(body, unsupported.COMPLETION)
+    _check_shared(body)
+    return body
+
+
+def message_text(message: Message, number: int) -> str:
+    """The text of the body's message of that number; parts are joined in order."""
+    content = message.content
+    if isinstance(content, str):
+        return content
+    field = f"messages[{number}].content"
+    if content is None:
+        raise invalid_argument(f"{field} is missing.", field)
+    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: ContentPart, at: str) -> str:
+    if part.type != "text":
+        field = f"{at}.type"
+        raise unsupported_error(f"{field}: content parts of type {_quoted(part.type)} are not supported.", field)
+    unsupported.refuse(part, unsupported.CONTENT_PART, f"{at}.")
+    if part.text is None:
+        raise invalid_argument(f"{at}.text is missing.", f"{at}.text")
+    return part.text
+
+
+def _check_shared(body: GenerationBody) -> None:
+    if body.stream_options is None:
+        return
+    if not body.stream:
+        raise invalid_argument("stream_options goes only with stream: true.", "stream_options")
+    if body.stream_options.include_obfuscation:
+        field = "stream_options.include_obfuscation"
+        raise unsupported_error(f"{field} is not supported.", field)
+
+
+def _quoted(text: str, max_chars: int = 32) -> str:
+    return repr(text if len(text) <= max_chars else text[:max_chars] + "…")
+
+
+_T = TypeVar("_T")
+
+
+def _with_refused_fields(base: type[_T], harmless: Harmless, **replaced: Any) -> type[_T]:
+    """`base` plus a field of any type for every name in `harmless`."""
+    fields = [(name, Any, None) for name in harmless]
+    fields += [(name, annotation, *default) for name, (annotation, *default) in replaced.items()]
+    # defstruct does not say that it returns a subclass.
+    return msgspec.defstruct(  # pyright: ignore[reportReturnType]
+        base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True
+    )
+
+
+_CONTENT_PART = _with_refused_fields(ContentPart, unsupported.CONTENT_PART)
+_CONTENT: Final = (str | list[_CONTENT_PART] | None, None)  # pyright: ignore[reportInvalidTypeForm]
+_MESSAGE = _with_refused_fields(Message, unsupported.MESSAGE, content=_CONTENT)
+_PLAIN_MESSAGE = _with_refused_fields(Message, {}, content=_CONTENT)
+_PLAIN_CHAT_DECODER: Final = msgspec.json.Decoder(
+    _with_refused_fields(ChatBody, {}, messages=(list[_PLAIN_MESSAGE],))  # pyright: ignore
+)
+_PLAIN_COMPLETION_DECODER: Final = msgspec.json.Decoder(CompletionBody)
+_CHAT_DECODER: Final = msgspec.json.Decoder(
+    _with_refused_fields(ChatBody, unsupported.CHAT, messages=(list[_MESSAGE],))  # pyright: ignore
+)
+_COMPLETION_DECODER: Final = msgspec.json.Decoder(_with_refused_fields(CompletionBody, unsupported.COMPLETION))
+
+_AT: Final = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+
+
+def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:
+    """A body that names no field which might have to be refused, as nearly all do: there is nothing to look for. None:
+    it does, or is faulty."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise invalid_argument("The body is not valid UTF-8.") from error
+    except msgspec.DecodeError as error:
+        raise invalid_argument(f"The body is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise invalid_argument("The body is nested too deeply.") from error
+
+
+def _field_error(text: str) -> KvloomError:
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" in our words."""
+    match = _AT.fullmatch(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    prefix = f"{path}." if path else ""
+    if unknown := _UNKNOWN_FIELD.fullmatch(what):
+        name = unknown[1] if len(unknown[1]) <= 64 else unknown[1][:64] + "…"
+        return unsupported_error(f"{prefix}{name} is not a known parameter.", f"{prefix}{name}")
+    if missing := _MISSING_FIELD.fullmatch(what):
+        return invalid_argument(f"{prefix}{missing[1]} is missing.", f"{prefix}{missing[1]}")
+    if not path:
+        return invalid_argument(f"The body must be a JSON object: {what}.")
+    return invalid_argument(f"{path}: {what[:1].lower()}{what[1:].replace('`', '')}.", path)

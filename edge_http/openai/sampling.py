@@ -1,0 +1,148 @@
+"""A body's parameters as the fabric's SamplingParams and StopConditions, checked."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from edge_http.openai.guide import BodyGuide
+from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.sampling import MAX_LOGPROBS, check_num_choices, check_sampling, check_stop
+from kvloom.v1 import router_service_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+
+_MAX_UINT32: Final = 2**32 - 1
+_MAX_UINT64: Final = 2**64 - 1
+MAX_CHARS_PER_TOKEN: Final = 16
+"""On average, over a whole prompt; text has 3 to 5."""
+DEFAULT_COMPLETION_MAX_TOKENS: Final = 16
+"""OpenAI's default for plain completions."""
+
+
+def num_choices(body: GenerationBody) -> int:
+    n = 1 if body.n is None else body.n
+    check_num_choices(n)
+    return n
+
+
+def chat_sampling(body: ChatBody, guide: BodyGuide | None = None) -> SamplingParams:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    logprobs = None
+    if body.logprobs:
+        logprobs = _whole_number(body.top_logprobs or 0, "top_logprobs", MAX_LOGPROBS)
+    elif body.top_logprobs is not None:
+        raise invalid_argument("top_logprobs goes only with logprobs: true.", "top_logprobs")
+    return _sampling(body, logprobs, guide)
+
+
+def completion_sampling(body: CompletionBody, guide: BodyGuide | None = None) -> SamplingParams:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    logprobs = None if body.logprobs is None else _whole_number(body.logprobs, "logprobs", MAX_LOGPROBS)
+    return _sampling(body, logprobs, guide)
+
+
+def chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
+    """(limit, the field that set it). Both fields may be given when they agree."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid_argument(
+            f"max_tokens ({old}) and max_completion_tokens ({new}) contradict each other.", "max_tokens"
+        )
+    field = "max_tokens" if new is None else "max_completion_tokens"
+    limit = old if new is None else new
+    return _max_tokens(limit, field), field
+
+
+def completion_max_tokens(body: CompletionBody) -> int:
+    limit = _max_tokens(body.max_tokens, "max_tokens")
+    return DEFAULT_COMPLETION_MAX_TOKENS if limit is None else limit
+
+
+def tier_of(body: GenerationBody) -> router_service_pb2.Tier:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    priority = body.priority or 0
+    if priority < 0:
+        raise invalid_argument("priority must not be negative: nothing is more urgent than the default.", "priority")
+    if priority > _MAX_UINT32:
+        raise invalid_argument(f"priority must be at most {_MAX_UINT32}.", "priority")
+    is_batch = priority > 0 or body.service_tier == "flex"
+    return router_service_pb2.TIER_BATCH if is_batch else router_service_pb2.TIER_INTERACTIVE
+
+
+def stop_conditions(body: GenerationBody, max_tokens: int | None) -> StopConditions:
+    """Raises KvloomError (INVALID_ARGUMENT)."""
+    texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    for i, token_id in enumerate(body.stop_token_ids or ()):
+        _whole_number(token_id, f"stop_token_ids[{i}]", _MAX_UINT32)
+    stop = StopConditions(
+        max_tokens=max_tokens, stop=texts, stop_token_ids=body.stop_token_ids, ignore_eos=bool(body.ignore_eos)
+    )
+    check_stop(stop)
+    return stop
+
+
+def check_window(
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    max_model_len: int,
+    prompt_field: str,
+    max_tokens_field: str = "max_tokens",
+) -> None:
+    """Raise CONTEXT_LENGTH_EXCEEDED when prompt and answer do not fit the model's window."""
+    asked = 1 if max_tokens is None else max_tokens
+    if num_prompt_tokens + asked <= max_model_len:
+        return
+    too_long = num_prompt_tokens >= max_model_len
+    message = f"The model's window is {max_model_len} tokens, but the prompt has {num_prompt_tokens}"
+    message += " and leaves no room for an answer." if too_long else f" and {max_tokens_field} asks for {asked} more."
+    field = prompt_field if too_long else max_tokens_field
+    raise KvloomError(ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, message, field=field)
+
+
+def check_text_size(num_chars: int, max_model_len: int, field: str) -> None:
+    """Raise CONTEXT_LENGTH_EXCEEDED for a text that cannot fit the window (0: not known): tokenizing it would take a
+    hundred times its memory."""
+    limit = max_model_len * MAX_CHARS_PER_TOKEN
+    if limit and num_chars > limit:
+        raise KvloomError(
+            ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
+            f"The model's window is {max_model_len} tokens, for which a prompt of {num_chars} characters is too long.",
+            field=field,
+        )
+
+
+def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | None) -> SamplingParams:
+    sampling = SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else _whole_number(body.top_k, "top_k", _MAX_UINT32),
+        seed=None if body.seed is None else _seed(body.seed),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logprobs=logprobs,
+        guide=None if guide is None else guide.guide,
+    )
+    check_sampling(sampling)
+    return sampling
+
+
+def _seed(seed: int) -> int:
+    """OpenAI's seeds are signed 64-bit numbers; ours are the same bits, unsigned."""
+    if not -(2**63) <= seed <= _MAX_UINT64:
+        raise invalid_argument("seed must be a 64-bit integer.", "seed")
+    return seed & _MAX_UINT64
+
+
+def _max_tokens(limit: int | None, field: str) -> int | None:
+    if limit is None:
+        return None
+    if not 1 <= limit <= _MAX_UINT32:
+        raise invalid_argument(f"{field} must be at least 1 and fit the model's window.", field)
+    return limit
+
+
+def _whole_number(value: int, field: str, most: int) -> int:
+    if not 0 <= value <= most:
+        raise invalid_argument(f"{field} must be between 0 and {most}.", field)
+    return value

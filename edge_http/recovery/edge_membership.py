@@ -1,0 +1,64 @@
+"""This edge's membership among the edges that share a Redis: it publishes its resumable responses and finds others'."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from edge_http.edge import Edge
+from edge_http.recovery.claims import ResumeClaims
+from edge_http.recovery.journal import EdgeRecord, ResumeJournal
+from edge_http.recovery.peer_proxy import Relay
+from edge_http.recovery.publisher import ResumePublisher, journal_ttl_seconds
+from edge_http.recovery.response_locator import Elsewhere
+from kvloom.config import RedisConfig
+
+log = structlog.get_logger()
+
+_WILDCARDS: Final = ("", "0.0.0.0", "::")
+
+
+class Peers:
+    """Owns the connections to Redis and to the other edges, and the task that publishes."""
+
+    def __init__(self, edge: Edge, redis: RedisConfig, address: str) -> None:
+        resume = edge.config.resume
+        self._journal = ResumeJournal(redis.url, redis.key_prefix)
+        self._relay = Relay(edge.config.max_concurrent_requests)
+        self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
+        claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
+        self._elsewhere = edge.elsewhere = Elsewhere(edge, self._journal, claims, self._relay)
+        self._edge = edge
+        self._address = address
+        self._publisher.start()
+
+    def _own_record(self) -> EdgeRecord:
+        losses = self._edge.losses
+        return EdgeRecord(self._address, [] if losses is None else losses.link_ids())
+
+    async def stop_publishing(self) -> None:
+        """What runs is left to the other edges, if they can know all that was written until now."""
+        if await self._publisher.stop():
+            self._edge.resume.hand_over()
+        self._elsewhere.leave()
+
+    async def close(self) -> None:
+        await self._publisher.stop()
+        await self._elsewhere.close()
+        await self._journal.close()
+
+
+def join_peers(edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port: bool = False) -> Peers | None:
+    """`listening_at`: where only this edge listens. `shares_port`: it has another address besides, as other edges have.
+    None when there is nothing to share: no Redis, no resuming, or no address that others could use."""
+    resume = edge.config.resume
+    if not redis.url or not resume.grace_seconds:
+        return None
+    if not resume.advertised_address and listening_at.rpartition(":")[0].strip("[]") in _WILDCARDS:
+        log.warning("edge.resume.advertised_address is not set: other edges cannot resume streams of this one")
+        return None
+    advertised = resume.advertised_address
+    if advertised and shares_port:
+        advertised = f"{advertised.rpartition(':')[0]}:{listening_at.rpartition(':')[2]}"
+    return Peers(edge, redis, advertised or listening_at)

@@ -1,0 +1,186 @@
+"""Responses that another edge began: passed on to it while it lives, gone on with from its journal when it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Final
+
+import structlog
+from aiohttp import web
+from redis.exceptions import RedisError
+
+from edge_http.edge import Edge, stopping
+from edge_http.recovery.claims import Claim, KeyedResponse, ResumeClaims
+from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal, tag_of
+from edge_http.recovery.peer_proxy import MISDIRECTED, RELAYED, OwnerLostError, Relay
+from edge_http.recovery.response_recovery import Found, Orphans
+from edge_http.resume.response_name import ResponseName
+from edge_http.resume.resumable_stream import ResumableStream
+from edge_http.resume.table import not_kept, other_request
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+log = structlog.get_logger()
+
+MAX_HOPS: Final = 4
+"""Edges that may have had a response, one after the other, while a client waits."""
+
+
+class Elsewhere:
+    """The way to the responses of the other edges."""
+
+    def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims, relay: Relay) -> None:
+        self._edge = edge
+        self._journal = journal
+        self._claims = claims
+        self._relay = relay
+        self._tag = edge.tag
+        self._has_left = False
+        self._orphans = Orphans(edge, journal, claims)
+        self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
+        """By idempotency key: requests that look it up, one after the other, and how many they are."""
+
+    async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+        """What another edge answers, what it left, or the stream, which goes on here now. Raises KvloomError
+        (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING, INTERNAL) as long as nothing was sent."""
+        for _ in range(MAX_HOPS):
+            claim = await self._holder(request, response_id)
+            if isinstance(claim, web.StreamResponse):
+                return claim
+            if claim.holder == self._tag:
+                before = self._orphans.half_taken(response_id)
+                if before is None:
+                    return await self._taken(response_id, caller)
+                claim = before
+            else:
+                try:
+                    return await self._pass_on(request, response_id, claim)
+                except OwnerLostError as lost:
+                    log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
+            try:
+                found = await self._orphans.go_on(request, response_id, claim, caller, after)
+            except RedisError as error:
+                raise _cannot_look() from error
+            if found is not None:
+                return found
+        raise _cannot_look()
+
+    async def cancel(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
+        """Raises KvloomError (NOT_FOUND, DRAINING, INTERNAL)."""
+        claim = await self._holder(request, response_id)
+        if isinstance(claim, web.StreamResponse):
+            return claim
+        if claim.holder == self._tag:
+            raise self._missing()
+        try:
+            return await self._pass_on(request, response_id, claim)
+        except OwnerLostError as lost:
+            raise not_kept() from lost  # what a dead edge ran has been cancelled by the router
+
+    async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> Found | None:
+        """The response that another edge began under the same idempotency key. None: from now on the key stands for
+        `name`. While Redis is away a key is known to one edge only. Raises KvloomError."""
+        before: KeyedResponse | None = None
+        for _ in range(MAX_HOPS):
+            async with self._alone(name.caller, name.idempotency_key):
+                stream = self._edge.resume.find_by_key(name.caller, name.idempotency_key)
+                if stream is not None and stream.name.body_digest == name.body_digest:
+                    return stream
+                now = await self._named(name, before)
+                if now.response_id == name.id:
+                    if after:
+                        raise not_kept()
+                    return None
+            if now.body_digest != name.body_digest:
+                raise other_request()
+            try:
+                return await self._find_named(request, now.response_id, name.caller, after)
+            except KvloomError as error:
+                if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND:
+                    raise
+            before = now  # refused, cancelled, or forgotten
+        raise _cannot_look()
+
+    async def _named(self, name: ResponseName, before: KeyedResponse | None) -> KeyedResponse:
+        """What the key of `name` stands for now."""
+        wanted = KeyedResponse(name.id, name.body_digest)
+        try:
+            return await self._claims.name(name.caller, name.idempotency_key, before, wanted, self._key_seconds)
+        except RedisError as error:
+            log.info("an idempotency key cannot be looked up", error=str(error))
+            return wanted
+
+    async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+        stream = self._edge.resume.find(response_id, caller)
+        return stream or await self.find(request, response_id, caller, after)
+
+    @property
+    def _key_seconds(self) -> float:
+        config = self._edge.config
+        return config.request_timeout_seconds + 2 * config.resume.grace_seconds
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, caller: bytes, key: str) -> AsyncIterator[None]:
+        """One request of a key at a time, until its response is open or found."""
+        lock, count = self._naming.get((caller, key), (asyncio.Lock(), 0))
+        self._naming[caller, key] = (lock, count + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, count = self._naming.pop((caller, key))
+            if count > 1:
+                self._naming[caller, key] = (lock, count - 1)
+
+    def leave(self) -> None:
+        """This edge stops: what it has not, or has no longer, others may go on with."""
+        self._has_left = True
+
+    async def close(self) -> None:
+        await self._orphans.close()
+        await self._relay.close()
+
+    # -- whose it is --------------------------------------------------------------------------------------------------
+
+    async def _holder(self, request: web.BaseRequest, response_id: str) -> Claim | web.StreamResponse:
+        """Whose it is; an answer to an edge that has the wrong address. Raises KvloomError (NOT_FOUND, INTERNAL)."""
+        tag = tag_of(response_id)
+        if not tag:
+            raise not_kept()
+        wanted_tag = request.headers.get(RELAYED)
+        if wanted_tag is not None:
+            if wanted_tag != self._tag or self._has_left:
+                return web.Response(status=MISDIRECTED)  # the edge that is meant is gone, or as good as gone
+            return Claim(self._tag, tag)
+        try:
+            return await self._claims.find(response_id) or Claim(tag, tag)
+        except RedisError as error:
+            raise _cannot_look() from error
+
+    async def _pass_on(self, request: web.BaseRequest, response_id: str, claim: Claim) -> web.StreamResponse:
+        """Raises KvloomError (NOT_FOUND, INTERNAL), OwnerLostError."""
+        try:
+            record = await self._journal.find_edge(claim.holder, self._tag)
+        except (RedisError, EdgesUnknownError) as error:
+            raise _cannot_look() from error
+        if record is None:
+            raise not_kept()
+        return await self._relay.pass_on(request, record.address, claim.holder, response_id)
+
+    async def _taken(self, response_id: str, caller: bytes) -> ResumableStream:
+        """This edge has it, or is about to. Raises KvloomError (NOT_FOUND, DRAINING)."""
+        stream = await self._orphans.taken(response_id, caller)
+        if stream is None:
+            raise self._missing()
+        return stream
+
+    def _missing(self) -> KvloomError:
+        """What this edge should have, it has not."""
+        return stopping() if self._has_left else not_kept()
+
+
+def _cannot_look() -> KvloomError:
+    message = "Where this response is cannot be looked up now."
+    return KvloomError(ErrorReason.ERROR_REASON_INTERNAL, message, retry_after_seconds=1.0)

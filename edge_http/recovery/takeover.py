@@ -1,0 +1,209 @@
+"""What another edge needs to go on with a response, and going on with another edge's."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Final, cast
+
+from edge_http.answers.recorded_answer import RecordedAnswer
+from edge_http.edge import Edge, Place, ServedModel
+from edge_http.openai.response_formatters import ChatShape, CompletionShape, Envelope, Shape
+from edge_http.resume.publication import Publication, packed
+from edge_http.resume.records import (
+    AnswerState,
+    AttemptRecord,
+    RequestRecord,
+    RequestsRecord,
+    ResponseRecord,
+    framed_events,
+)
+from edge_http.resume.response_name import ResponseName
+from edge_http.resume.resumable_stream import ResumableStream
+from edge_http.submission import Submission, make
+from edge_http.wire.headers import explanation
+from kvloom.router_link.group import with_seed
+from kvloom.router_link.link import ChoiceProgress, LinkRequest
+from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
+
+LEAST_SECONDS: Final = 0.001
+"""0 would be no time limit."""
+
+OnSubmitted = Callable[[int, int], None]
+"""Told a prompt's number, and the link's handle of its request."""
+
+
+def publish(
+    edge: Edge,
+    stream: ResumableStream,
+    response: ResponseRecord,
+    answer: RecordedAnswer,
+    shape: Shape,
+    submission: Submission,
+) -> OnSubmitted:
+    """Let the journal have the response. Its requests get seeds, for whoever goes on has to draw the same numbers."""
+    records: list[RequestRecord] = []
+    for request in submission.requests:
+        assert request is not None
+        request.sampling = with_seed(request.sampling)
+        records.append(_request_record(request))
+    requests = RequestsRecord(time.time() + submission.timeout_seconds, records)
+    return _publish(edge, Publication(stream, response, requests, answer, shape.prefixes))
+
+
+def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
+    def on_submitted(prompt: int, handle: int) -> None:
+        if edge.losses is not None:
+            publication.attempts[prompt] = edge.losses.attempts(handle)
+
+    edge.resume.publish(publication)
+    return on_submitted
+
+
+def take_over(
+    edge: Edge,
+    place: Place,
+    response: ResponseRecord,
+    requests: RequestsRecord,
+    state: AnswerState,
+    link_ids: Set[str] = frozenset(),
+) -> ResumableStream:
+    """Go on with another edge's response, of which `state` is all that its client can have. The stream has no reader
+    yet. `link_ids`: of the links that the other edge had. Raises KvloomError (MODEL_NOT_FOUND)."""
+    shape = shape_of(response, edge.find_model(response.model))
+    num_before = state.num_events - len(state.events)
+    name = ResponseName(response.id, response.caller, response.idempotency_key, response.body_digest)
+    stream = edge.resume.open(name, num_before)
+    for framed in framed_events(num_before + 1, state.events, shape.prefixes, shape.suffix):
+        stream.log.append(framed)
+    answer = RecordedAnswer(
+        response.prompt_sizes,
+        response.n,
+        shape,
+        stream,
+        response.headers,
+        include_usage=response.include_usage,
+        with_details=response.with_details,
+        with_explanation=response.with_explanation,
+    )
+    answer.restore(_progress(state, range(len(state.token_ids)), 0), state.starts, state.finishes)
+    if state.num_events or state.starts:
+        more = explanation(answer.first_start) if response.with_explanation else {}
+        stream.begin({**response.headers, **more})
+    attempts = _settle(edge, response, requests, state, link_ids)
+    timeout_seconds = max(requests.deadline_unix_seconds - time.time(), LEAST_SECONDS)
+    submission = Submission(
+        operation=response.operation,
+        model=response.model,
+        num_prompt_tokens=sum(response.prompt_sizes),
+        n=response.n,
+        requests=_remaining(response, requests, state, timeout_seconds),
+        guide_field=response.guide_field,
+        timeout_seconds=timeout_seconds,
+    )
+    publication = Publication(stream, response, requests, answer, shape.prefixes)
+    publication.is_taken_over = True
+    publication.earlier_attempts = attempts
+    on_submitted = _publish(edge, publication)
+    place.handed_over = True
+    edge.resume.start(stream, make(edge, submission, answer, stream, on_submitted), answer.fail, place.give_up)
+    stream.await_reader()
+    return stream
+
+
+def shape_of(response: ResponseRecord, model: ServedModel) -> Shape:
+    """That its edge wrote it in."""
+    envelope = Envelope(
+        id=response.id,
+        model=response.model,
+        system_fingerprint=response.system_fingerprint,
+        num_choices=len(response.prompt_sizes) * response.n,
+        include_usage=response.include_usage,
+        created=response.created,
+    )
+    return (ChatShape if response.operation == "chat" else CompletionShape)(envelope, model.tokenizer)
+
+
+def _settle(
+    edge: Edge, response: ResponseRecord, requests: RequestsRecord, state: AnswerState, link_ids: Set[str]
+) -> list[list[AttemptRecord]]:
+    """Say to the routers how much has been delivered of what they had given to other edges: nothing of what began so
+    late that the journal does not know of it. Returns these attempts, all of them over now."""
+    settled: list[list[AttemptRecord]] = []
+    for number, (request, attempts) in enumerate(zip(requests.requests, state.attempts, strict=True)):
+        of_prompt = state.token_ids[number * response.n : (number + 1) * response.n]
+        num_delivered = sum(map(len, of_prompt))
+        over = [
+            AttemptRecord(
+                one.link_id,
+                one.first_token,
+                max(0, num_delivered - one.first_token) if one.num_tokens is None else one.num_tokens,
+            )
+            for one in attempts
+        ]
+        settled.append(over)
+        if edge.losses is not None:
+            for link_id in sorted(link_ids - {one.link_id for one in over}):
+                edge.losses.note_lost_by(link_id, request.request_id, 0)
+            for one in over:
+                edge.losses.note_lost_by(one.link_id, request.request_id, one.num_tokens or 0)
+    return settled
+
+
+def _remaining(
+    response: ResponseRecord, requests: RequestsRecord, state: AnswerState, timeout_seconds: float
+) -> list[LinkRequest | None]:
+    remaining: list[LinkRequest | None] = []
+    for number, request in enumerate(requests.requests):
+        first = number * response.n
+        indexes = [index for index in range(first, first + response.n) if index not in state.finishes]
+        begun = _progress(state, indexes, first)
+        remaining.append(_link_request(response, request, begun, timeout_seconds) if begun else None)
+    return remaining
+
+
+def _progress(state: AnswerState, indexes: Sequence[int], first: int) -> list[ChoiceProgress]:
+    """Of these choices, numbered from `first` on."""
+    choices: list[ChoiceProgress] = []
+    for index in indexes:
+        choice = ChoiceProgress(index - first)
+        choice.token_ids = state.token_ids[index][:]
+        choice.num_chars = state.num_chars[index]
+        choice.is_done = index in state.finishes
+        if index in state.starts:
+            choice.num_cached_tokens = state.starts[index].num_cached_tokens
+        choices.append(choice)
+    return choices
+
+
+def _request_record(request: LinkRequest) -> RequestRecord:
+    return RequestRecord(
+        request_id=request.request_id,
+        prompt_token_ids=packed(request.prompt_token_ids),
+        prompt_text=request.prompt_text,
+        sampling=request.sampling.SerializeToString(),
+        stop=request.stop.SerializeToString(),
+        traceparent=request.traceparent,
+        session_key=request.session_key,
+        tier=request.tier,
+    )
+
+
+def _link_request(
+    response: ResponseRecord, record: RequestRecord, begun: list[ChoiceProgress], timeout_seconds: float
+) -> LinkRequest:
+    return LinkRequest(
+        request_id=record.request_id,
+        model=response.model,
+        prompt_token_ids=array("I", record.prompt_token_ids),
+        prompt_text=record.prompt_text,
+        sampling=SamplingParams.FromString(record.sampling),
+        stop=StopConditions.FromString(record.stop),
+        n=response.n,
+        timeout_seconds=timeout_seconds,
+        traceparent=record.traceparent,
+        session_key=record.session_key,
+        tier=cast(Any, record.tier),
+        begun=begun,
+    )

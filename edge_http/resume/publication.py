@@ -1,0 +1,158 @@
+"""What the journal has, and has not yet, of one resumable response. No I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from array import array
+from collections.abc import Sequence
+
+from edge_http.answers.recorded_answer import RecordedAnswer
+from edge_http.resume.records import (
+    RAW_EVENT,
+    AttemptRecord,
+    ChoiceNews,
+    News,
+    RequestsRecord,
+    ResponseRecord,
+    encode,
+    raw_event,
+)
+from edge_http.resume.resumable_stream import ResumableStream
+from kvloom.router_link.tracked_request import Attempt
+
+_numbers = itertools.count(1)
+
+
+@dataclasses.dataclass(slots=True)
+class _Reached:
+    """How far news of an answer goes."""
+
+    num_tokens: list[int]
+    num_chars: list[int]
+    num_starts: int = 0
+    num_finishes: int = 0
+    last_attempts: tuple[Attempt | None, ...] = ()
+
+
+class Publication:
+    """`stream.num_published` and `stream.fresh` are its own, too."""
+
+    def __init__(
+        self,
+        stream: ResumableStream,
+        response: ResponseRecord,
+        requests: RequestsRecord,
+        answer: RecordedAnswer,
+        prefixes: Sequence[bytes],
+    ) -> None:
+        """`prefixes`: of the choices' text events."""
+        self.stream = stream
+        response.number = next(_numbers)
+        self.response = response
+        self.attempts: list[Sequence[Attempt]] = [() for _ in response.prompt_sizes]
+        """By prompt: over which links its request goes; the lists grow."""
+        self.earlier_attempts: list[list[AttemptRecord]] = [[] for _ in response.prompt_sizes]
+        """By prompt: of edges that had the response before."""
+        self.is_taken_over = False
+        """Another edge began it."""
+        self.opened = False
+        """The journal knows what the response is."""
+        self.end_published = False
+        self.snapshot_at = 0.0
+        """When all that had come was written last."""
+        self.snapshot_position = 0
+        """What the journal had been written by then, in bytes."""
+        self._requests: RequestsRecord | None = requests
+        self._answer: RecordedAnswer | None = answer
+        self._kinds = {prefix: kind for kind, prefix in enumerate(prefixes, 1)}
+        self._published = self._nothing
+        self._pending = self._nothing
+        self._pending_events = 0
+        self._pending_end = False
+
+    @property
+    def _nothing(self) -> _Reached:
+        nothing = [0] * (len(self.response.prompt_sizes) * self.response.n)
+        return _Reached(nothing, nothing)
+
+    def encode_requests(self) -> bytes:
+        """What a router has to be asked for; b"" once the answer has ended."""
+        return b"" if self._requests is None else encode(self._requests)
+
+    def start_over(self) -> None:
+        """The journal has lost everything."""
+        self.opened = self.end_published = False
+        self.snapshot_at = 0.0
+        self.stream.num_published = self.stream.log.num_forgotten
+        self._published = self._nothing
+
+    def has_news(self) -> bool:
+        stream = self.stream
+        return not self.opened or stream.num_published < stream.num_events or stream.ended != self.end_published
+
+    def take_news(self) -> News:
+        """Since what was written last; `mark_written` when it has been."""
+        stream, log = self.stream, self.stream.log
+        fresh, stream.fresh = stream.fresh, []
+        before = max(stream.num_published, log.num_forgotten)
+        if stream.num_published + len(fresh) // 2 == log.num_events:
+            before = stream.num_published
+            kinds = self._kinds
+            pairs = iter(fresh)
+            events = [
+                (kind, payload) if (kind := kinds.get(prefix, RAW_EVENT)) and payload else (RAW_EVENT, prefix + payload)
+                for prefix, payload in zip(pairs, pairs, strict=True)
+            ]
+        else:
+            events = [raw_event(framed, number) for number, framed in enumerate(log.read_all(before), before + 1)]
+        self._pending_events = log.num_events
+        self._pending_end = stream.ended
+        return self._news(before, events, self._published)
+
+    def snapshot(self) -> News:
+        """All that has come, without its events."""
+        return self._news(self.stream.num_events, [], self._nothing)
+
+    def mark_written(self) -> None:
+        self.stream.num_published = self._pending_events
+        self.end_published = self._pending_end
+        self._published = self._pending
+        if self._pending_end:
+            self._answer = self._requests = None  # prompts may be long
+
+    def _news(self, num_events_before: int, events: list[tuple[int, bytes]], since: _Reached) -> News:
+        answer = self._answer
+        if answer is None:
+            return News(self.response.number, num_events_before, events, [], [], [], [], self.stream.ended)
+        num_tokens = [len(choice.token_ids) for choice in answer.choices]
+        num_chars = [choice.num_chars for choice in answer.choices]
+        choices = [
+            ChoiceNews(index, known, choice.token_ids[known:].tobytes(), choice.num_chars)
+            for index, choice in enumerate(answer.choices)
+            if (known := since.num_tokens[index]) < num_tokens[index] or since.num_chars[index] < num_chars[index]
+        ]
+        starts: list[tuple[int, bytes]] = []
+        if len(answer.starts) > since.num_starts:
+            new = itertools.islice(answer.starts.items(), since.num_starts, None)
+            starts = [(index, start.SerializeToString()) for index, start in new]
+        finishes: list[tuple[int, bytes]] = []
+        if len(answer.finishes) > since.num_finishes:
+            ended = itertools.islice(answer.finishes.items(), since.num_finishes, None)
+            finishes = [(index, finish.SerializeToString()) for index, finish in ended]
+        last_attempts = tuple(attempts[-1] if attempts else None for attempts in self.attempts)
+        attempts: list[tuple[int, list[AttemptRecord]]] = []
+        if last_attempts != since.last_attempts:
+            attempts = list(enumerate(map(self._attempts_of, range(len(self.attempts)))))
+        self._pending = _Reached(num_tokens, num_chars, len(answer.starts), len(answer.finishes), last_attempts)
+        return News(
+            self.response.number, num_events_before, events, choices, starts, finishes, attempts, self.stream.ended
+        )
+
+    def _attempts_of(self, prompt: int) -> list[AttemptRecord]:
+        own = [AttemptRecord(one.link_id, one.first_token, one.num_tokens) for one in self.attempts[prompt]]
+        return self.earlier_attempts[prompt] + own
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    return (token_ids if isinstance(token_ids, array) else array("I", token_ids)).tobytes()

@@ -1,0 +1,193 @@
+"""The resumable responses of this edge: who may find them, how long they are kept, and how much of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from edge_http.metrics import EdgeMetrics
+from edge_http.resume.commit_gate import CommitGate
+from edge_http.resume.publication import Publication
+from edge_http.resume.response_name import ResponseName
+from edge_http.resume.resumable_stream import ResumableStream
+from edge_http.wire.headers import IDEMPOTENCY_KEY
+from kvloom.config import ResumeConfig
+from kvloom.errors import KvloomError
+from kvloom.replay.stream_retention import StreamRetention
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Job:
+    """What makes a response."""
+
+    task: asyncio.Task[None]
+    cancel: Callable[[KvloomError], None]
+
+
+class ResumeTable:
+    """Lives on the event loop and owns the tasks of its responses."""
+
+    def __init__(self, config: ResumeConfig, metrics: EdgeMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._retention: StreamRetention[ResumableStream] = StreamRetention(config, self._remove, metrics.on_evicted)
+        self._streams: dict[str, ResumableStream] = {}
+        self._by_key: dict[tuple[bytes, str], ResumableStream] = {}
+        self._jobs: dict[str, _Job] = {}
+        self.publications: dict[str, Publication] = {}
+        """By response id: what the journal has of each. Empty without a journal."""
+        self._gate: CommitGate[ResumableStream] | None = None
+        self._on_removed: Callable[[Publication], None] = lambda _: None
+        metrics.watch_resumable(
+            lambda: len(self._streams),
+            lambda: self._retention.num_unattended,
+            lambda: self._retention.num_bytes,
+        )
+
+    @property
+    def grace_seconds(self) -> float:
+        return self._config.grace_seconds
+
+    @property
+    def streams(self) -> Mapping[str, ResumableStream]:
+        """All that can be resumed, by response id."""
+        return self._streams
+
+    def publish_with(self, gate: CommitGate[ResumableStream], on_removed: Callable[[Publication], None]) -> None:
+        """There is a journal. `on_removed`: of a response that is not to be found any more."""
+        self._gate = gate
+        self._on_removed = on_removed
+
+    @property
+    def is_published(self) -> bool:
+        return self._gate is not None
+
+    def publish(self, publication: Publication) -> None:
+        """Of a response that was opened."""
+        stream = publication.stream
+        self.publications[stream.name.id] = publication
+        if self._gate is not None and not stream.is_noted:
+            self._gate.note(stream)
+
+    def is_wanted(self, header: bool | None) -> bool:
+        """Whether a stream is to be resumable; `header` is what the client said, if it did."""
+        return self._config.grace_seconds > 0 and (self._config.by_default if header is None else header)
+
+    def open(self, name: ResponseName, num_events_before: int = 0) -> ResumableStream:
+        """A new response, or one that goes on behind what is kept of it. Its job has to be started next."""
+        stream = ResumableStream(
+            name,
+            self._retention.new_log(num_events_before),
+            self._config.grace_seconds,
+            self._retention.on_left,
+            self._on_abandoned,
+            self._metrics.on_slow_resumable_client,
+            self._gate,
+        )
+        self._streams[name.id] = stream
+        self._retention.add(stream)
+        if name.idempotency_key:
+            self._by_key[name.caller, name.idempotency_key] = stream
+        return stream
+
+    def start(
+        self,
+        stream: ResumableStream,
+        job: Coroutine[Any, Any, None],
+        cancel: Callable[[KvloomError], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        """`job` ends once the response has; it must not raise. `cancel` makes it end with an error."""
+        task = asyncio.create_task(job, name=f"response {stream.name.id}")
+        self._jobs[stream.name.id] = _Job(task, cancel)
+        task.add_done_callback(lambda _: self._on_job_done(stream, on_done))
+
+    def find(self, response_id: str, caller: bytes) -> ResumableStream | None:
+        """None whether there is none or it is another caller's: nobody learns which."""
+        stream = self._streams.get(response_id)
+        if stream is None or not hmac.compare_digest(stream.name.caller, caller):
+            return None
+        return stream
+
+    def find_by_key(self, caller: bytes, idempotency_key: str) -> ResumableStream | None:
+        return self._by_key.get((caller, idempotency_key))
+
+    def cancel(self, stream: ResumableStream) -> None:
+        """End it for good, as its client asked."""
+        job = self._jobs.get(stream.name.id)
+        if job is not None:
+            job.cancel(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
+
+    def let_go(self, response_id: str) -> None:
+        """Another edge has it now."""
+        stream = self._streams.get(response_id)
+        if stream is not None:
+            message = "Another server goes on with this stream."
+            self._leave(stream, KvloomError(ErrorReason.ERROR_REASON_STREAM_TAKEN_OVER, message))
+
+    def hand_over(self) -> None:
+        """This edge stops, and the journal has all: other edges can go on with what still runs."""
+        message = "This server is stopping. The stream can be resumed at another one."
+        for stream in list(self._streams.values()):
+            if stream.name.id in self.publications and not stream.ended:
+                self._leave(stream, KvloomError(ErrorReason.ERROR_REASON_DRAINING, message))
+
+    def _leave(self, stream: ResumableStream, error: KvloomError) -> None:
+        """It goes on elsewhere."""
+        stream.break_reader_off(error)
+        self.publications.pop(stream.name.id, None)  # not forgotten
+        self.cancel(stream)
+        self._remove(stream)
+
+    async def close(self) -> None:
+        """End all responses; what still runs is cancelled in the engine too."""
+        tasks = [job.task for job in self._jobs.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self._streams.values()):
+            self._remove(stream)
+
+    def _on_job_done(self, stream: ResumableStream, on_done: Callable[[], None]) -> None:
+        on_done()
+        self._jobs.pop(stream.name.id, None)
+        if stream.error is not None:
+            self._remove(stream)  # refused: the same request may succeed when it is made again
+        else:
+            self._retention.on_ended(stream)
+
+    def _on_abandoned(self, stream: ResumableStream) -> None:
+        job = self._jobs.get(stream.name.id)
+        if job is not None:
+            self._metrics.on_expired(stream.num_unclaimed)
+            job.cancel(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client did not come back."))
+        self._remove(stream)
+
+    def _remove(self, stream: ResumableStream) -> None:
+        name = stream.name
+        if self._streams.pop(name.id, None) is None:
+            return
+        self._retention.discard(stream)
+        publication = self.publications.pop(name.id, None)
+        if publication is not None:
+            self._on_removed(publication)
+        if self._by_key.get((name.caller, name.idempotency_key)) is stream:
+            del self._by_key[name.caller, name.idempotency_key]
+        stream.close()
+
+
+def not_kept() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_NOT_FOUND,
+        "There is no such response, or it is no longer kept: only streams begun as resumable can be taken up again, "
+        "and only for a limited time.",
+    )
+
+
+def other_request() -> KvloomError:
+    message = f"The {IDEMPOTENCY_KEY} was used for another request."
+    return KvloomError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID, message, field=IDEMPOTENCY_KEY)

@@ -1,0 +1,189 @@
+"""One connection, from its first byte: what clients owe us before there is a request to answer.
+
+aiohttp bounds a request's line and each header, and closes idle connections. What it has no limit for is here: how many
+connections there are, how long and how large a request's head may be in all, and peers that are gone without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, Final, cast
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from edge_http.edge import Edge
+from edge_http.openai.response_formatters import encode_json
+from edge_http.wire.json_response import error_response
+from edge_http.wire.sse import WrittenResponse
+from kvloom.errors import KvloomError, invalid_argument, request_timeout
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+log = structlog.get_logger()
+
+KEEPALIVE_SECONDS: Final = 75.0
+"""Idle connections are closed after this; longer than load balancers' usual 60 s, so that they close first."""
+LINGER_SECONDS: Final = 2.0
+"""How long the rest of a refused body is read, so that its sender sees the answer."""
+MAX_HEADERS: Final = 100
+SILENT_PEER_SECONDS: Final = 30
+"""A peer that acknowledges neither data nor keep-alive probes for about this long is gone."""
+RESPONSE_SECONDS: Final = 60.0
+"""A complete answer must have been taken within this time. Streams have bounds of their own."""
+RETRY_SECONDS: Final = 2.0
+ROUTE: Final = "connection"
+"""In metrics: what ended before there was a request."""
+
+
+class Connection(web.RequestHandler):
+    __slots__ = ("_edge", "_head_timer", "_num_head_bytes")
+
+    def __init__(self, manager: web.Server, edge: Edge) -> None:
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=KEEPALIVE_SECONDS,
+            lingering_time=LINGER_SECONDS,
+            max_line_size=edge.config.max_header_bytes,
+            max_field_size=edge.config.max_header_bytes,
+            max_headers=MAX_HEADERS,
+            auto_decompress=False,
+            access_log=cast(Any, None),
+        )
+        self._edge = edge
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Runs while a request's head is awaited."""
+        self._num_head_bytes = 0
+        """Of a head that is not complete."""
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        manager = self._manager
+        super().connection_made(transport)
+        if manager is not None and len(manager.connections) > self._edge.config.max_connections:
+            self._refuse(
+                KvloomError(
+                    ErrorReason.ERROR_REASON_OVERLOADED,
+                    "This server has too many connections.",
+                    retry_after_seconds=RETRY_SECONDS,
+                )
+            )
+            return
+        _watch_peer(transport.get_extra_info("socket"))
+        self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        num_requests = self._request_count
+        super().data_received(data)
+        if self._request_count != num_requests:
+            self._stop_head_timer()
+        elif self._awaits_head and data:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > 2 * self._edge.config.max_header_bytes:  # the request line, and all headers
+                self._refuse(_head_too_large())
+            elif self._head_timer is None:
+                self._start_head_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    # -- aiohttp ------------------------------------------------------------------------------------------------------
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,  # noqa: ARG002
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002
+    ) -> web.StreamResponse:
+        """What is not well-formed HTTP ends here; the connection is closed."""
+        if isinstance(exc, LineTooLong):
+            error = _head_too_large()
+        elif status < 500:
+            error = invalid_argument("The request is not valid HTTP.")
+        else:
+            if isinstance(exc, ConnectionError):  # nobody is there any more, here or at the edge that was asked
+                log.info("a connection ended before its answer", error=str(exc))
+            else:
+                log.error("connection broke", exc_info=exc)
+            error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
+        response = error_response(error)
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Whoever asks for a long answer and does not read it must not keep it in memory for ever."""
+        if isinstance(resp, WrittenResponse):
+            return await super().finish_response(request, resp, start_time)  # there is nothing to wait for
+        try:
+            async with asyncio.timeout(RESPONSE_SECONDS):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            if self.transport is not None:
+                cast(asyncio.Transport, self.transport).abort()
+            return resp, True
+
+    # -- heads --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _awaits_head(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self._loop.call_later(self._edge.config.header_timeout_seconds, self._on_head_timeout)
+
+    def _stop_head_timer(self) -> None:
+        self._num_head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if not self._awaits_head:
+            return
+        if self._num_head_bytes:
+            seconds = self._edge.config.header_timeout_seconds
+            self._refuse(request_timeout(f"The request's headers did not arrive within {seconds:g} s."))
+        else:  # opened in advance, as browsers do, or for nothing
+            self.force_close()
+
+    def _refuse(self, error: KvloomError) -> None:
+        """Without a request there is nothing for aiohttp to answer."""
+        self._stop_head_timer()
+        response = error_response(error)
+        body = encode_json(error.to_openai())
+        lines = [f"HTTP/1.1 {response.status} {response.reason}", "Connection: close", f"Content-Length: {len(body)}"]
+        lines += ["Content-Type: application/json; charset=utf-8"]
+        lines += [f"{name}: {value}" for name, value in response.headers.items() if name.lower().startswith("retry-")]
+        transport = self.transport
+        if transport is not None:
+            cast(asyncio.Transport, transport).write("\r\n".join([*lines, "", ""]).encode() + body)
+        self._edge.metrics.on_response(ROUTE, response.status)
+        self.force_close()
+
+
+def _head_too_large() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, "The request line or a header is too long.")
+
+
+def _watch_peer(peer: socket.socket | None) -> None:
+    """Find out that the other machine is gone: by what it does not acknowledge, and by probes while nothing is sent."""
+    if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    options = {
+        "TCP_KEEPIDLE": SILENT_PEER_SECONDS // 2,
+        "TCP_KEEPINTVL": SILENT_PEER_SECONDS // 6,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 2 * SILENT_PEER_SECONDS * 1000,
+    }
+    for name, value in options.items():
+        number = getattr(socket, name, None)  # not every system has all of them
+        if number is not None:
+            peer.setsockopt(socket.IPPROTO_TCP, number, value)

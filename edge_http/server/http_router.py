@@ -1,0 +1,109 @@
+"""The routing table, and the one place where anything that goes wrong becomes an OpenAI error."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import structlog
+from aiohttp import web
+
+from edge_http.edge import Edge
+from edge_http.endpoints.chat import chat_completions
+from edge_http.endpoints.completions import completions
+from edge_http.endpoints.health import health, metrics, ready, version
+from edge_http.endpoints.models import get_model, list_models
+from edge_http.endpoints.page import PAGE_ROUTES
+from edge_http.endpoints.resume import cancel_response, resume_stream
+from edge_http.wire.headers import REQUEST_ID, request_id
+from edge_http.wire.json_response import error_response
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+log = structlog.get_logger()
+
+Handler = Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]
+MODEL_ROUTE: Final = "/v1/models/{id}"
+CHAT_ROUTE: Final = "/v1/chat/completions/{id}"
+COMPLETION_ROUTE: Final = "/v1/completions/{id}"
+UNKNOWN_ROUTE: Final = "unknown"
+
+ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
+    "/v1/chat/completions": {"POST": chat_completions},
+    "/v1/completions": {"POST": completions},
+    "/v1/models": {"GET": list_models, "HEAD": list_models},
+    MODEL_ROUTE: {"GET": get_model, "HEAD": get_model},
+    CHAT_ROUTE: {"GET": resume_stream},
+    CHAT_ROUTE + "/cancel": {"POST": cancel_response},
+    COMPLETION_ROUTE: {"GET": resume_stream},
+    COMPLETION_ROUTE + "/cancel": {"POST": cancel_response},
+    "/health": {"GET": health, "HEAD": health},
+    "/live": {"GET": health, "HEAD": health},
+    "/ready": {"GET": ready, "HEAD": ready},
+    "/metrics": {"GET": metrics, "HEAD": metrics},
+    "/version": {"GET": version, "HEAD": version},
+    **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
+}
+
+
+class Dispatcher:
+    """The handler that aiohttp calls for every well-formed request."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        route = _route(request.path)
+        response = await self._answer(request, route)
+        self._edge.metrics.on_response(route, response.status)
+        if isinstance(response, web.Response):  # a stream's headers are long gone
+            response.headers[REQUEST_ID] = request_id(request)
+            if self._edge.draining:
+                response.force_close()
+        return response
+
+    async def _answer(self, request: web.BaseRequest, route: str) -> web.StreamResponse:
+        try:
+            _check_header_size(request, self._edge.config.max_header_bytes)
+            return await _handler(request, route)(self._edge, request)
+        except KvloomError as error:
+            response = error_response(error)
+            if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
+                response.headers["Allow"] = ", ".join(ROUTES[route])
+            if error.kind.http_status >= 500:
+                log.info("request failed", request_id=request_id(request), route=route, reason=error.reason_name)
+            return response
+        except ConnectionError:
+            raise  # the client is gone: nobody to answer
+        except Exception:
+            log.exception("request broke", request_id=request_id(request), route=route)
+            return error_response(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
+
+
+def _route(path: str) -> str:
+    if path in ROUTES:
+        return path
+    for route in (MODEL_ROUTE, CHAT_ROUTE, COMPLETION_ROUTE):
+        folder = route.removesuffix("{id}")
+        if path.startswith(folder) and len(path) > len(folder):
+            cancel_route = route + "/cancel"
+            return cancel_route if cancel_route in ROUTES and path.endswith("/cancel") else route
+    return UNKNOWN_ROUTE
+
+
+def _handler(request: web.BaseRequest, route: str) -> Handler:
+    methods = ROUTES.get(route)
+    if methods is None:
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "There is nothing at this path.")
+    handler = methods.get(request.method)
+    if handler is None:
+        message = f"This path does not take {request.method[:16]}, only {', '.join(methods)}."
+        raise KvloomError(ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED, message)
+    return handler
+
+
+def _check_header_size(request: web.BaseRequest, max_bytes: int) -> None:
+    size_bytes = sum(map(len, itertools.chain.from_iterable(request.raw_headers)))
+    if size_bytes > max_bytes:
+        raise KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, f"The headers are larger than {max_bytes} bytes.")

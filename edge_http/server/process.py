@@ -1,0 +1,119 @@
+"""An edge from its first connection to its last, whatever its way to a router is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from edge_http.edge import Edge, ServedModel
+from edge_http.endpoints.health import VERSION
+from edge_http.recovery.edge_membership import Peers, join_peers
+from edge_http.server.http_server import EdgeServer
+from edge_http.server.router_metrics import RouterGroupCollector
+from kvloom.config import KvloomConfig
+from kvloom.process.service import StartError, announce_leaving, wait_to_open
+from kvloom.router_link.group import RouterGroup
+from kvloom.router_link.link import RouterLink
+from kvloom.text.tokenizer import ModelTokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Doors:
+    """Where an edge listens."""
+
+    port: int
+    """Of `edge.host`; 0 picks one."""
+    listen_fd: int | None = None
+    """A socket that is bound, and may listen already, instead of `port`. Whoever passed it keeps it, and may pass it to
+    a successor: then what waits in it is not lost."""
+    peer_port: int | None = None
+    """One that no other edge shares, for other edges and /metrics; 0 picks one, None: `port` is not shared."""
+
+
+def add_door_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--listen-fd", type=int, help="a socket that is bound already, instead of edge.port")
+    parser.add_argument(
+        "--peer-port", type=int, help="also listen there, alone; for edges that share edge.port; 0: any"
+    )
+
+
+def doors_from(options: argparse.Namespace, config: KvloomConfig) -> Doors:
+    port = config.edge.port if options.port is None else options.port
+    return Doors(port=port, listen_fd=options.listen_fd, peer_port=options.peer_port)
+
+
+async def serve_edge(
+    config: KvloomConfig,
+    link: RouterLink,
+    model: ServedModel,
+    doors: Doors,
+    stop: asyncio.Event,
+    on_ready: Callable[[str, str], None],
+) -> None:
+    """Until `stop` is set; then lets running requests end. `on_ready` is told the address and that of /metrics. Raises
+    StartError."""
+    edge = Edge(config.edge, link, {model.name: model})
+    if isinstance(link, RouterGroup):
+        edge.losses = link
+        edge.metrics.add(RouterGroupCollector(link))
+    server = EdgeServer(edge)
+    peers: Peers | None = None
+    try:
+        # Clients may wait at the door already: they would be turned away until a shard can be reached, and at a shared
+        # one, until the others are known, an answer of theirs would be denied.
+        if doors.peer_port is None:
+            await wait_to_open(_until_ready(edge), stop)
+            address = own_address = await _open(server, config.edge.host, doors)
+            peers = join_peers(edge, config.redis, own_address)
+        else:
+            own_address = await server.listen(config.edge.host, doors.peer_port)
+            peers = join_peers(edge, config.redis, own_address, shares_port=True)
+            await wait_to_open(_until_ready(edge), stop)
+            address = await _open(server, config.edge.host, doors)
+        on_ready(address, own_address)
+        await stop.wait()
+        await server.drain(announce_leaving)
+        if peers is not None:
+            await peers.stop_publishing()
+        await server.stop()
+    finally:
+        if peers is not None:
+            await peers.close()
+
+
+async def _until_ready(edge: Edge) -> None:
+    while edge.not_ready_reason():
+        await edge.link.wait_fleet_change()
+
+
+async def _open(server: EdgeServer, host: str, doors: Doors) -> str:
+    if doors.listen_fd is None:
+        return await server.listen(host, doors.port)
+    try:
+        listener = socket.socket(fileno=doors.listen_fd)
+    except OSError as error:
+        raise StartError(f"--listen-fd {doors.listen_fd} is no socket: {error.strerror}") from error
+    return await server.take_over(listener)
+
+
+def load_model(config: KvloomConfig) -> ServedModel:
+    """Raises StartError when the model's tokenizer cannot be read."""
+    if not config.model.path:
+        raise StartError("model.path is not set: the edge needs the model's tokenizer")
+    try:
+        tokenizer = ModelTokenizer.load(Path(config.model.path))
+    except (OSError, ValueError) as error:
+        raise StartError(f"cannot load the tokenizer: {error}") from error
+    return served_model(config, tokenizer)
+
+
+def served_model(config: KvloomConfig, tokenizer: ModelTokenizer) -> ServedModel:
+    fingerprint = xxhash.xxh3_64_hexdigest(f"{VERSION}\0{config.model.name}".encode())[:10]
+    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}")

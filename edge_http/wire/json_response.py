@@ -1,0 +1,26 @@
+"""JSON answers, errors included, in OpenAI's form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from aiohttp import web
+
+from edge_http.openai.response_formatters import encode_json
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=encode_json(body), status=status, content_type="application/json")
+
+
+def error_response(error: KvloomError) -> web.Response:
+    response = json_response(error.to_openai(), error.kind.http_status)
+    if error.retry_after_seconds > 0:
+        response.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+        response.headers["retry-after-ms"] = str(round(error.retry_after_seconds * 1e3))  # OpenAI's clients look here
+    if error.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
+        response.force_close()  # what is left of the request is not worth reading
+    return response

@@ -1,0 +1,136 @@
+"""A request as an SDK caller writes it, checked and turned into the wire's message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Required, TypedDict
+
+from google.protobuf.message import Message
+
+from kvloom.errors import invalid_argument
+from kvloom.sampling import check_num_choices, check_sampling, check_stop
+from kvloom.text.chat_template import ChatMessage
+from kvloom.v1 import router_service_pb2
+from kvloom.v1.generation_pb2 import Guide
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What `Client.generate` and `Client.plan` take, all by name. Exactly one of messages, text and token_ids."""
+
+    model: Required[str]
+    messages: Sequence[ChatMessage | Mapping[str, str]]
+    """Rendered with the model's chat template by the router. Mappings have "role" and "content"."""
+    text: str
+    """Taken as it is."""
+    token_ids: Sequence[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    guide: Mapping[str, Any]
+    """What the answer must look like: one of json_object (True), json_schema (a mapping or text), regex, choice (texts)
+    and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
+    logprobs: int
+    """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    n: int
+    """Answers wanted; default 1."""
+    timeout_seconds: float
+    """From arrival to the last token; default: the router's."""
+    request_id: str
+    """Names the request in logs, in `Client.cancel` and in `Client.explain`; default: drawn."""
+    session_key: str
+    """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
+    tier: Literal["interactive", "batch"]
+    """batch: it can wait, and is the first to be refused when too much is asked for; default: interactive."""
+    resumable: bool
+    """Whether the answer outlives its connection (docs/grpc-api.md); default: no."""
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
+_STOP = ("max_tokens", "stop_token_ids", "ignore_eos")
+_TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")
+_TIERS = {"interactive": router_service_pb2.TIER_INTERACTIVE, "batch": router_service_pb2.TIER_BATCH}
+_INPUTS = ("messages", "text", "token_ids")
+
+
+def build_request(options: GenerateOptions) -> router_service_pb2.GenerateRequest:
+    """Raises KvloomError (INVALID_ARGUMENT) that names the option at fault."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    unknown = given.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    if sum(name in given for name in _INPUTS) != 1:
+        raise invalid_argument("Give exactly one of messages, text and token_ids.", "messages")
+    request = router_service_pb2.GenerateRequest()
+    for name in _TOP:
+        _set(request, name, given)
+    if "tier" in given:
+        if given["tier"] not in _TIERS:
+            raise invalid_argument("tier must be interactive or batch.", "tier")
+        request.tier = _TIERS[given["tier"]]
+    for name in _SAMPLING:
+        _set(request.sampling, name, given)
+    if "guide" in given:
+        _set_guide(request.sampling.guide, given["guide"])
+    for name in _STOP:
+        _set(request.stop, name, given)
+    stop = given.get("stop", ())
+    _set(request.stop, "stop", {"stop": [stop] if isinstance(stop, str) else stop})
+    if "messages" in given:
+        request.conversation.SetInParent()
+        for i, message in enumerate(given["messages"]):
+            _add_message(request.conversation, message, f"messages[{i}]")
+    if "token_ids" in given:
+        request.token_ids.SetInParent()
+        _set(request.token_ids, "ids", {"ids": given["token_ids"]}, field="token_ids")
+    check_sampling(request.sampling)
+    check_stop(request.stop)
+    check_num_choices(given.get("n", 1))
+    return request
+
+
+def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str = "") -> None:
+    if name not in values:
+        return
+    value = values[name]
+    try:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise invalid_argument(f"{field or name} has an unusable value: {error}", field or name) from error
+
+
+def _set_guide(guide: Guide, form: Mapping[str, Any]) -> None:
+    if len(form) != 1:
+        raise invalid_argument("guide must hold exactly one form.", "guide")
+    [(name, value)] = form.items()
+    try:
+        if name == "choice":
+            guide.choice.texts.extend(value)
+        elif name == "json_schema" and not isinstance(value, str):
+            guide.json_schema = json.dumps(value, ensure_ascii=False)
+        else:
+            setattr(guide, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise invalid_argument(f"guide has an unusable form: {error}", "guide") from error
+
+
+def _add_message(
+    conversation: router_service_pb2.Conversation, message: ChatMessage | Mapping[str, str], field: str
+) -> None:
+    try:
+        if isinstance(message, ChatMessage):
+            conversation.messages.add(role=message.role, content=message.content)
+        else:
+            conversation.messages.add(role=message["role"], content=message["content"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise invalid_argument(f"{field} must have a role and a content, both text.", field) from error

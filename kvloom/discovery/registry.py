@@ -1,0 +1,153 @@
+"""The registry in Redis: shards announce themselves to routers, routers to edges.
+
+One key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`, JSON) that expires unless it is announced
+again, one set with the ids, and a channel (`<prefix>:shards`, `<prefix>:routers`) that wakes those who look when a
+process comes, goes, or takes another one's place. Nobody drops a standing connection because Redis is away: the
+connection is the truth, the registry only says whom to connect to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, Generic, TypeVar
+
+import msgspec
+import redis.asyncio.retry
+import redis.backoff
+
+from kvloom.discovery.redis_client import redis_client
+from kvloom.process.aligned_timer import seconds_to_beat
+
+HEARTBEAT_SECONDS: Final = 1.0
+TTL_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 2.0
+"""News comes at once; this finds out what has expired, or was missed."""
+
+
+class ShardRecord(msgspec.Struct, frozen=True):
+    shard_id: str
+    address: str
+    """gRPC target."""
+    model: str
+    incarnation_id: str
+    """Drawn at the process's start: whoever says another one at this address is somebody else."""
+
+    @property
+    def key(self) -> str:
+        return self.shard_id
+
+
+class RouterRecord(msgspec.Struct, frozen=True):
+    address: str
+    """gRPC target; also what tells routers apart: two processes never share one."""
+    router_id: str
+    """Its name, for people."""
+    incarnation_id: str = ""
+    """As a shard's. "": a router that does not say."""
+
+    @property
+    def key(self) -> str:
+        return self.address
+
+
+_Record = TypeVar("_Record", ShardRecord, RouterRecord)
+
+
+class Registry(Generic[_Record]):
+    """Processes of one kind. Raises redis.exceptions.RedisError when the server cannot be reached."""
+
+    def __init__(self, url: str, key_prefix: str, kind: str, record_type: type[_Record]) -> None:
+        # Callers try again by themselves, every heartbeat; the client's own retries would only hide the outage.
+        retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
+        self._redis = redis_client(url, timeout_seconds=2.0, retry=retry)
+        self._prefix = f"{key_prefix}:{kind}"
+        self._record_type: type[_Record] = record_type
+        self._last_keys: list[str] = []
+
+    async def announce(self, record: _Record) -> None:
+        """Say that a process is there for the next TTL_SECONDS."""
+        announcement = msgspec.json.encode(record)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._name(record.key), announcement, px=round(TTL_SECONDS * 1000), get=True)
+            pipe.sadd(self._ids_name, record.key)
+            before, _ = await pipe.execute()
+        if before != announcement:
+            await self._redis.publish(self._channel, record.key)
+
+    async def withdraw(self, key: str) -> None:
+        """Say that a process has gone."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(self._name(key))
+            pipe.srem(self._ids_name, key)
+            pipe.publish(self._channel, key)
+            await pipe.execute()
+
+    async def list_records(self) -> dict[str, _Record]:
+        """All whose announcement has not expired, by key."""
+        keys, values = await self._read(self._last_keys)
+        if keys != self._last_keys:
+            self._last_keys = keys
+            _, values = await self._read(keys)
+        found: dict[str, _Record] = {}
+        expired: list[str] = []
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                expired.append(key)
+            else:
+                found[key] = msgspec.json.decode(value, type=self._record_type)
+        if expired:
+            await self._redis.srem(self._ids_name, *expired)
+        return found
+
+    async def _read(self, keys: Sequence[str]) -> tuple[list[str], list[bytes | None]]:
+        """All keys, sorted, and the records of `keys`: asked for together, since they are mostly those of last time."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.smembers(self._ids_name)
+            if keys:
+                pipe.mget([self._name(key) for key in keys])
+            members, *values = await pipe.execute()
+        return sorted(member.decode() for member in members), values[0] if values else []
+
+    async def watch(self) -> AsyncIterator[None]:
+        """Yields whenever it is time to look again: at once on news, else every POLL_SECONDS. Ends with RedisError
+        when the server goes away."""
+        async with self._redis.pubsub() as pubsub:
+            await pubsub.subscribe(self._channel)
+            while True:
+                yield
+                await pubsub.get_message(
+                    ignore_subscribe_messages=True, timeout=seconds_to_beat(time.monotonic(), POLL_SECONDS)
+                )
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @property
+    def _ids_name(self) -> str:
+        return f"{self._prefix}_ids"
+
+    @property
+    def _channel(self) -> str:
+        return f"{self._prefix}s"
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}:{key}"
+
+
+class ShardRegistry(Registry[ShardRecord]):
+    def __init__(self, url: str, key_prefix: str) -> None:
+        super().__init__(url, key_prefix, "shard", ShardRecord)
+
+    async def list_shards(self) -> dict[str, ShardRecord]:
+        """By shard_id."""
+        return await self.list_records()
+
+
+class RouterRegistry(Registry[RouterRecord]):
+    def __init__(self, url: str, key_prefix: str) -> None:
+        super().__init__(url, key_prefix, "router", RouterRecord)
+
+    async def list_routers(self) -> dict[str, RouterRecord]:
+        """By address."""
+        return await self.list_records()

@@ -1,0 +1,306 @@
+"""Several routers as one RouterLink: answers go on when a router is lost.
+
+A new request goes to a connected router that is not draining (kvloom/router_link/choice.py). When that router's
+connection breaks, or it drains and does not wait any longer, the request goes to another one (or to the same, when it
+is back) and continues behind what its sink has heard. Sinks notice nothing but the pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import random
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.process.random_bytes import random_uint64
+from kvloom.router_link.cancel_notifier import LostAttempts
+from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
+from kvloom.router_link.members import NewLink, RouterMember, RouterMembers
+from kvloom.router_link.tracked_request import LOSSES, Attempt, TrackedRequest
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import SamplingParams
+from kvloom.v1.router_service_pb2 import CancelRequest, FleetState
+
+log = logging.getLogger(__name__)
+
+REATTACH_SECONDS: Final = 10.0
+MAX_LOSSES: Final = 5
+"""Routers that may break with a request; it may be what breaks them."""
+BATCH_REQUESTS: Final = 32
+BATCH_SECONDS: Final = 0.03
+"""At most this many requests go to other routers in this time, about 1,000 a second: a router that has to take over
+thousands goes on serving its own."""
+FIRST_PAUSE_SECONDS: Final = 0.05
+LONGEST_PAUSE_SECONDS: Final = 1.0
+AFFINITY_TOKENS: Final = 16
+"""Requests that begin with the same block of tokens are alike."""
+
+
+class RouterGroup:
+    """A RouterLink (kvloom/router_link/link.py) over all routers at `addresses`."""
+
+    def __init__(
+        self,
+        client_id: str,
+        addresses: Iterable[str] = (),
+        *,
+        reattach_seconds: float = REATTACH_SECONDS,
+        new_link: NewLink = GrpcRouterLink,
+    ) -> None:
+        """`reattach_seconds`: how long a request that has lost its router looks for another; 0: it fails at once."""
+        self._members = RouterMembers(client_id, new_link, self._on_members_change)
+        self._reattach_seconds = reattach_seconds
+        self._loop = asyncio.get_running_loop()
+        self._random = random.Random()
+        self._attached: dict[int, tuple[TrackedRequest, RouterMember]] = {}
+        """By handle: requests that a router has."""
+        self._parked: dict[int, TrackedRequest] = {}
+        """By handle: requests that look for one."""
+        self._due: list[tuple[float, int]] = []
+        """Heap of (when to try, handle of a parked request); those of requests that are over are skipped."""
+        self._batch_room = BATCH_REQUESTS
+        """How many may still be asked for in this batch."""
+        self._batch_ends_at = 0.0
+        self._handles = itertools.count(1)
+        self._lost = LostAttempts()
+        """Of routers that share an address: the next connection may go to another one."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self.num_reattached = 0
+        """Times that a router took over a request."""
+        self.num_given_up = 0
+        """Requests that no router took over."""
+        self.set_routers(dict.fromkeys(addresses, ""))
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        await self._members.follow_wanted()
+        self._task = asyncio.create_task(self._run(), name="router group")
+
+    def set_routers(self, routers: Mapping[str, str]) -> None:
+        """All routers there are now: addresses, and which incarnation listens there ("": whoever does). One that is
+        missing is dropped once it has ended what it runs."""
+        self._members.wanted = dict(routers)
+        self._wake.set()
+
+    @property
+    def fleet(self) -> FleetState:
+        return self._members.fleet
+
+    @property
+    def connected(self) -> bool:
+        return self._members.connected
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where routers are or should be, those that take requests first."""
+        return self._members.addresses()
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that look for a router now."""
+        return len(self._parked)
+
+    async def wait_fleet_change(self) -> None:
+        """Return after the next change of `fleet` or `connected`."""
+        await self._members.wait_change()
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        """With `begun`: as one that has lost its router. It is asked for as soon as there is one that has the model."""
+        request.sampling = with_seed(request.sampling)
+        tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
+        if request.begun:
+            self._park(tracked)
+            return tracked.handle
+        member = self._members.pick(request.model, tracked.affinity_key)
+        if member is None:
+            raise self._members.no_taker()
+        self._attach(tracked, member)
+        return tracked.handle
+
+    def cancel(self, handle: int) -> None:
+        tracked = self._parked.pop(handle, None)
+        attached = self._attached.pop(handle, None)
+        if attached is not None:
+            tracked, member = attached
+            member.link.cancel(member.attempts.pop(handle))
+        if tracked is not None:
+            tracked.is_over = True
+
+    def link_ids(self) -> list[str]:
+        """By which routers know this client's links."""
+        return self._members.link_ids()
+
+    def attempts(self, handle: int) -> Sequence[Attempt]:
+        """Over which links a request goes, or has gone; the list grows. Empty when it is over."""
+        tracked = self._parked.get(handle)
+        if tracked is None and handle in self._attached:
+            tracked = self._attached[handle][0]
+        return () if tracked is None else tracked.attempts
+
+    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
+        """Speak for a process that is dead, or was relieved: of a request that one of its links had, so many tokens
+        have been delivered. What that router has metered beyond is credited, and it ends the request."""
+        self._members.note_lost_by(link_id, request_id, num_tokens)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "The connection to the routers was closed.")
+        for tracked in list(self._parked.values()):
+            self._fail(tracked, error)
+        await self._members.close()
+        await self._lost.close()
+
+    def _on_members_change(self) -> None:
+        self._wake.set()
+
+    # -- tracked requests ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._loop.time()
+
+    def on_lost(self, tracked: TrackedRequest) -> None:
+        attached = self._attached.get(tracked.handle)
+        if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
+            self._note_lost(attached[1].link, tracked.request.request_id, tracked.num_attempt_tokens)
+        self._detach(tracked)
+        error = KvloomError.from_proto(tracked.error)
+        if self._closed or not self._reattach_seconds:
+            tracked.fail(error)
+        elif tracked.num_losses > MAX_LOSSES:
+            self.num_given_up += 1
+            tracked.fail(error)
+        else:
+            self._park(tracked)
+
+    def _note_lost(self, link: GrpcRouterLink, request_id: str, num_tokens: int) -> None:
+        """The router is told by the link's next connection, and at its own address if that may go to another one."""
+        link.identity.note_lost(request_id, num_tokens)
+        if link.owner_address and not self._closed:
+            link_id = link.identity.link_id
+            settlement = CancelRequest(request_id=request_id, link_id=link_id, num_received_tokens=num_tokens)
+            self._lost.add(link.owner_address, settlement)
+
+    def on_over(self, tracked: TrackedRequest) -> None:
+        tracked.is_over = True
+        self._detach(tracked)
+        self._parked.pop(tracked.handle, None)
+
+    def _attach(self, tracked: TrackedRequest, member: RouterMember) -> None:
+        """Raises KvloomError when the link does not take it."""
+        attempt = member.link.submit(tracked.next_attempt(), tracked)
+        member.attempts[tracked.handle] = attempt
+        self._attached[tracked.handle] = (tracked, member)
+        tracked.on_submitted(member.link.identity.link_id)
+
+    def _detach(self, tracked: TrackedRequest) -> None:
+        attached = self._attached.pop(tracked.handle, None)
+        if attached is not None:
+            attached[1].attempts.pop(tracked.handle, None)
+
+    def _park(self, tracked: TrackedRequest) -> None:
+        self._parked[tracked.handle] = tracked
+        pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0**tracked.num_refusals, LONGEST_PAUSE_SECONDS)
+        # Many processes lose the same router at the same time.
+        heapq.heappush(self._due, (self.now() + self._random.uniform(0.2, 1.0) * pause_seconds, tracked.handle))
+        self._wake.set()
+
+    # -- finding another router ---------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                await self._members.follow_wanted()
+                delay_seconds = self._reattach_due()
+            except Exception:
+                log.exception("the routers could not be looked after")
+                delay_seconds = LONGEST_PAUSE_SECONDS
+            try:
+                async with asyncio.timeout(delay_seconds):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _reattach_due(self) -> float | None:
+        """Try those whose time has come, a batch at most; returns in how many seconds to be called again at the latest,
+        None: not before there is news."""
+        now = self.now()
+        if now >= self._batch_ends_at:
+            self._batch_ends_at = now + BATCH_SECONDS * self._random.uniform(0.8, 1.2)
+            self._batch_room = BATCH_REQUESTS
+        while self._due and self._due[0][0] <= now:
+            if not self._batch_room:
+                return self._batch_ends_at - now
+            _, handle = heapq.heappop(self._due)
+            tracked = self._parked.get(handle)
+            if tracked is not None:
+                self._batch_room -= self._reattach(tracked, now)
+        return self._due[0][0] - now if self._due else None
+
+    def _reattach(self, tracked: TrackedRequest, now: float) -> bool:
+        """Whether a router was asked."""
+        lost_at = tracked.lost_at
+        assert lost_at is not None
+        member = self._members.pick(tracked.request.model, tracked.affinity_key)
+        if member is not None and tracked.request.model in member.ready_models:
+            del self._parked[tracked.handle]
+            try:
+                self._attach(tracked, member)
+            except KvloomError as error:
+                if error.reason != ErrorReason.ERROR_REASON_ROUTER_LOST:
+                    self._fail(tracked, error)
+                    return True
+                self._parked[tracked.handle] = tracked
+            else:
+                self.num_reattached += 1
+                return True
+        gives_up_at = lost_at + self._reattach_seconds
+        if now >= gives_up_at:
+            self.num_given_up += 1
+            self._fail(tracked, self._not_taken(tracked))
+        else:
+            pause_seconds = self._random.uniform(0.5, 1.0) * LONGEST_PAUSE_SECONDS / 4
+            heapq.heappush(self._due, (min(now + pause_seconds, gives_up_at), tracked.handle))
+        return False
+
+    def _fail(self, tracked: TrackedRequest, error: KvloomError) -> None:
+        try:
+            tracked.fail(error)
+        except Exception:
+            log.exception("a sink failed at its request's end")
+
+    def _not_taken(self, tracked: TrackedRequest) -> KvloomError:
+        """The last refusal, when one had something to say."""
+        if tracked.error.reason not in LOSSES:
+            return KvloomError.from_proto(tracked.error)
+        message = f"The router was lost, and no other one took over within {self._reattach_seconds:g} seconds."
+        return KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
+
+
+def with_seed(sampling: SamplingParams) -> SamplingParams:
+    """The router would draw one; all attempts must have the same."""
+    if sampling.HasField("seed"):
+        return sampling
+    fixed = SamplingParams()
+    fixed.CopyFrom(sampling)
+    fixed.seed = random_uint64()
+    return fixed
+
+
+def _affinity_key(request: LinkRequest) -> bytes:
+    """b"": it is like no other."""
+    if request.session_key:
+        return request.session_key.encode()
+    first_block = request.prompt_token_ids[:AFFINITY_TOKENS]
+    return array("I", first_block).tobytes() if len(first_block) == AFFINITY_TOKENS else b""

@@ -1,0 +1,299 @@
+"""The client side of the data plane: one long-lived stream to a router, all requests multiplexed by slot.
+
+`RouterLink` is what the edge and the SDK see; `GrpcRouterLink` is the implementation over gRPC (a co-located router
+would be another). News is delivered by plain calls on a `Sink`, with no task, queue or future per request: a sink
+must not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import grpc
+
+from kvloom.errors import KvloomError
+from kvloom.router_link.identity import LinkIdentity
+from kvloom.router_link.open_choices import OpenChoices, Sink
+from kvloom.router_link.request import ChoiceProgress, LinkRequest
+from kvloom.text.token_ids import prompt_fields
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.transport.frame_writer import FrameWriter
+from kvloom.transport.local_client import connect_local
+from kvloom.transport.local_stream import LocalStream, deliver
+from kvloom.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+__all__ = ["ChoiceProgress", "GrpcRouterLink", "LinkRequest", "RouterLink", "Sink"]
+
+log = logging.getLogger(__name__)
+"""The standard library's: in an SDK user's process nobody has set structlog up, and it would print to stdout."""
+
+RECONNECT_SECONDS: Final = 0.2
+MAX_PENDING_FRAME_PARTS: Final = 16_384
+
+ConnectCall = (
+    LocalStream[router_service_pb2.RouterServiceConnectResponse, router_service_pb2.RouterServiceConnectRequest]
+    | grpc.aio.StreamStreamCall[
+        router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
+    ]
+)
+
+
+class WrongRouterError(Exception):
+    """Somebody else listens where the router was."""
+
+
+class RouterLink(Protocol):
+    """Way to a router. All calls are made on the event loop."""
+
+    @property
+    def fleet(self) -> router_service_pb2.FleetState:
+        """What the router can serve, as last told; empty while there is no connection."""
+        ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    async def wait_fleet_change(self) -> None:
+        """Return after the next change of `fleet` or `connected`."""
+        ...
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        """Send a request; returns a handle for `cancel`. Raises KvloomError (ROUTER_LOST) while there is no
+        connection. When the connection breaks, every open choice finishes with ROUTER_LOST."""
+        ...
+
+    def cancel(self, handle: int) -> None:
+        """End all choices of a request; its sink hears no more. Unknown handles are ignored. A sink may call it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class GrpcRouterLink:
+    """RouterLink over `RouterService.Connect`; reconnects by itself."""
+
+    def __init__(self, address: str, client_id: str, on_fleet_change: Callable[[], None] = lambda: None) -> None:
+        """`on_fleet_change` is called whenever `fleet` or `connected` has changed."""
+        self._address = address
+        self._client_id = client_id
+        self.identity = LinkIdentity()
+        """To be set before `start` when there was a link to this router before."""
+        self.expected_incarnation_id = ""
+        """Of the router that is known to listen there; "": whoever does is taken. Looked at by new connections."""
+        self._on_fleet_change = on_fleet_change
+        self._fleet = router_service_pb2.FleetState()
+        self._connected = False
+        self.owner_address = ""
+        """Where the router listens that the connection goes to, and no other does; "" while that is not known, or where
+        the link connects: then the next connection goes to the same router."""
+        self._heard_at = 0.0
+        """Of a frame, or when there began to be something to wait for."""
+        self._choices = OpenChoices(self.cancel)
+        self._submits: list[router_service_pb2.Submit] = []
+        self._cancels: list[int] = []
+        self._writer: FrameWriter[router_service_pb2.RouterServiceConnectRequest] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._fleet_changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._task = asyncio.create_task(self._run(), name=f"router-link {self._address}")
+
+    @property
+    def fleet(self) -> router_service_pb2.FleetState:
+        return self._fleet
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the router has owed news of something and said nothing; 0 while it owes none."""
+        return time.monotonic() - self._heard_at if self._choices else 0.0
+
+    async def wait_fleet_change(self) -> None:
+        """Return after the next change of `fleet` (or of the connection)."""
+        await self._fleet_changed.wait()
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        if not self._connected or len(self._submits) >= MAX_PENDING_FRAME_PARTS:
+            raise KvloomError(
+                ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached.", retry_after_seconds=1.0
+            )
+        if not self._choices:
+            self._heard_at = time.monotonic()
+        handle, slots = self._choices.open(request, sink)
+        self._submits.append(
+            router_service_pb2.Submit(
+                request_id=request.request_id,
+                model=request.model,
+                prompt_text=request.prompt_text,
+                sampling=request.sampling,
+                stop=request.stop,
+                choices=_choices(request, slots),
+                timeout_seconds=request.timeout_seconds,
+                tenant=request.tenant,
+                traceparent=request.traceparent,
+                session_key=request.session_key,
+                tier=request.tier,
+                **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),
+            )
+        )
+        self._wake_writer()
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        self._cancels += self._choices.cancel(handle)
+        self._wake_writer()
+
+    def report_losses(self) -> None:
+        """`identity` has something to say that the router should hear now."""
+        self._wake_writer()
+
+    async def close(self) -> None:
+        self._closed = True  # gRPC loses a cancellation that comes just as its call ends
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._drop_all("The connection to the router was closed.")
+
+    async def _run(self) -> None:
+        while not self._closed:
+            try:
+                async with contextlib.AsyncExitStack() as channels:
+                    await self._serve_one_connection(await self._open(channels))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                log.debug("the link to the router broke: %s", error)
+            except WrongRouterError as error:
+                log.warning("%s", error)
+            except Exception:
+                # A frame that makes no sense. The link must outlive it: a new connection starts from scratch.
+                log.exception("the link to the router failed")
+            self._drop_all("The connection to the router was lost.")
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _open(self, channels: contextlib.AsyncExitStack) -> ConnectCall:
+        """Once the router is there: over a local socket if it is on this machine, else over gRPC, whose threads a
+        process does not have until it needs a channel: they wake up several times a second all their lives."""
+        local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
+        if local is not None:
+            return local
+        channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        await channels.enter_async_context(channel)
+        await channel.channel_ready()
+        local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
+        return local or router_service_pb2_grpc.RouterServiceStub(channel).Connect(wait_for_ready=True)
+
+    async def _serve_one_connection(self, call: ConnectCall) -> None:
+        await call.write(router_service_pb2.RouterServiceConnectRequest(hello=self._hello()))
+        self._writer = FrameWriter(call, self._take_frame)
+        writer = asyncio.create_task(self._write_frames(self._writer, call), name="router-link writer")
+        try:
+            await deliver(call, router_service_pb2.RouterServiceConnectResponse, self._on_frame)
+        finally:
+            self._writer = None
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            call.cancel()
+
+    def _hello(self) -> router_service_pb2.ClientHello:
+        identity = self.identity
+        return router_service_pb2.ClientHello(
+            client_id=self._client_id, link_id=identity.link_id, lost=identity.all_losses()
+        )
+
+    async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
+        try:
+            await writer.run()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()  # the reader sees the same break and ends the connection
+
+    def _wake_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wake()
+
+    def _take_frame(self) -> router_service_pb2.RouterServiceConnectRequest | None:
+        submits, self._submits = self._submits, []
+        cancels, self._cancels = self._cancels, []
+        losses = self.identity.take_unsaid() if self._connected else []
+        if not (submits or cancels or losses):
+            return None
+        return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
+
+    def _on_frame(self, frame: router_service_pb2.RouterServiceConnectResponse) -> None:
+        self._heard_at = time.monotonic()
+        if frame.HasField("fleet"):
+            if not self._connected:
+                self._check_incarnation(frame.incarnation_id)
+            self._fleet = frame.fleet
+            if not self._connected:
+                self._connected = True
+                self.owner_address = "" if frame.router_address == self._address else frame.router_address
+                self.identity.note_told()  # the first frame answers the hello
+                self._wake_writer()
+            self._tell_fleet_changed()
+        if frame.HasField("step"):
+            self._on_step(frame.step)
+
+    def _check_incarnation(self, incarnation_id: str) -> None:
+        """The port of a router that has died may be anybody's, another fabric's router's for one. Routers of an earlier
+        version do not say who they are."""
+        expected = self.expected_incarnation_id
+        if expected and incarnation_id and incarnation_id != expected:
+            raise WrongRouterError(f"another router than the one that was announced listens at {self._address}")
+
+    def _on_step(self, step: generation_pb2.StepFrame) -> None:
+        choices = self._choices
+        for start in step.starts:
+            choices.on_start(start.slot, start)
+        if step.num_tokens or step.logprobs:
+            logprobs: dict[int, list[generation_pb2.TokenLogprobs]] = {}
+            for entry in step.logprobs:
+                logprobs.setdefault(entry.slot, []).append(entry)
+            choices.on_ragged_tokens(step.slots, step.num_tokens[:], step.token_ids[:], step.deltas, logprobs)
+        else:
+            choices.flows.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
+        for finish in step.finishes:
+            if finish.slot in self._cancels:
+                # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
+                self._cancels.remove(finish.slot)
+            choices.on_finish(finish)
+
+    def _drop_all(self, message: str) -> None:
+        """The connection is gone: its slots mean nothing any more."""
+        self._connected = False
+        self._fleet = router_service_pb2.FleetState()
+        self._submits.clear()
+        self._cancels.clear()
+        error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
+        self._choices.end_all(error.to_proto())
+        if self.owner_address:
+            self.identity.renew()
+            self.owner_address = ""
+        self._tell_fleet_changed()
+
+    def _tell_fleet_changed(self) -> None:
+        self._fleet_changed.set()
+        self._fleet_changed = asyncio.Event()
+        self._on_fleet_change()
+
+
+def _choices(request: LinkRequest, slots: Sequence[int]) -> list[generation_pb2.Choice]:
+    """As they are submitted, each on a slot of its own."""
+    if not request.begun:
+        return [generation_pb2.Choice(slot=slot, index=index) for index, slot in enumerate(slots)]
+    return [
+        generation_pb2.Choice(
+            slot=slot, index=choice.index, output_token_ids=choice.token_ids, num_delivered_chars=choice.num_chars
+        )
+        for slot, choice in zip(slots, request.begun, strict=True)
+    ]

@@ -1,0 +1,148 @@
+"""The choices that are under way over one link to a router: which slot is whose, and the news to their sinks.
+
+A sink that raises costs its own request only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvloom.router_link.fast_path import LinkFlows, OpenChoice
+from kvloom.router_link.request import LinkRequest
+from kvloom.v1.error_reason_pb2 import Error
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, SequenceFinish, SequenceStart, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Receives the news of one request. `index` is the choice's. After `on_finish` nothing follows for that index."""
+
+    def on_start(self, index: int, start: SequenceStart) -> None: ...
+
+    def on_tokens(
+        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None: ...
+
+    def on_finish(self, index: int, finish: SequenceFinish) -> None: ...
+
+
+class OpenChoices:
+    """Of one link."""
+
+    def __init__(self, cancel: Callable[[int], None]) -> None:
+        """`cancel`: the link's, for a request whose sink raised; it calls `cancel` here."""
+        self._cancel = cancel
+        self._by_slot: dict[int, OpenChoice] = {}
+        self._slots_by_handle: dict[int, list[int]] = {}
+        """Of requests that have not been cancelled."""
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+        self._handles = itertools.count(1)
+        self.flows = LinkFlows(self._by_slot, self._give_up)
+        """Where frames go that have one token for each of their slots and no logprobs."""
+
+    def __bool__(self) -> bool:
+        return bool(self._by_slot)
+
+    def open(self, request: LinkRequest, sink: Sink) -> tuple[int, list[int]]:
+        """Its handle, and a slot for each of its choices: those of `request.begun`, else all n."""
+        handle = next(self._handles)
+        indices = [choice.index for choice in request.begun] if request.begun else range(request.n)
+        slots: list[int] = []
+        for index in indices:
+            if self._free_slots:
+                slot = self._free_slots.pop()
+            else:
+                slot = self._next_slot = self._next_slot + 1
+            self._by_slot[slot] = OpenChoice(handle, index, sink)
+            slots.append(slot)
+        self._slots_by_handle[handle] = slots
+        return handle, slots
+
+    def cancel(self, handle: int) -> list[int]:
+        """Its sink hears no more; returns the slots, each of which waits for its finish. Repeatable."""
+        slots = self._slots_by_handle.pop(handle, [])
+        for slot in slots:
+            self.flows.end(slot)
+            self._by_slot[slot].sink = None
+        return slots
+
+    def is_cancelled(self, slot: int) -> bool:
+        """And waits for its finish."""
+        choice = self._by_slot.get(slot)
+        return choice is not None and choice.sink is None
+
+    # -- news: of slots that are not in use, or were cancelled, nobody hears -------------------------------------------
+
+    def on_start(self, slot: int, start: SequenceStart) -> None:
+        choice = self._by_slot.get(slot)
+        if choice is not None and choice.sink is not None:
+            try:
+                choice.sink.on_start(choice.index, start)
+            except Exception:
+                self._give_up(choice)
+
+    def on_ragged_tokens(
+        self,
+        slots: Sequence[int],
+        num_tokens: Sequence[int],
+        token_ids: Sequence[int],
+        deltas: Sequence[str],
+        logprobs: Mapping[int, Sequence[TokenLogprobs]],
+    ) -> None:
+        """Any number of tokens an entry (`num_tokens` empty: one each), logprobs by slot."""
+        self.flows.tell()
+        counts = num_tokens or [1] * len(slots)
+        position = 0
+        for slot, count, delta in zip(slots, counts, deltas, strict=True):
+            choice = self._by_slot.get(slot)
+            if choice is not None and choice.sink is not None:
+                ids = token_ids[position : position + count]
+                try:
+                    choice.sink.on_tokens(choice.index, delta, ids, logprobs.get(slot, ()))
+                except Exception:
+                    self._give_up(choice)
+            position += count
+
+    def on_finish(self, finish: SequenceFinish) -> None:
+        """The slot is free again."""
+        slot = finish.slot
+        choice = self._by_slot.get(slot)
+        if choice is None:
+            return
+        self.flows.end(slot)
+        del self._by_slot[slot]
+        self._free_slots.append(slot)
+        slots = self._slots_by_handle.get(choice.handle)
+        if slots is not None:
+            slots.remove(slot)
+            if not slots:
+                del self._slots_by_handle[choice.handle]
+        self._finish(choice, finish)
+
+    def end_all(self, error: Error) -> None:
+        """Everything finishes with `error`, and slots begin anew."""
+        self.flows.end_all()
+        lost = dict(self._by_slot)
+        self._by_slot.clear()
+        self._slots_by_handle.clear()
+        self._free_slots.clear()
+        self._next_slot = 0
+        for slot, choice in lost.items():
+            self._finish(choice, SequenceFinish(slot=slot, reason=FINISH_REASON_ERROR, error=error))
+
+    def _finish(self, choice: OpenChoice, finish: SequenceFinish) -> None:
+        if choice.sink is not None:
+            try:
+                choice.sink.on_finish(choice.index, finish)
+            except Exception:
+                self._give_up(choice)
+
+    def _give_up(self, choice: OpenChoice) -> None:
+        """A sink raised: its request ends, the others on this link go on."""
+        log.exception("a sink failed; its request is cancelled")
+        self._cancel(choice.handle)

@@ -1,0 +1,256 @@
+"""A request whose router may be lost: what was delivered of it, and what another router has to be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, cast
+
+from kvloom.errors import KvloomError
+from kvloom.router_link.fast_path import FlowingSink
+from kvloom.router_link.link import ChoiceProgress, LinkRequest, Sink
+from kvloom.v1 import generation_pb2
+from kvloom.v1.error_reason_pb2 import ErrorReason
+
+_R = ErrorReason
+
+LOSSES: Final = frozenset({_R.ERROR_REASON_ROUTER_LOST, _R.ERROR_REASON_DRAINING})
+"""Another router goes on with what has ended so."""
+REFUSALS: Final = frozenset(
+    {
+        _R.ERROR_REASON_NO_SHARD_READY,
+        _R.ERROR_REASON_SAFETY_UNAVAILABLE,
+        _R.ERROR_REASON_QUEUE_FULL,
+        _R.ERROR_REASON_DUPLICATE_REQUEST_ID,
+    }
+)
+"""What a router says to a request in the middle of its answer that it might take a moment later: it has just started
+and knows no shard yet, or so much comes over from a dead one that its queue is full."""
+REFUSAL_SECONDS: Final = 1.0
+"""Refusals come at once: what ends later had been taken."""
+
+
+MAX_ATTEMPTS: Final = 64
+"""Remembered of one request."""
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """What one router's link has, or had, of a request."""
+
+    link_id: str
+    first_token: int
+    """How many tokens of all choices had come before."""
+    num_tokens: int | None = None
+    """That came over it; None: it is the last, and goes on."""
+
+
+class Owner(Protocol):
+    """Who finds routers for tracked requests."""
+
+    def on_lost(self, tracked: TrackedRequest) -> None:
+        """No choice runs any more, and at least one has not ended."""
+        ...
+
+    def on_over(self, tracked: TrackedRequest) -> None:
+        """All choices have ended, or its sink is broken."""
+        ...
+
+    def now(self) -> float: ...
+
+
+class TrackedRequest:
+    """The Sink that the routers' links see. The caller's sink hears of each choice one start, each token once, and one
+    end."""
+
+    __slots__ = (
+        "_num_running",
+        "_num_tokens_at_submit",
+        "_owner",
+        "_sink",
+        "_submitted_at",
+        "affinity_key",
+        "arrived_at",
+        "attempts",
+        "choices",
+        "error",
+        "handle",
+        "is_over",
+        "lost_at",
+        "num_losses",
+        "num_refusals",
+        "request",
+    )
+
+    def __init__(self, handle: int, request: LinkRequest, sink: Sink, owner: Owner, affinity_key: bytes) -> None:
+        """`request` has a seed: each attempt must draw the same numbers. With `begun` it counts as one that has lost
+        its router; the progress is the request's own from now on."""
+        self.handle = handle
+        self.request = request
+        self.affinity_key = affinity_key
+        self.choices = [ChoiceProgress(index) for index in range(request.n)]
+        self.attempts: list[Attempt] = []
+        self.is_over = False
+        self.arrived_at = owner.now()
+        self.lost_at: float | None = None
+        """When it lost the last router that had taken it; None while its first one has it."""
+        if request.begun:
+            self.lost_at = self.arrived_at
+            for choice in self.choices:
+                choice.is_done = True
+            for choice in request.begun:
+                self.choices[choice.index] = choice
+        self.num_losses = 0
+        """Routers that broke with it."""
+        self.num_refusals = 0
+        """Since `lost_at`."""
+        self.error = generation_pb2.SequenceFinish().error
+        """Why it was lost, or refused, last."""
+        self._sink = sink
+        self._owner = owner
+        self._num_running = 0
+        self._submitted_at = 0.0
+        self._num_tokens_at_submit = 0
+
+    # -- Sink -------------------------------------------------------------------------------------------------------
+
+    def on_start(self, index: int, start: generation_pb2.SequenceStart) -> None:
+        progress = self.choices[index]
+        if progress.num_cached_tokens is None:
+            progress.num_cached_tokens = start.num_cached_tokens
+            try:
+                self._sink.on_start(index, start)
+            except Exception:
+                self._owner.on_over(self)
+                raise
+
+    def on_tokens(
+        self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[generation_pb2.TokenLogprobs]
+    ) -> None:
+        """The hot path."""
+        progress = self.choices[index]
+        if len(token_ids) == 1:  # a fifth of what `extend` costs
+            progress.token_ids.append(token_ids[0])
+        else:
+            progress.token_ids.extend(token_ids)
+        progress.num_chars += len(delta)
+        try:
+            self._sink.on_tokens(index, delta, token_ids, logprobs)
+        except Exception:
+            self._owner.on_over(self)
+            raise
+
+    def flow(self, index: int) -> Callable[[str], None] | None:
+        """As FlowingSink (kvloom/router_link/fast_path.py). What happens to one choice of several may depend on the
+        others' tokens."""
+        flow = getattr(self._sink, "flow", None) if len(self.choices) == 1 else None
+        return None if flow is None else flow(index)
+
+    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+        progress = self.choices[index]
+        progress.token_ids.extend(token_ids)
+        progress.num_chars += num_chars
+        cast(FlowingSink, self._sink).on_flowed(index, token_ids, num_chars)
+
+    def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
+        self._num_running -= 1
+        if finish.reason == generation_pb2.FINISH_REASON_ERROR and self._may_go_on(finish.error.reason):
+            self.error = finish.error
+        else:
+            self._end(index, finish)
+        if not self._num_running and not self.is_over:
+            self._on_attempt_ended()
+
+    # -- attempts ---------------------------------------------------------------------------------------------------
+
+    def next_attempt(self) -> LinkRequest:
+        """What a router is asked for now. Raises KvloomError (DEADLINE_EXCEEDED)."""
+        if self.lost_at is None:
+            return self.request
+        timeout_seconds = self.request.timeout_seconds
+        if timeout_seconds:
+            timeout_seconds -= self._owner.now() - self.arrived_at
+            if timeout_seconds <= 0:
+                raise KvloomError(_R.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
+        begun = [choice for choice in self.choices if not choice.is_done]
+        return dataclasses.replace(self.request, begun=begun, timeout_seconds=timeout_seconds)
+
+    def on_submitted(self, link_id: str) -> None:
+        """A link has taken what `next_attempt` asks for."""
+        num_tokens, num_running = 0, len(self.choices)
+        if self.lost_at is not None:  # not the first one of most requests
+            num_tokens = self._num_tokens
+            num_running = sum(not choice.is_done for choice in self.choices)
+        if self.attempts:
+            last = self.attempts[-1]
+            last.num_tokens = num_tokens - last.first_token
+        self.attempts.append(Attempt(link_id, num_tokens))
+        if len(self.attempts) > MAX_ATTEMPTS:
+            del self.attempts[0]
+        self._num_running = num_running
+        self._submitted_at = self._owner.now()
+        self._num_tokens_at_submit = num_tokens
+
+    def fail(self, error: KvloomError) -> None:
+        """End what has not ended."""
+        finish = generation_pb2.SequenceFinish(reason=generation_pb2.FINISH_REASON_ERROR, error=error.to_proto())
+        for choice in self.choices:
+            if not choice.is_done and not self.is_over:
+                self._end(choice.index, finish)
+        self._owner.on_over(self)
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _may_go_on(self, reason: int) -> bool:
+        if reason in LOSSES:
+            return True
+        return self.lost_at is not None and reason in REFUSALS and not self._was_taken
+
+    def _end(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
+        progress = self.choices[index]
+        progress.is_done = True
+        if self.lost_at is not None or finish.reason == generation_pb2.FINISH_REASON_ERROR:
+            finish = self._whole_finish(progress, finish)
+        try:
+            self._sink.on_finish(index, finish)
+        except Exception:
+            self._owner.on_over(self)
+            raise
+
+    def _whole_finish(
+        self, progress: ChoiceProgress, finish: generation_pb2.SequenceFinish
+    ) -> generation_pb2.SequenceFinish:
+        """Its counts are those of all attempts together."""
+        whole = generation_pb2.SequenceFinish()
+        whole.CopyFrom(finish)
+        whole.num_prompt_tokens = len(self.request.prompt_token_ids)
+        whole.num_cached_tokens = progress.num_cached_tokens or 0
+        whole.num_output_tokens = len(progress.token_ids)
+        return whole
+
+    def _on_attempt_ended(self) -> None:
+        if all(choice.is_done for choice in self.choices):
+            self._owner.on_over(self)
+            return
+        if self.lost_at is None or self._was_taken:
+            self.lost_at = self._owner.now()
+            self.num_refusals = 0
+            self.num_losses += self.error.reason == _R.ERROR_REASON_ROUTER_LOST
+        else:
+            self.num_refusals += 1
+        self._owner.on_lost(self)
+
+    @property
+    def _was_taken(self) -> bool:
+        """The attempt at hand was not refused."""
+        has_news = self.num_attempt_tokens > 0
+        return has_news or self._owner.now() - self._submitted_at > REFUSAL_SECONDS
+
+    @property
+    def num_attempt_tokens(self) -> int:
+        """That have come over the attempt at hand."""
+        return self._num_tokens - self._num_tokens_at_submit
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)

@@ -1,0 +1,309 @@
+"""Tokenizing by pieces: the ids of a long text from those of its words and paragraphs, exactly, and mostly from memory.
+
+A Hugging Face tokenizer first cuts out its added tokens, then cuts the text between them into pre-tokens, and encodes
+each of those for itself. So where a cut is certain the two sides can be encoded apart (`PieceRules` says where, and for
+which tokenizers that is known):
+
+* before a special token that takes no whitespace along;
+* before a space that stands between two visible ASCII characters: every pre-tokenizer of the GPT-2 kind begins a
+  pre-token there, whatever else the text holds, as its expression looks ahead only and no alternative of it has
+  a space behind anything else;
+* between a digit and a visible ASCII character, where the tokenizer takes digits one by one.
+
+Texts that others have sent (system prompts, documents, the conversation so far) are found as blocks of some 2,000
+characters, new ones as words, new numbers as digits. What is not known is encoded by the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from kvloom.text.token_ids import token_array
+
+MAX_WORDS: Final = 200_000
+MAX_WORD_CHARS: Final = 48
+MAX_BLOCK_BYTES: Final = 64 * 2**20
+"""Of the blocks' texts and ids together."""
+BLOCK_CHARS: Final = 2048
+MIN_PIECEWISE_CHARS: Final = 256
+"""Shorter texts are encoded whole: that costs no more."""
+BLOCKS_PER_TURN: Final = 8
+_BLOCK_OVERHEAD_BYTES: Final = 250
+"""What a remembered block costs beside its text and ids."""
+
+_CUT: Final = re.compile(r"(?<=[!-~]) (?=[!-~])")
+_FUSING: Final = re.compile(r"[!-~] ")
+_DIGIT_CUT: Final = re.compile(r"(?<=[!-~])(?=[0-9])|(?<=[0-9])(?=[!-~])")
+_WORDS_AND_SIGNS: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_SPLIT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}"
+_KNOWN_SPLITS: Final = frozenset(
+    (
+        # GPT-2; cl100k and Llama 3; Qwen 2
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS_AND_SIGNS % r"\p{N}{1,3}",
+        _QWEN_SPLIT,
+    )
+)
+
+
+class PieceRules:
+    """Where a tokenizer's texts can be cut. Raises nothing: what is not known to be safe is not cut."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        description: dict[str, Any] = json.loads(tokenizer.to_str())
+        added = [token for token in description["added_tokens"] if token["content"]]
+        is_plain = not any(token["single_word"] for token in added)
+        raw = [token for token in added if not token["normalized"]]
+        cuts = [token["content"] for token in raw if token["special"] and not (token["lstrip"] or token["rstrip"])]
+        self._special: re.Pattern[str] | None = None
+        self._cuts = frozenset(cuts)
+        if is_plain and cuts:
+            # All raw tokens, longest first, find the same matches as the tokenizer's own leftmost-longest search.
+            contents = sorted((token["content"] for token in raw), key=len, reverse=True)
+            self._special = re.compile(f"({'|'.join(map(re.escape, contents))})")
+        self.cuts_words = (
+            is_plain
+            and _is_byte_preserving(description["normalizer"])
+            and _cuts_before_spaces(description["pre_tokenizer"])
+            and not description["model"].get("dropout")
+            and not any(_FUSING.search(token["content"]) or token["lstrip"] or token["rstrip"] for token in added)
+        )
+        self.cuts_digits = (
+            self.cuts_words
+            and any(map(_takes_single_digits, _steps(description["pre_tokenizer"])))
+            and not any(_DIGIT_CUT.search(token["content"]) for token in added)
+        )
+
+    def blocks(self, text: str) -> list[str]:
+        """Parts that can be encoded apart: cut before special tokens, and into about BLOCK_CHARS where words are. The
+        same beginning gives the same blocks."""
+        sections = self._sections(text)
+        if not self.cuts_words or len(text) <= BLOCK_CHARS:
+            return sections
+        return [block for section in sections for block in _word_blocks(section)]
+
+    def _sections(self, text: str) -> list[str]:
+        """Each but the first begins with a special token."""
+        if self._special is None:
+            return [text]
+        parts = self._special.split(text)
+        found = parts[:1]
+        for token, behind in zip(parts[1::2], parts[2::2], strict=True):
+            if token in self._cuts:
+                found.append(token + behind)
+            else:
+                found[-1] += token + behind
+        return found if found[0] else found[1:]
+
+
+class PieceCache:
+    """Ids of blocks and words that were seen, packed (kvloom/text/token_ids.py). Not thread-safe: it lives on the
+    event loop. `encode` of the tokenizer gets what is not known."""
+
+    def __init__(self, rules: PieceRules, max_bytes: int = MAX_BLOCK_BYTES, max_words: int = MAX_WORDS) -> None:
+        self._rules = rules
+        self._max_bytes = max_bytes
+        self._max_words = max_words
+        self._blocks: OrderedDict[str, bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._words: dict[str, bytes] = {}
+        """Without the space before them, which counts as theirs."""
+        self._others: dict[str, bytes] = {}
+        """Short pieces that begin with no space: of a section, or of a number behind its first digit."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def plan(self, text: str) -> Plan:
+        """What is known of a text, and what has to be encoded."""
+        plan = Plan(self)
+        for _ in self.fill(plan, text):
+            pass
+        return plan
+
+    def fill(self, plan: Plan, text: str) -> Iterator[None]:
+        """Make a plan in turns of some 100 microseconds."""
+        blocks, parts = self._blocks, plan.parts
+        for number, block in enumerate(self._rules.blocks(text), 1):
+            known = blocks.get(block)
+            if known is not None:
+                blocks.move_to_end(block)
+                parts.append((block, known, ()))
+            elif self._rules.cuts_words:
+                parts.append((block, None, self._pieces(block, plan)))
+            else:
+                plan.miss(block)
+                parts.append((block, None, (block,)))
+            if not number % BLOCKS_PER_TURN:
+                yield
+
+    def note(self, block: str, ids: bytes) -> None:
+        """Remember a block, and forget the ones that were not used for longest if there are too many."""
+        if block in self._blocks:
+            return
+        self._blocks[block] = ids
+        self._num_bytes += _size_bytes(block, ids)
+        while self._num_bytes > self._max_bytes:
+            forgotten, its_ids = self._blocks.popitem(last=False)
+            self._num_bytes -= _size_bytes(forgotten, its_ids)
+
+    def note_piece(self, piece: str, ids: bytes) -> None:
+        if len(piece) > MAX_WORD_CHARS:
+            return
+        if piece[0] != " ":
+            self._remember(self._others, piece, ids)
+        elif len(piece) > 1 and _is_word(piece):
+            self._remember(self._words, piece[1:], ids)
+
+    def _remember(self, pieces: dict[str, bytes], piece: str, ids: bytes) -> None:
+        if len(pieces) >= self._max_words:
+            pieces.clear()  # rare, and the common ones are back at once
+        pieces[piece] = ids
+
+    def _pieces(self, block: str, plan: Plan) -> list[str | bytes]:
+        """Known words' ids, and texts to be encoded, in order."""
+        words = block.split(" ")
+        known: list[bytes | None] = list(map(self._words.get, words))
+        known[0] = None  # no space before it: no word
+        found: list[str | bytes] = []
+        begin, num_words = int(not words[0]), len(words)
+        # Known words begin and end with a visible character: there is a cut between two of them.
+        while begin < num_words:
+            if known[begin] is not None:
+                end = _index_of_none(known, begin)
+                found.append(b"".join(known[begin:end]))  # pyright: ignore[reportArgumentType]  (none of them is None)
+            else:
+                end = begin + 1
+                while end < num_words and not (
+                    _ends_visible(words[end - 1]) and (known[end] is not None or _begins_visible(words[end]))
+                ):
+                    end += 1
+                piece = " ".join(words[begin:end])
+                found += self._split_unknown(piece if begin == 0 else " " + piece, plan)
+            begin = end
+        return found
+
+    def _split_unknown(self, piece: str, plan: Plan) -> Iterator[str | bytes]:
+        """No word that is known, but perhaps made of digits, or of a section's usual beginning."""
+        parts = _DIGIT_CUT.split(piece) if self._rules.cuts_digits else [piece]
+        known = list(map(self._others.get, parts))
+        if piece[0] == " ":
+            known[0] = self._words.get(parts[0][1:])
+        for part, ids in zip(parts, known, strict=True):
+            if ids is None:
+                plan.miss(part)
+                yield part
+            else:
+                yield ids
+
+
+class Plan:
+    """A text on its way to ids: encode `misses`, hand the result to `ids`."""
+
+    def __init__(self, cache: PieceCache) -> None:
+        self._cache = cache
+        self.parts: list[tuple[str, bytes | None, Sequence[str | bytes]]] = []
+        """(block, its ids if known, its pieces)."""
+        self.misses: dict[str, None] = {}
+        self.num_missing_chars = 0
+
+    def miss(self, piece: str) -> None:
+        if piece not in self.misses:
+            self.misses[piece] = None
+            self.num_missing_chars += len(piece)
+
+    def ids(self, encoded: Sequence[Sequence[int]]) -> array[int]:
+        """All ids of the text, which is remembered. `encoded`: ids of each of the misses."""
+        new: dict[str | bytes, bytes] = {}
+        for piece, its_ids in zip(self.misses, encoded, strict=True):
+            new[piece] = packed = token_array(its_ids).tobytes()
+            self._cache.note_piece(piece, packed)
+        found: list[bytes] = []
+        for block, known, pieces in self.parts:
+            if known is None:
+                # What is not new is ids itself.
+                known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
+                self._cache.note(block, known)
+            found.append(known)
+        return array("I", b"".join(found))
+
+
+def _index_of_none(known: Sequence[bytes | None], begin: int) -> int:
+    """The first from there on; the end if there is none."""
+    try:
+        return known.index(None, begin)
+    except ValueError:
+        return len(known)
+
+
+def _word_blocks(section: str) -> Iterator[str]:
+    begin = 0
+    while len(section) - begin > BLOCK_CHARS:
+        cut = _CUT.search(section, begin + BLOCK_CHARS)
+        if cut is None:
+            break
+        yield section[begin : cut.start()]
+        begin = cut.start()
+    yield section[begin:]
+
+
+def _begins_visible(word: str) -> bool:
+    return bool(word) and "!" <= word[0] <= "~"
+
+
+def _ends_visible(word: str) -> bool:
+    return bool(word) and "!" <= word[-1] <= "~"
+
+
+def _is_word(piece: str) -> bool:
+    return piece[0] == " " and "!" <= piece[1] <= "~" and "!" <= piece[-1] <= "~" and " " not in piece[1:]
+
+
+def _size_bytes(block: str, ids: bytes) -> int:
+    return len(block) + len(ids) + _BLOCK_OVERHEAD_BYTES
+
+
+def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:
+    """It changes no visible ASCII character and no space, and looks across none."""
+    if normalizer is None:
+        return True
+    if normalizer["type"] == "Sequence":
+        return all(map(_is_byte_preserving, normalizer["normalizers"]))
+    return normalizer["type"] == "NFC"
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    return pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+
+
+def _cuts_before_spaces(pre_tokenizer: dict[str, Any] | None) -> bool:
+    cuts = False
+    for step in _steps(pre_tokenizer):
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
+                cuts = cuts or use_regex
+            case {"type": "Digits"}:
+                pass
+            case {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}:
+                if expression not in _KNOWN_SPLITS:
+                    return False
+                cuts = True
+            case _:
+                return False
+    return cuts
+
+
+def _takes_single_digits(step: dict[str, Any]) -> bool:
+    return (step["type"] == "Digits" and step["individual_digits"]) or (
+        step["type"] == "Split" and step["pattern"].get("Regex") == _QWEN_SPLIT
+    )

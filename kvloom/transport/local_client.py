@@ -1,0 +1,30 @@
+"""The client's side of local streams: see kvloom/transport/local_stream.py."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from kvloom.transport.local_socket import local_socket_name
+from kvloom.transport.local_stream import LocalStream
+
+In = TypeVar("In", bound=Message)
+
+
+async def connect_local(address: str, in_type: type[In]) -> LocalStream[In, Any] | None:
+    """A stream to the service at a gRPC address, if it is on this machine and listens there; None otherwise."""
+    name = local_socket_name(address)
+    if name is None:
+        return None
+    loop = asyncio.get_running_loop()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(name)  # at once or not at all (uvloop does not take abstract names)
+        _, stream = await loop.create_unix_connection(lambda: LocalStream[In, Any](in_type), sock=connection)
+    except OSError:
+        connection.close()
+        return None
+    return None if stream.closed.done() else stream

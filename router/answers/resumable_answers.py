@@ -1,0 +1,196 @@
+"""The resumable answers of this router: who may find them, how long they are kept, and how much of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from typing import Final
+from urllib.parse import quote
+
+import structlog
+
+from kvloom.config import ResumeConfig
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.replay.stream_retention import StreamRetention
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import GenerateRequest
+from router.answers.attempts import Attempts, name_of
+from router.answers.resumable_answer import AnswerName, ResumableAnswer
+from router.answers.resume_metrics import ResumeMetrics
+from router.core.events import ClientGone, RequestArrived
+from router.core_driver import Dispatcher
+from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
+from router.partial_choices import num_wanted_choices
+
+log = structlog.get_logger()
+
+MIN_TOKEN_CHARS: Final = 16
+DRAWN_TOKEN_BYTES: Final = 24
+MAX_EVENTS: Final = 2**62
+"""No answer has as many."""
+
+_numbers = itertools.count(1)
+
+
+class ResumableAnswers:
+    """Lives on the event loop; owns the tasks that take requests in."""
+
+    def __init__(
+        self,
+        config: ResumeConfig,
+        dispatcher: Dispatcher,
+        intake: Intake,
+        attempts: Attempts,
+        metrics: ResumeMetrics,
+        router_id: str,
+    ) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._attempts = attempts
+        self.metrics = metrics
+        self.router_id = router_id
+        self.address = ""
+        """host:port where this router listens and no other does."""
+        self._answers: dict[str, ResumableAnswer] = {}
+        self._keys: dict[ResumableAnswer, str] = {}
+        self._intakes: dict[ResumableAnswer, asyncio.Task[None]] = {}
+        self._retention: StreamRetention[ResumableAnswer] = StreamRetention(config, self._remove, metrics.on_evicted)
+        metrics.watch(
+            lambda: len(self._answers), lambda: self._retention.num_unattended, lambda: self._retention.num_bytes
+        )
+
+    def is_wanted(self, request: GenerateRequest) -> bool:
+        """Whether its answer is to be resumable."""
+        wanted = request.resumable if request.HasField("resumable") else self._config.by_default
+        return wanted and self._config.grace_seconds > 0
+
+    def begin(self, request: GenerateRequest, caller: str, traceparent: str) -> ResumableAnswer:
+        """Take a request in. `caller`: what the `authorization` metadata says. Raises KvloomError (INVALID_ARGUMENT,
+        DUPLICATE_REQUEST_ID)."""
+        request_id = request.request_id or new_request_id()
+        if len(request_id) > MAX_NAME_CHARS:
+            message = f"request_id has {len(request_id)} characters; at most {MAX_NAME_CHARS}."
+            raise invalid_argument(message, "request_id")
+        if request.starting_after and not (request.begun and request.starting_after <= MAX_EVENTS):
+            message = "starting_after belongs to begun, and is the event_number of a response."
+            raise invalid_argument(message, "starting_after")
+        token = _checked_token(request.resume_token) if request.resume_token else self._draw_token()
+        key = name_of(request_id, token, caller)
+        if key in self._answers:
+            message = f"A request named {request_id[:MAX_NAME_CHARS]!r} is still kept: resume it."
+            raise KvloomError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID, message, field="request_id")
+        answer = ResumableAnswer(
+            AnswerName(request_id, token, f"resumable#{next(_numbers)}"),
+            num_wanted_choices(request),
+            self._retention.new_log(request.starting_after),
+            self._config.grace_seconds,
+            self._retention.on_left,
+            self._on_abandoned,
+            self._on_ended,
+            has_news=any(choice.token_ids for choice in request.begun),
+        )
+        self._attempts.open(key, answer.name.client_id, lambda: self._on_settled(answer))
+        answer.known = bool(request.resume_token)
+        self._answers[key] = answer
+        self._keys[answer] = key
+        self._retention.add(answer)
+        named = GenerateRequest()
+        named.CopyFrom(request)
+        named.request_id = request_id
+        task = asyncio.create_task(self._take_in(answer, named, traceparent), name=f"intake {request_id}")
+        self._intakes[answer] = task
+        task.add_done_callback(lambda _: self._intakes.pop(answer, None))
+        return answer
+
+    def find(self, request_id: str, token: str, caller: str) -> ResumableAnswer:
+        """Raises KvloomError (NOT_FOUND) whether there is none or it is another caller's: nobody learns which."""
+        answer = self._answers.get(name_of(request_id, token, caller))
+        if answer is None:
+            raise self._not_kept(token)
+        return answer
+
+    def end_running(self) -> None:
+        """The router stops: what still runs ends with an error that its readers hear."""
+        for answer in list(self._answers.values()):
+            answer.end(
+                KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The router has stopped.", retry_after_seconds=1.0)
+            )
+
+    async def close(self) -> None:
+        """Forget all answers; what still runs is cancelled in the engine too."""
+        intakes = list(self._intakes.values())
+        for task in intakes:
+            task.cancel()
+        await asyncio.gather(*intakes, return_exceptions=True)
+        self.end_running()
+        for answer in list(self._answers.values()):
+            self._remove(answer)
+
+    async def _take_in(self, answer: ResumableAnswer, request: GenerateRequest, traceparent: str) -> None:
+        """Tokenize and submit, whether or not the RPC lasts that long."""
+        client_id = answer.name.client_id
+        try:
+            admitted = await self._intake.request_from_generate(request, client_id, traceparent)
+        except KvloomError as error:
+            self._dispatcher.refused(error)
+            answer.end(error)
+            return
+        except Exception:
+            log.exception("taking a request in failed")
+            answer.end(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request."))
+            return
+        if not answer.ended:
+            answer.seed = seed_of(admitted)
+            self._dispatcher.add_client(client_id, answer)
+            self._dispatcher.dispatch(RequestArrived(admitted))
+
+    def _on_ended(self, answer: ResumableAnswer) -> None:
+        client_id = answer.name.client_id
+        self._dispatcher.remove_client(client_id)
+        self._dispatcher.dispatch(ClientGone(client_id))
+        self._attempts.close(self._keys[answer], client_id)
+        if answer.error is not None and not answer.is_heard:
+            self._remove(answer)  # refused: the same request may succeed when it is made again
+        else:
+            self._retention.on_ended(answer)
+
+    def _on_abandoned(self, answer: ResumableAnswer) -> None:
+        if not answer.ended:
+            self.metrics.on_expired(answer.num_unclaimed)
+            answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client did not come back."))
+        self._remove(answer)
+
+    def _on_settled(self, answer: ResumableAnswer) -> None:
+        """Its client has gone on elsewhere, and will not come back."""
+        answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has left it."))
+        self._remove(answer)
+
+    def _remove(self, answer: ResumableAnswer) -> None:
+        key = self._keys.pop(answer, None)
+        if key is not None:
+            del self._answers[key]
+            self._retention.discard(answer)
+            answer.close()
+
+    def _draw_token(self) -> str:
+        """It names this router, so that another one can say where to go."""
+        return f"{quote(self.router_id, safe='')}.{secrets.token_urlsafe(DRAWN_TOKEN_BYTES)}"
+
+    def _not_kept(self, token: str) -> KvloomError:
+        message = (
+            "There is no such answer, or it is no longer kept: only answers begun as resumable can be taken up again, "
+            f"only for a limited time and at the router that began them; this is router {self.router_id!r}"
+        )
+        router_id, separator, _ = token.partition(".")
+        if separator and router_id != quote(self.router_id, safe=""):
+            message += f", the token is of router {router_id[:MAX_NAME_CHARS]!r}"
+        return KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, f"{message}.", field="request_id")
+
+
+def _checked_token(token: str) -> str:
+    if not (MIN_TOKEN_CHARS <= len(token) <= MAX_NAME_CHARS and token.isascii() and token.isprintable()):
+        message = f"resume_token must be {MIN_TOKEN_CHARS} to {MAX_NAME_CHARS} printable ASCII characters."
+        raise invalid_argument(message, "resume_token")
+    return token

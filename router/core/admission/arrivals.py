@@ -1,0 +1,130 @@
+"""New requests: turned away, or admitted and handed to whoever looks for a shard."""
+
+from __future__ import annotations
+
+import math
+
+from kvloom.errors import KvloomError
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
+from router.core import events as ev
+from router.core.admission.deadlines import Deadlines
+from router.core.core_config import CoreConfig
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.overload import OverloadGuard
+from router.core.dispatch.refusals import check_names, check_servable, safety_unavailable
+from router.core.events import Request, Tier
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.frames import Finish
+from router.core.live import Client, LiveRequest
+from router.core.outbox import Outbox
+from router.core.placement.placer import Placer
+from router.core.relay.lifecycle import Lifecycle, request_ended
+from router.core.relay.verdicts import Verdicts
+
+
+class Arrivals:
+    """Handles RequestArrived."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        fleet: Fleet,
+        placer: Placer,
+        dispatcher: Dispatcher,
+        overload: OverloadGuard,
+        lifecycle: Lifecycle,
+        verdicts: Verdicts,
+        deadlines: Deadlines,
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._placer = placer
+        self._queue = dispatcher.queue
+        self._overload = overload
+        self._lifecycle = lifecycle
+        self._verdicts = verdicts
+        self._deadlines = deadlines
+        self._outbox = outbox
+
+    def refusal(self, request: Request) -> KvloomError | None:
+        """Why no shard could serve it, whatever there is to do."""
+        error = check_servable(request, self._fleet)
+        if error is None and not self._verdicts.can_admit:
+            return safety_unavailable(request.request_id)
+        return error
+
+    def on_request(self, event: ev.RequestArrived, now: float) -> None:
+        request = event.request
+        client = self._lifecycle.client(request.client_id)
+        timeout_seconds = request.timeout_seconds or self._config.request_timeout_seconds
+        error = (
+            self.refusal(request)
+            or check_names(request, client, self._lifecycle.requests)
+            or self._overload.refusal(request, timeout_seconds, now)
+        )
+        if error is not None:
+            self._refuse(request, client, error, now)
+            return
+        live = LiveRequest(request, client, now)
+        live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
+        said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
+        needs_shard = len(said) < len(live.choices)
+        open_shards = self._placer.open_shards(live) if needs_shard else []
+        is_parked = (
+            request.tier is not Tier.INTERACTIVE and needs_shard and (not open_shards or self._queue.must_park(live))
+        )
+        has_room = not is_parked and (bool(open_shards) or not needs_shard)
+        if not has_room and not self._make_queue_place(request, now):
+            self._refuse(request, client, self._overload.full(request, now), now)
+            return
+        live.deadline = now + timeout_seconds
+        live.queue_deadline = self._overload.queue_deadline(request, live.deadline, now)
+        self._overload.note_admitted(request, now)
+        self._lifecycle.add(live, client)
+        self._verdicts.begin(live)
+        for choice in said:
+            self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
+        if live.num_open_choices:
+            self._hand_over(live, open_shards, now, is_parked=is_parked, has_room=has_room)
+
+    def _hand_over(
+        self, live: LiveRequest, open_shards: list[Shard], now: float, *, is_parked: bool, has_room: bool
+    ) -> None:
+        """To the queue, which places it now or later."""
+        self._deadlines.add(live.deadline, live)
+        if is_parked:
+            self._queue.park(live)
+        else:
+            self._queue.place(live, open_shards, now)
+        if live.is_queued:
+            self._deadlines.add(live.queue_deadline, live)
+            # Under a policy that holds requests back one may wait although there is room: that shows only now. Who has
+            # a portion under way takes nobody's place.
+            is_over = self._queue.lines.num_untouched > self._config.max_queued_requests
+            if is_over and has_room and not live.has_portions and not self._make_queue_place(live.request, now):
+                error = self._overload.full(live.request, now)
+                self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
+        self._deadlines.drop_ended(len(self._lifecycle.requests))
+
+    def _make_queue_place(self, request: Request, now: float) -> bool:
+        """Whether one more request may wait; a lower tier gives way to a higher one, a tenant above its share to one
+        below."""
+        if self._queue.lines.num_untouched < self._config.max_queued_requests:
+            return True
+        victim = self._queue.lines.take_victim(request.tenant, request.tier)
+        if victim is None:
+            return False
+        error = self._overload.full(victim.request, now)
+        self._lifecycle.end_request(victim, FINISH_REASON_ERROR, error, now)
+        return True
+
+    def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
+        step = self._outbox.step(client)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        for slot in dict.fromkeys(choice.slot for choice in request.choices):
+            if slot not in client.choices:
+                step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
+        rejected = LiveRequest(request, client, now)
+        rejected.note_end(FINISH_REASON_ERROR, error)
+        self._outbox.add(request_ended(rejected, now))

@@ -1,0 +1,50 @@
+"""What becomes of requests that no shard can run: they wait a while for one to come back, then they are told."""
+
+from __future__ import annotations
+
+from router.core.admission.deadlines import Deadlines
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.live import LiveRequest
+from router.core.relay.lifecycle import Lifecycle
+
+
+class Outage:
+    def __init__(
+        self, queue: DispatchQueue, lifecycle: Lifecycle, deadlines: Deadlines, patience_seconds: float
+    ) -> None:
+        self._queue = queue
+        self._lifecycle = lifecycle
+        self._deadlines = deadlines
+        self._patience_seconds = patience_seconds
+        self.overdue: list[LiveRequest] = []
+        """Those one of whose deadlines has come, perhaps that of their patience."""
+
+    def look(self, now: float) -> None:
+        """What can run where may have changed."""
+        self._queue.check_hopeless = False
+        hopeless = self._queue.hopeless()
+        if not self._patience_seconds:
+            for live in hopeless:
+                self._lifecycle.give_up(live, now)
+            return
+        names = {live.request.request_id for live in hopeless}
+        for live in self._queue.lines:
+            if live.request.request_id not in names:
+                live.hopeless_at = None
+        for live in hopeless:
+            if live.hopeless_at is None:
+                live.hopeless_at = now + self._patience_seconds
+                self._deadlines.add(live.hopeless_at, live)
+
+    def expire(self, now: float) -> bool:
+        """Behind the event that found them overdue, which may have brought a shard for them. Whether anybody was given
+        up."""
+        if not self.overdue:
+            return False
+        overdue, self.overdue = self.overdue, []
+        gave_up = False
+        for live in overdue:
+            if live.is_queued and live.hopeless_at is not None and now >= live.hopeless_at:
+                self._lifecycle.give_up(live, now)
+                gave_up = True
+        return gave_up

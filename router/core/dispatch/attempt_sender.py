@@ -1,0 +1,217 @@
+"""Sends requests to shards, and frees what was reserved when they end there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import xxhash
+
+from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PortionSettings
+from router.core.events import ChoiceSpec, Request
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.live import Attempt, Choice, LiveRequest
+from router.core.load.load_ledger import LoadLedger, Reservation
+from router.core.outbox import Outbox
+from router.core.placement.placer import Placer
+from router.core.placement.policy import Candidate
+from router.core.prefix_index.prefix_index import PrefixIndex
+
+PROBE_CLIENT_ID: Final = "router-probe"
+"""The name under which a router asks shards for a token, to see whether they are well. Never metered."""
+PROBE_TOKEN_IDS: Final = (0,)
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: LoadLedger,
+        placer: Placer,
+        outbox: Outbox,
+        decision_sample_share: float,
+        portions: PortionSettings | None,
+    ) -> None:
+        self.queue = DispatchQueue(fleet, ledger, placer, self, portions)
+        self._index = index
+        self._ledger = ledger
+        self._placer = placer
+        self._outbox = outbox
+        self._num_dispatches = 0
+        self._decision_sample_limit = int(decision_sample_share * 2**64)
+
+    def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        """Send all pending choices to one shard."""
+        request = live.request
+        window = shard.description.max_model_len - len(request.prompt_token_ids)
+        max_tokens = window if request.max_tokens is None else min(request.max_tokens, window)
+        live.num_attempts += 1
+        live.last_shard_id = shard.shard_id
+        if live.first_dispatched_at is None:
+            live.first_dispatched_at = now
+        hashes = self._placer.hashes(live, candidate.block_size)
+        if not live.num_ready_tokens:
+            self._tell_decision(live, shard, live.num_attempts, hashes, now)
+        self._num_dispatches += 1
+        attempt = Attempt(
+            request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending), now
+        )
+        self._reserve(live, shard, candidate, attempt, hashes, now)
+        specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
+        live.pending = []
+        live.hashes = {}
+        num_expected = candidate.num_overlap_tokens
+        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected))
+
+    def send_portion(self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float) -> None:
+        """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
+        if live.first_dispatched_at is None:
+            live.first_dispatched_at = now
+        block_size, num_cached = candidate.block_size, candidate.num_overlap_tokens
+        hashes = self._placer.hashes(live, block_size)
+        is_first = not live.num_ready_tokens
+        if is_first:
+            self._tell_decision(live, shard, 1, hashes, now)
+        live.num_portions += 1
+        live.num_ready_tokens = num_tokens
+        hashes = hashes[: num_tokens // block_size]
+        request = msgspec.structs.replace(
+            live.request,
+            request_id=f"{live.request.request_id}~{live.num_portions}",
+            client_id=PORTION_CLIENT_ID,
+            prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
+            prompt_text="",
+            choices=(),
+            max_tokens=1,
+            sampling=None,
+            stop=None,
+            block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
+        )
+        self._num_dispatches += 1
+        attempt = Attempt(request.request_id, 0, self._num_dispatches, shard.shard_id, 1, now)
+        attempt.prepares = live
+        reservation = Reservation(
+            shard_id=shard.shard_id,
+            num_sequences=1,
+            num_prefill_tokens=num_tokens - num_cached,
+            num_cached_tokens=num_cached,
+            num_blocks=len(hashes),
+            placed_at=now,
+            is_portion=True,
+            is_arrival=is_first,
+        )
+        self._ledger.reserve(attempt.key, reservation)
+        self._index.place(shard.shard_id, hashes, now)
+        slot = shard.slots.allocate()
+        shard.attempts[slot] = attempt
+        live.portion = (attempt, slot)
+        name = live.request.request_id
+        self._outbox.add(SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=name))
+
+    def cancel_portion(self, live: LiveRequest, shard_id: str) -> None:
+        """The request goes elsewhere, or ends."""
+        if live.portion is not None:
+            # Before it is dispatched anew: in the eyes of whoever reads the actions nothing runs twice.
+            self._outbox.add(CancelOnShard(shard_id, [live.portion[1]]))
+            live.portion = None
+        live.num_ready_tokens = live.num_prepared_tokens = 0
+
+    def note_portion_start(self, attempt: Attempt, num_cached_tokens: int) -> None:
+        """The shard has computed a portion, having found so many tokens of it in its cache."""
+        live = attempt.prepares
+        if live is None or live.portion is None or live.portion[0] is not attempt:
+            return
+        reservation = self._ledger.reservation(attempt.key)
+        live.num_prepared_tokens += max(0, reservation.num_context_tokens - num_cached_tokens)
+        if num_cached_tokens < reservation.num_cached_tokens:
+            # What lay there does so no more, or this engine never keeps anything.
+            live.num_portions = MAX_PORTIONS
+
+    def send_probe(self, shard: Shard, now: float) -> int:
+        """One token, of which no client hears; returns its slot."""
+        slot = shard.slots.allocate()
+        self._num_dispatches += 1
+        number = self._num_dispatches
+        request = Request(
+            f"{PROBE_CLIENT_ID}-{number}", PROBE_CLIENT_ID, shard.description.model, PROBE_TOKEN_IDS, "", ()
+        )
+        attempt = shard.attempts[slot] = Attempt(request.request_id, 1, number, shard.shard_id, 1, now)
+        self._ledger.reserve(attempt.key, Reservation(shard.shard_id, 1, len(PROBE_TOKEN_IDS), 0, 1, now))
+        self._outbox.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], 1, 0))
+        return slot
+
+    def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
+        """The shard has ended a slot, which is free again. False for a slot that was not in use."""
+        attempt = shard.attempts.pop(slot, None)
+        if attempt is None:
+            return False
+        shard.slots.free(slot)
+        self._end_one(attempt, now)
+        self.queue.stir(shard.shard_id)
+        return True
+
+    def end_all_slots(self, shard: Shard, now: float) -> list[Choice]:
+        """The shard is gone. Returns the choices that were running there."""
+        for attempt in shard.attempts.values():
+            self._end_one(attempt, now)
+        shard.attempts.clear()
+        lost = list(shard.choices.values())
+        for choice in lost:
+            shard.detach(choice)
+        return lost
+
+    def _end_one(self, attempt: Attempt, now: float) -> None:
+        attempt.num_open_slots -= 1
+        if not attempt.num_open_slots:
+            self._ledger.release(attempt.key, now)
+            live = attempt.prepares
+            if live is not None and live.portion is not None and live.portion[0] is attempt:
+                live.portion = None
+
+    def _tell_decision(
+        self, live: LiveRequest, shard: Shard, attempt_id: int, hashes: Sequence[int], now: float
+    ) -> None:
+        request = live.request
+        if not self._decision_sample_limit:
+            return
+        if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
+            return
+        pick = self._placer.explain_pick(live, shard.shard_id, now)
+        self._outbox.add(PlacementDecided(request, attempt_id, pick, shard.description.block_size, hashes, now))
+
+    def _reserve(
+        self,
+        live: LiveRequest,
+        shard: Shard,
+        candidate: Candidate,
+        attempt: Attempt,
+        hashes: Sequence[int],
+        now: float,
+    ) -> None:
+        num_prompt_blocks = -(-live.num_context_tokens // candidate.block_size)
+        reservation = Reservation(
+            shard_id=shard.shard_id,
+            num_sequences=len(live.pending),
+            num_prefill_tokens=candidate.num_prefill_tokens,
+            num_cached_tokens=candidate.num_overlap_tokens,
+            num_blocks=num_prompt_blocks,
+            placed_at=now,
+            is_arrival=not live.num_ready_tokens,
+        )
+        self._ledger.reserve(attempt.key, reservation)
+        self._index.place(shard.shard_id, hashes, now)
+        self._placer.note_placed(live, shard, hashes, now)
+
+    def _assign_slot(self, choice: Choice, shard: Shard, attempt: Attempt, max_tokens: int) -> ChoiceSpec:
+        slot = shard.slots.allocate()
+        choice.max_tokens = max_tokens
+        choice.shard_id = shard.shard_id
+        choice.shard_slot = slot
+        choice.num_attempts += 1
+        shard.choices[slot] = choice
+        shard.attempts[slot] = attempt
+        return ChoiceSpec(slot, choice.index, tuple(choice.output_token_ids), choice.num_given_chars + choice.num_chars)

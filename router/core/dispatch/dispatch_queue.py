@@ -1,0 +1,324 @@
+"""Which requests wait in the router, and when each one goes to its shard.
+
+A policy may ask that a shard be sent no more prefill than keeps it busy for a moment. What was placed beyond that waits
+here, in the shard's line, where it can still be overtaken by shorter prefills, move to a shard that becomes free, or be
+cancelled without having cost anything. An engine's own queue is first come, first served, and final.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Protocol
+
+from router.core.dispatch.prefill_chunks import PortionSettings, next_portion, rest_seconds
+from router.core.dispatch.waiting_queues import WaitingLines
+from router.core.events import Tier
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.live import LineId, LiveRequest
+from router.core.load.load_ledger import LoadLedger, LoadView
+from router.core.placement.placer import Placer
+from router.core.placement.policy import Candidate
+
+REPLACE_SECONDS: Final = 1.0
+"""How often those who wait are placed anew: shards are faster or slower than they seemed, or hang."""
+MAX_REPLACED: Final = 64
+"""At a time."""
+MAX_STOLEN_LOOKS: Final = 4
+"""Requests of other lines that are placed anew when a shard has nothing more to do."""
+MIN_TICK_SECONDS: Final = 0.001
+"""An estimate that says `now` again must not make time stand still."""
+
+
+class Sender(Protocol):
+    def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        """Dispatch it, now."""
+
+    def send_portion(self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float) -> None:
+        """Have the shard compute the first `num_tokens` tokens of its prompt."""
+
+    def cancel_portion(self, live: LiveRequest, shard_id: str) -> None:
+        """It will not go there."""
+
+
+class DispatchQueue:
+    def __init__(
+        self, fleet: Fleet, ledger: LoadLedger, placer: Placer, sender: Sender, portions: PortionSettings | None
+    ) -> None:
+        self.lines = WaitingLines()
+        self.check_hopeless = False
+        """What can run where may have changed: look for requests that wait in vain."""
+        self._fleet = fleet
+        self._ledger = ledger
+        self._placer = placer
+        self._sender = sender
+        self._portions = portions
+        self._hold = placer.hold
+        self._stirred: set[str] = set()
+        """Shards that may have opened since `serve` looked."""
+        self._opens_at: dict[str, float] = {}
+        """Shards with a line → when they are expected to open, if nothing happens before."""
+        self._replace_at = math.inf
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def enter(self, live: LiveRequest, now: float) -> None:
+        """Place it: it goes at once, or waits for its shard, or for any."""
+        self.place(live, self._placer.open_shards(live), now)
+
+    def place(self, live: LiveRequest, open_shards: list[Shard], now: float) -> None:
+        """`enter`, for who knows the shards that could run it and have room."""
+        if not open_shards:
+            self.lines.push(live, LineId(live.request.model))
+            return
+        shard, candidate = self._placer.pick(open_shards, live, now)
+        self._settle(live, shard, candidate, now)
+
+    def must_park(self, live: LiveRequest) -> bool:
+        """Whether one that is not urgent has to wait though a shard is open for it: others are more urgent, could run
+        as well and were here before, or enough of them are placed already."""
+        model = live.request.model
+        if not self.lines.num_waiting(model):
+            return False
+        parked = LineId(model, is_parked=True)
+        return not self._parked_may_go(parked) or any(map(self._placer.can_run, self.lines.line(parked)))
+
+    def park(self, live: LiveRequest) -> None:
+        """It is not placed until nobody more urgent waits."""
+        self.lines.push(live, LineId(live.request.model, is_parked=True))
+
+    def wait_for_any(self, live: LiveRequest) -> None:
+        """It failed where it was; `serve` will place it."""
+        self.lines.push(live, LineId(live.request.model))
+
+    def leave(self, live: LiveRequest) -> None:
+        """It waits no more."""
+        line_id = live.line_id
+        assert line_id is not None
+        self.lines.remove(live)
+        if line_id.shard_id:
+            self._sender.cancel_portion(live, line_id.shard_id)
+            self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
+
+    def stir(self, shard_id: str) -> None:
+        """The shard has less to do than before."""
+        self._stirred.add(shard_id)
+
+    def dissolve_line(self, shard: Shard) -> None:
+        """The shard takes nothing more: those who wait for it will be placed anew."""
+        line_id = LineId(shard.description.model, shard.shard_id)
+        for live in list(self.lines.line(line_id)):
+            self.leave(live)
+            self.wait_for_any(live)
+        self._opens_at.pop(shard.shard_id, None)
+
+    def leave_suspected(self) -> None:
+        """Who waits for a suspected shard, since there was no other, is placed anew if there is one now."""
+        for line_id in self.lines.line_ids:
+            shard = self._fleet.shards.get(line_id.shard_id)
+            others = (other for other in self._fleet.ready(line_id.model) if not other.is_suspected)
+            if shard is not None and shard.is_suspected and any(others):
+                self.dissolve_line(shard)
+
+    def hopeless(self) -> list[LiveRequest]:
+        """Requests that wait although no ready shard could ever run them."""
+        return [live for live in self.lines if not self._placer.eligible(live)]
+
+    def engine_wait_seconds(self, model: str, now: float) -> float:
+        """How long a request that is sent now waits in the engine of the shard that has least to do. Next to nothing
+        under a policy that holds requests back."""
+        if self._hold is not None:
+            return 0.0
+        views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
+        return min((view.queue_seconds(now) for view in views), default=0.0)
+
+    def next_deadline(self) -> float:
+        """When `serve` has something to do at the latest; infinity: not before another event."""
+        if not self.lines.num_requests:
+            return math.inf
+        return min(min(self._opens_at.values(), default=math.inf), self._replace_at)
+
+    def serve(self, now: float) -> None:
+        """Send everything that waits and can go."""
+        self._serve_models(now)
+        if self._hold is not None:
+            self._serve_shards(now)
+        for line_id in [line_id for line_id in self.lines.line_ids if line_id.is_parked]:
+            self._serve_parked(line_id, now)
+
+    def _serve_shards(self, now: float) -> None:
+        if now >= self._replace_at:
+            self._place_anew(now)
+        due = [shard_id for shard_id, at in self._opens_at.items() if at <= now]
+        for shard_id in [*due, *(shard_id for shard_id in self._stirred if shard_id not in due)]:
+            shard = self._fleet.shards.get(shard_id)
+            if shard is not None and not shard.is_draining:
+                self._serve_shard(shard, now)
+        self._stirred.clear()
+
+    # -- lines of models ------------------------------------------------------------------------------------------
+
+    def _serve_models(self, now: float) -> None:
+        for line_id in [line_id for line_id in self.lines.line_ids if not (line_id.shard_id or line_id.is_parked)]:
+            while any(shard.has_room for shard in self._fleet.ready(line_id.model)):
+                live = self.lines.take(line_id, self._placer.can_run)
+                if live is None:
+                    break
+                self.enter(live, now)
+
+    def _serve_parked(self, line_id: LineId, now: float) -> None:
+        """Those who are not urgent, as long as nobody urgent waits, and few at a time: what is in a shard's line goes
+        before whoever comes later."""
+        while self._parked_may_go(line_id):
+            live = self.lines.take(line_id, self._placer.can_run)
+            if live is None:
+                break
+            self.enter(live, now)
+
+    def _parked_may_go(self, line_id: LineId) -> bool:
+        model, lines = line_id.model, self.lines
+        if lines.num_waiting(model, Tier.INTERACTIVE):
+            return False
+        shards = self._fleet.ready(model)
+        num_placed = lines.num_waiting(model) - lines.num_in(line_id)
+        return num_placed < len(shards) and any(shard.has_room for shard in shards)
+
+    # -- lines of shards ------------------------------------------------------------------------------------------
+
+    def _settle(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        """It goes there, now or later."""
+        if self._hold is None or live.num_attempts:
+            # One that has already run has a client that has begun to read.
+            self._sender.send(live, shard, candidate, now)
+            return
+        is_open = self._is_open(shard, now)
+        is_alone = LineId(shard.description.model, shard.shard_id) not in self.lines
+        if (
+            is_open
+            and is_alone
+            and next_portion(self._portions, live, candidate, self._ledger.view(shard.shard_id)) is None
+        ):
+            self._sender.send(live, shard, candidate, now)
+            return
+        self._wait_for(live, shard, candidate, now)
+        if is_open:  # those who wait are compared with the newcomer
+            self._serve_shard(shard, now)
+
+    def _is_open(self, shard: Shard, now: float) -> bool:
+        assert self._hold is not None
+        view = self._ledger.view(shard.shard_id)
+        if view.num_queued_prefill_tokens > self._hold.backlog_tokens:
+            return shard.has_room and view.queue_seconds(now) <= self._backlog_seconds(view)
+        return shard.has_room
+
+    def _backlog_seconds(self, view: LoadView) -> float:
+        assert self._hold is not None
+        is_shared = view.foreign_running or view.foreign_waiting
+        return self._hold.shared_backlog_seconds if is_shared else self._hold.backlog_seconds
+
+    def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
+        view = self._ledger.view(shard.shard_id)
+        self.lines.push(live, LineId(shard.description.model, shard.shard_id))
+        live.own_seconds = candidate.own_seconds
+        live.placed_at = now
+        view.held[live.request.request_id] = candidate.own_seconds
+        self._note_opening(shard, now)
+        self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
+
+    def _note_opening(self, shard: Shard, now: float) -> None:
+        """When its queue will have shrunk enough, if the estimate is right. A shard without room opens by an event."""
+        if not shard.has_room:
+            self._opens_at[shard.shard_id] = math.inf
+            return
+        view = self._ledger.view(shard.shard_id)
+        wait_seconds = view.queue_seconds(now) - self._backlog_seconds(view)
+        self._opens_at[shard.shard_id] = now + max(wait_seconds, MIN_TICK_SECONDS)
+
+    def _serve_shard(self, shard: Shard, now: float) -> None:
+        hold = self._hold
+        assert hold is not None
+        line_id = LineId(shard.description.model, shard.shard_id)
+        while self._is_open(shard, now):
+            live = self._take(line_id, now) or self._steal(shard, now)
+            if live is None:
+                break
+            self._send_some(live, shard, line_id, now)
+        if line_id in self.lines:
+            self._note_opening(shard, now)
+        else:
+            self._opens_at.pop(shard.shard_id, None)
+
+    def _send_some(self, live: LiveRequest, shard: Shard, line_id: LineId, now: float) -> None:
+        """All of it, or a portion: then the rest of it waits on."""
+        view = self._ledger.view(shard.shard_id)
+        candidate = self._placer.candidate(live, shard, now)
+        num_tokens = next_portion(self._portions, live, candidate, view)
+        if num_tokens is None:
+            self._sender.send(live, shard, candidate, now)
+            return
+        self._sender.send_portion(live, shard, candidate, num_tokens, now)
+        self.lines.push(live, line_id)
+        live.placed_at = now
+        live.own_seconds = rest_seconds(live, num_tokens, view)
+        view.held[live.request.request_id] = live.own_seconds
+        self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
+
+    def _take(self, line_id: LineId, now: float) -> LiveRequest | None:
+        """Shortest prefill first, but waiting counts: nobody waits for ever."""
+        hold = self._hold
+        assert hold is not None
+        live = self.lines.take(
+            line_id,
+            lambda live: live.portion is None,
+            lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
+        )
+        if live is not None:
+            self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
+        return live
+
+    def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
+        """Somebody out of the longest line who is better off here by now."""
+        model = shard.description.model
+        others = [line_id for line_id in self.lines.line_ids if line_id.shard_id and line_id.model == model]
+        if not others:
+            return None
+        longest = max(others, key=lambda line_id: sum(self._ledger.view(line_id.shard_id).held.values()))
+        waiting = sorted(
+            (live for live in self.lines.line(longest) if live.portion is None), key=lambda live: live.own_seconds
+        )
+        for live in waiting[:MAX_STOLEN_LOOKS]:
+            if self._placer.fits(live, shard) and self._pick_anew(live, [shard], now)[0] is shard:
+                self.leave(live)
+                return live
+        return None
+
+    def _pick_anew(self, live: LiveRequest, others: list[Shard], now: float) -> tuple[Shard, Candidate]:
+        """Where it would go if it came now, to the shard that it waits for or to one of `others`: it does not queue
+        behind itself."""
+        assert live.line_id is not None
+        target = self._fleet.shards[live.line_id.shard_id]
+        held = self._ledger.view(target.shard_id).held
+        own_seconds = held.pop(live.request.request_id)
+        picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
+        held[live.request.request_id] = own_seconds
+        return picked
+
+    def _place_anew(self, now: float) -> None:
+        """Those who have waited since their last placement for long, the earliest first. Who stays keeps their turn."""
+        before = now - REPLACE_SECONDS
+        due = [
+            v for v in self.lines if v.portion is None and v.line_id and v.line_id.shard_id and v.placed_at <= before
+        ]
+        due.sort(key=lambda live: live.placed_at)
+        for live in due[:MAX_REPLACED]:
+            if live.line_id is None:  # one before it opened its line
+                continue
+            live.placed_at = now
+            shard, candidate = self._pick_anew(live, self._placer.open_shards(live), now)
+            if shard.shard_id == live.line_id.shard_id:
+                self._ledger.view(shard.shard_id).held[live.request.request_id] = candidate.own_seconds
+                live.own_seconds = candidate.own_seconds
+            else:
+                self.leave(live)
+                self._settle(live, shard, candidate, now)
+        self._replace_at = now + REPLACE_SECONDS if self.lines else math.inf

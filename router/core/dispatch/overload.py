@@ -1,0 +1,256 @@
+"""Who is refused before the queue is full: those who would wait longer than they may.
+
+Little's law: n requests ahead, served at a rate that was measured while requests waited (so that it is the capacity,
+not the demand), take n / rate seconds. A request whose wait would exceed `max_queue_seconds`, or leave it too little
+time to be answered before its deadline, is refused on arrival, when that costs nothing; one that waits already is
+dropped as soon as it can no longer be answered in time, so that no shard works for nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import xxhash
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.core.actions import Action, RequestEnded, SubmitAttempt
+from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.events import Request, Tier
+
+RATE_SECONDS: Final = 10.0
+"""Time constant of the measured rates, in seconds during which requests waited."""
+MIN_MEASURED_SECONDS: Final = 0.5
+MIN_MEASURED_REQUESTS: Final = 4.0
+"""Less than this says nothing yet: only the queue's bound holds."""
+SERVICE_SMOOTHING: Final = 0.05
+"""Weight of a request in the moving averages of what serving one takes."""
+MIN_WAIT_SHARE: Final = 0.02
+"""Of a request's time: who waits less than that is not kept from an answer by waiting, whatever the averages say."""
+MIN_SHARE_OF_RATE: Final = 0.02
+"""What the lower tier is thought to get at least of the fleet, however much the higher one brings."""
+MIN_RETRY_SECONDS: Final = 1.0
+MAX_RETRY_SECONDS: Final = 60.0
+"""Clients (OpenAI's among them) follow no longer advice."""
+MAX_MODELS: Final = 64
+
+_HASH_RANGE: Final = 2.0**64
+_WELL: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OverloadConfig:
+    sheds_early: bool = False
+    """Refuse and drop by prediction. Otherwise only when the queue is full, and by the clock."""
+    outage_patience_seconds: float = 0.0
+    """How long requests that have been admitted wait for a shard when there is none."""
+    ramp_start_requests: int | None = None
+    """What a shard that comes while requests wait is sent at first; two more with every first token that it produces.
+    None: as much as it takes."""
+
+
+def retry_after_seconds(request_id: str, wait_seconds: float = 2.0) -> float:
+    """Advice that spreads those who were refused together over once the time that they should wait."""
+    jitter = xxhash.xxh3_64_intdigest(request_id.encode("utf-8", "replace")) / _HASH_RANGE
+    wait_seconds = min(max(wait_seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+    return min(wait_seconds * (0.5 + jitter), MAX_RETRY_SECONDS)
+
+
+class DrainRate:
+    """Requests a second that left the router's queue while others waited in it."""
+
+    __slots__ = ("_at", "_count", "_has_waiting", "_seconds")
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._has_waiting = False
+        self._seconds = 0.0
+        self._count = 0.0
+
+    def note(self, now: float, num_left: int, *, has_waiting: bool) -> None:
+        """What has left since the last note, and whether somebody waits from now on."""
+        if self._has_waiting:
+            elapsed = now - self._at
+            decay = math.exp(-elapsed / RATE_SECONDS) if elapsed else 1.0
+            self._seconds = self._seconds * decay + elapsed
+            self._count = self._count * decay + num_left
+        self._at = now
+        self._has_waiting = has_waiting
+
+    def per_second(self) -> float | None:
+        """None: not measured yet."""
+        if self._seconds < MIN_MEASURED_SECONDS or self._count < MIN_MEASURED_REQUESTS:
+            # A queue that does not move is no lack of measurement.
+            return None if self._seconds < RATE_SECONDS / 2 else self._count / self._seconds
+        return self._count / self._seconds
+
+
+class _Model:
+    """What was measured of one model's requests."""
+
+    __slots__ = (
+        "drain",
+        "interactive_at",
+        "interactive_sum",
+        "num_dispatched",
+        "output_share",
+        "output_tokens",
+        "prefill_seconds",
+        "seconds_per_token",
+    )
+
+    def __init__(self) -> None:
+        self.drain = DrainRate()
+        self.num_dispatched = 0
+        """Since the last note."""
+        self.prefill_seconds = 0.0
+        """From dispatch to first token."""
+        self.seconds_per_token: float | None = None
+        self.output_tokens = 0.0
+        """Of requests that did not say how many they want at most."""
+        self.output_share: float | None = None
+        """Of what was allowed, of those that did."""
+        self.interactive_sum = 0.0
+        self.interactive_at = 0.0
+
+    def note_interactive(self, now: float) -> None:
+        self.interactive_sum = self.interactive_sum * math.exp((self.interactive_at - now) / RATE_SECONDS) + 1.0
+        self.interactive_at = now
+
+    def interactive_per_second(self, now: float) -> float:
+        return self.interactive_sum * math.exp((self.interactive_at - now) / RATE_SECONDS) / RATE_SECONDS
+
+    def learn(self, ended: RequestEnded) -> None:
+        """From an answer that came to its own end."""
+        if ended.ttft_seconds is None:
+            return
+        self.prefill_seconds = _smoothed(self.prefill_seconds, ended.ttft_seconds - ended.queue_time_seconds)
+        num_tokens = ended.num_output_tokens / ended.num_choices
+        if num_tokens > 1:
+            seconds = (ended.e2e_latency_seconds - ended.ttft_seconds) / (num_tokens - 1)
+            self.seconds_per_token = _smoothed(self.seconds_per_token, seconds)
+        if ended.max_tokens is None:
+            self.output_tokens = _smoothed(self.output_tokens or None, num_tokens)
+        else:
+            self.output_share = _smoothed(self.output_share, min(1.0, num_tokens / ended.max_tokens))
+
+    def decode_seconds(self, max_tokens: int | None) -> float:
+        """From first to last token, of a request like those before; 0 when nothing is known."""
+        if self.seconds_per_token is None:
+            return 0.0
+        num_tokens = self.output_tokens if max_tokens is None else max_tokens * (self.output_share or 0.0)
+        return num_tokens * self.seconds_per_token
+
+    def service_seconds(self, max_tokens: int | None) -> float:
+        """From dispatch to last token."""
+        return self.prefill_seconds + self.decode_seconds(max_tokens)
+
+
+class OverloadGuard:
+    """Pure, like all of the core; measures per model."""
+
+    def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
+        self._config = config
+        self._queue = queue
+        self._lines = queue.lines
+        self._max_queue_seconds = max_queue_seconds
+        self._models: dict[str, _Model] = {}
+        self.somebody_waited = False
+        """Since the last note, in some model's lines."""
+
+    # -- measuring ------------------------------------------------------------------------------------------------
+
+    def note_admitted(self, request: Request, now: float) -> None:
+        if request.tier is Tier.INTERACTIVE:
+            self._model(request.model).note_interactive(now)
+
+    def note_event(self, actions: Iterable[Action], now: float) -> None:
+        """An event was handled; that is what came of it."""
+        is_quiet = not (self.somebody_waited or self._lines.num_requests)
+        for action in actions:
+            if type(action) is SubmitAttempt:
+                is_quiet = False
+                self._model(action.request.model).num_dispatched += action.attempt_id == 1
+            elif type(action) is RequestEnded and action.num_attempts == 1 and action.reason in _WELL:
+                self._model(action.model).learn(action)
+        if is_quiet:  # there is nothing to measure: as with nearly all steps
+            return
+        self.somebody_waited = False
+        for name, model in self._models.items():
+            has_waiting = self._lines.num_waiting(name) > 0
+            self.somebody_waited = self.somebody_waited or has_waiting
+            model.drain.note(now, model.num_dispatched, has_waiting=has_waiting)
+            model.num_dispatched = 0
+
+    # -- judging --------------------------------------------------------------------------------------------------
+
+    def refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
+        """Why the request would wait in vain; None when it would not, or when nobody knows."""
+        if not self._config.sheds_early:
+            return None
+        engine_seconds = self._queue.engine_wait_seconds(request.model, now)
+        wait_seconds = engine_seconds
+        if self._lines.num_waiting(request.model):
+            wait_seconds += self.wait_seconds(request.model, request.tier, now) or 0.0
+        if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
+            return None
+        measured = self._model(request.model)
+        # What is waited for in the engine is part of what was measured between dispatch and first token.
+        answer_seconds = measured.decode_seconds(request.max_tokens)
+        answer_seconds += max(0.0, measured.prefill_seconds - engine_seconds) if answer_seconds else 0.0
+        if wait_seconds <= min(self._max_queue_seconds, timeout_seconds - answer_seconds):
+            return None
+        return KvloomError(
+            ErrorReason.ERROR_REASON_QUEUE_FULL,
+            f"Too many requests are waiting: this one would wait about {wait_seconds:.1f} seconds, which is more than "
+            f"it may.",
+            retry_after_seconds=retry_after_seconds(request.request_id, wait_seconds),
+        )
+
+    def wait_seconds(self, model: str, tier: Tier, now: float) -> float | None:
+        """How long a request that comes now would wait in the router; None: not known."""
+        measured = self._models.get(model)
+        rate = None if measured is None else measured.drain.per_second()
+        if rate is None or measured is None:
+            return None
+        num_ahead = self._lines.num_waiting(model, Tier.INTERACTIVE)
+        if tier is not Tier.INTERACTIVE:
+            # Whoever comes meanwhile in a higher tier goes before.
+            num_ahead += self._lines.num_waiting(model, tier)
+            rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
+        return (num_ahead + 1) / max(rate, 1e-3)
+
+    def queue_deadline(self, request: Request, deadline: float, now: float) -> float:
+        """When a request that still waits can no longer be answered in time, or has waited as long as any may."""
+        latest = min(deadline, now + self._max_queue_seconds)
+        if self._config.sheds_early:
+            measured = self._models.get(request.model)
+            if measured is not None:
+                latest = min(latest, deadline - measured.service_seconds(request.max_tokens))
+        return max(latest, now)
+
+    def full(self, request: Request, now: float) -> KvloomError:
+        """The queue has no place for it."""
+        wait_seconds = self.wait_seconds(request.model, request.tier, now)
+        return KvloomError(
+            ErrorReason.ERROR_REASON_QUEUE_FULL,
+            "Too many requests are waiting; try again later.",
+            retry_after_seconds=retry_after_seconds(request.request_id, 2.0 if wait_seconds is None else wait_seconds),
+        )
+
+    def _model(self, name: str) -> _Model:
+        """Only of models that the fleet serves or has served; forgets the one first heard of when there are many."""
+        model = self._models.get(name)
+        if model is None:
+            if len(self._models) >= MAX_MODELS:
+                del self._models[next(iter(self._models))]
+            model = self._models[name] = _Model()
+        return model
+
+
+def _smoothed(average: float | None, value: float) -> float:
+    return value if not average else average + SERVICE_SMOOTHING * (value - average)

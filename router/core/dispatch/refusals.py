@@ -1,0 +1,112 @@
+"""Which requests are refused at once, and with what words."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.core.dispatch.overload import retry_after_seconds
+from router.core.events import Request, ShardDescription
+from router.core.fleet.fleet import Fleet
+from router.core.live import Client
+
+MAX_BLOCKS: Final = 2**24
+"""KV blocks of one shard: some 200 times what eight GPUs hold in blocks of 16 tokens."""
+MAX_BATCH: Final = 2**16
+"""Sequences in a step, and tokens in a block."""
+
+
+def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
+    """Why the fleet as it is cannot serve `request`; None when it can."""
+    if fleet.is_draining:
+        return draining(request.request_id)
+    if not fleet.knows(request.model):
+        return KvloomError(
+            ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, f"The model {request.model!r} does not exist.", field="model"
+        )
+    shards = fleet.ready(request.model)
+    if not shards:
+        return no_shard_ready(request.model, request.request_id)
+    if not request.prompt_token_ids:
+        return invalid_argument("The prompt is empty.", "prompt")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        return invalid_argument(f"max_tokens must be at least 1, got {request.max_tokens}.", "max_tokens")
+    return _check_window(request, max(shard.description.max_model_len for shard in shards))
+
+
+def draining(request_id: str) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING,
+        "The router is shutting down; send the request again.",
+        retry_after_seconds=retry_after_seconds(request_id),
+    )
+
+
+def check_shard(shard: ShardDescription) -> None:
+    """Raises KvloomError (PROTOCOL_VIOLATION) for sizes that no engine has: tables are bounded by them."""
+    if min(shard.block_size, shard.max_batch, shard.max_model_len) < 1:
+        raise protocol_violation(f"Shard {shard.shard_id!r} names no block size, batch or window.")
+    if shard.num_blocks > MAX_BLOCKS or max(shard.block_size, shard.max_batch) > MAX_BATCH:
+        raise protocol_violation(f"Shard {shard.shard_id!r} names sizes that no engine has.")
+
+
+def check_names(request: Request, client: Client, live: Container[str]) -> KvloomError | None:
+    """Whether its id and its slots are free. `live`: ids that are not."""
+    if request.request_id in live:
+        return KvloomError(
+            ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID,
+            f"A request named {request.request_id!r} is still running.",
+            field="request_id",
+        )
+    slots = [choice.slot for choice in request.choices]
+    if not slots or len(set(slots)) != len(slots) or any(slot in client.choices for slot in slots):
+        return protocol_violation("Each choice needs a slot that is not in use.")
+    return None
+
+
+def no_shard_ready(model: str, request_id: str) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_NO_SHARD_READY,
+        f"No shard that serves {model!r} is ready now.",
+        retry_after_seconds=retry_after_seconds(request_id),
+    )
+
+
+def queue_timeout(request_id: str, waited_seconds: float) -> KvloomError:
+    """It has waited so long that it could not be answered in time any more, or as long as any may."""
+    return KvloomError(
+        ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
+        f"No shard had room for this request within {waited_seconds:.3g} seconds.",
+        retry_after_seconds=retry_after_seconds(request_id, waited_seconds),
+    )
+
+
+def safety_unavailable(request_id: str) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_SAFETY_UNAVAILABLE,
+        "The safety service cannot be reached, and this deployment serves nothing unscreened.",
+        retry_after_seconds=retry_after_seconds(request_id),
+    )
+
+
+def _check_window(request: Request, window: int) -> KvloomError | None:
+    num_prompt_tokens = len(request.prompt_token_ids)
+    num_given_tokens = max((len(choice.output_token_ids) for choice in request.choices), default=0)
+    if request.max_tokens is None:
+        if num_prompt_tokens + num_given_tokens < window:
+            return None
+        detail = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer"
+    else:
+        num_tokens = num_prompt_tokens + request.max_tokens
+        if num_tokens <= window:
+            return None
+        detail = (
+            f"you requested {num_tokens} tokens ({num_prompt_tokens} in the prompt, {request.max_tokens} in the answer)"
+        )
+    return KvloomError(
+        ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
+        f"The model's context window is {window} tokens; {detail}. Shorten the prompt or the answer.",
+        field="prompt",
+    )

@@ -1,0 +1,112 @@
+"""The shards that are connected, and the models that are or were served."""
+
+from __future__ import annotations
+
+from router.core.actions import FleetChanged, ModelState
+from router.core.events import ShardDescription
+from router.core.fleet.fast_path import Flows
+from router.core.fleet.shard_health import ShardHealth
+from router.core.fleet.slot_pool import SlotPool
+from router.core.live import Attempt, Choice
+
+OUTSTANDING_PER_BATCH = 2
+"""A shard gets at most this many times its batch: enough to never run dry, little enough that what waits in the
+router can still go wherever room comes up first."""
+
+
+class Shard:
+    """A shard's stream and the slots on it."""
+
+    __slots__ = (
+        "attempts",
+        "choices",
+        "description",
+        "flows",
+        "hands_over",
+        "health",
+        "is_draining",
+        "limit",
+        "shard_id",
+        "slots",
+        "turn",
+    )
+
+    def __init__(self, description: ShardDescription) -> None:
+        self.shard_id = description.shard_id
+        self.description = description
+        self.is_draining = False
+        self.hands_over = False
+        """It drains, and what runs there is to go on elsewhere."""
+        self.health: ShardHealth | None = None
+        """None: nobody watches it."""
+        self.limit = OUTSTANDING_PER_BATCH * description.max_batch
+        """Sequences that it is sent at most. Lower while it ramps up."""
+        self.turn = 0
+        self.slots = SlotPool()
+        self.choices: dict[int, Choice] = {}
+        """By shard slot: those whose news is wanted."""
+        self.flows = Flows(self.choices)
+        self.attempts: dict[int, Attempt] = {}
+        """By shard slot: all that the shard has not ended, cancelled ones too."""
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.attempts) < self.limit
+
+    def ramp_up(self, num_started: int) -> None:
+        """It has produced first tokens: it may have more. Those without a first token double with every round of them,
+        as TCP's slow start does."""
+        self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
+
+    @property
+    def is_suspected(self) -> bool:
+        """It gets work only when there is no other."""
+        return self.health is not None and self.health.is_suspected
+
+    def detach(self, choice: Choice) -> None:
+        """Its news is not wanted any more."""
+        self.flows.leave(choice.shard_slot)
+        del self.choices[choice.shard_slot]
+        choice.shard_id = ""
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.shards: dict[str, Shard] = {}
+        self.is_draining = False
+        self._windows: dict[str, tuple[int, frozenset[str]]] = {}
+        """Model → shortest window and common capabilities, as of when it last had a shard."""
+
+    def add(self, description: ShardDescription) -> Shard:
+        shard = self.shards[description.shard_id] = Shard(description)
+        return shard
+
+    def remove(self, shard_id: str) -> Shard:
+        return self.shards.pop(shard_id)
+
+    def knows(self, model: str) -> bool:
+        """Whether any shard has ever served it. Before the first shard was seen: any model may exist."""
+        return model in self._windows or not self._windows
+
+    def ready(self, model: str) -> list[Shard]:
+        """Shards that take new requests for `model`."""
+        return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]
+
+    def state(self) -> FleetChanged:
+        by_model: dict[str, list[Shard]] = {}
+        for shard in self.shards.values():
+            by_model.setdefault(shard.description.model, []).append(shard)
+        for model, shards in by_model.items():
+            window = min(shard.description.max_model_len for shard in shards)
+            capabilities = frozenset.intersection(*(shard.description.capabilities for shard in shards))
+            self._windows[model] = (window, capabilities)
+        models = [
+            ModelState(
+                name=model,
+                num_ready_shards=sum(not shard.is_draining for shard in by_model.get(model, ())),
+                max_model_len=window,
+                capabilities=capabilities,
+            )
+            for model, (window, capabilities) in sorted(self._windows.items())
+        ]
+        return FleetChanged(models, self.is_draining)

@@ -1,0 +1,60 @@
+"""Takes what runs on a shard and has it go on elsewhere: off a shard that is suspected, or that hands over its work."""
+
+from __future__ import annotations
+
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
+from router.core.actions import CancelOnShard, RequestsMoved
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.fleet.fleet import Shard
+from router.core.frames import Finish
+from router.core.live import LiveRequest
+from router.core.outbox import Outbox
+from router.core.placement.placer import Placer
+from router.core.relay.lifecycle import MAX_MOVES, Lifecycle
+
+
+class Mover:
+    def __init__(self, placer: Placer, dispatcher: Dispatcher, lifecycle: Lifecycle, outbox: Outbox) -> None:
+        self._placer = placer
+        self._dispatcher = dispatcher
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+
+    def move_off(self, shard: Shard, now: float) -> None:
+        """Every request that another shard has room for; the rest stays, as some is better than none. Placed one after
+        the other, each with those before it in the books, so that they spread."""
+        shard.flows.book()
+        num_moved = 0
+        for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
+            if self._move(live, shard, now):
+                num_moved += 1
+        if num_moved:
+            self._outbox.add(RequestsMoved(shard.shard_id, num_moved))
+
+    def _move(self, live: LiveRequest, shard: Shard, now: float) -> bool:
+        moved = [choice for choice in live.choices if choice.shard_id == shard.shard_id]
+        if live.is_queued or any(choice.num_moves >= MAX_MOVES for choice in moved):
+            return False
+        # Nothing is left to say behind its limit; only the end has not come.
+        open_choices = [c for c in moved if c.max_tokens is None or len(c.output_token_ids) < c.max_tokens]
+        live.pending = open_choices
+        if open_choices and not self._has_place(live, shard):
+            live.pending = []
+            return False
+        # Before they are dispatched anew: in the eyes of whoever reads the actions nothing runs twice.
+        self._outbox.add(CancelOnShard(shard.shard_id, [choice.shard_slot for choice in moved]))
+        for choice in moved:
+            shard.detach(choice)
+        if open_choices:
+            for choice in open_choices:
+                choice.num_moves += 1
+            self._dispatcher.queue.enter(live, now)
+        for choice in moved:
+            if choice not in open_choices:
+                self._lifecycle.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
+        return True
+
+    def _has_place(self, live: LiveRequest, shard: Shard) -> bool:
+        return any(
+            other is not shard and other.has_room and not other.is_suspected for other in self._placer.eligible(live)
+        )

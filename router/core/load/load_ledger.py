@@ -1,0 +1,308 @@
+"""What each shard has to do, as far as this router can tell now.
+
+Two sources: what this router has placed there itself, known token by token and never stale; and what other routers have
+placed, which is the shard's report less this router's own share of it. So with one router the age of the reports hardly
+matters, and with several each sees the others' work as of the last report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from router.core.events import ShardLoad
+from router.core.load.speed_model import PrefillWork, SpeedModel
+
+ReservationKey = tuple[str, int]
+"""(request_id, attempt_id): what one dispatch reserves can only be released by the same dispatch."""
+
+RESIDENCE_SMOOTHING: Final = 0.05
+"""Weight of a sequence in the moving average of how long sequences hold their blocks."""
+RATE_SECONDS: Final = 60.0
+"""Time constant of the moving averages of arrivals and of work."""
+SHARING_SMOOTHING: Final = 0.2
+"""Weight of a new report in the moving average of how much KV sequences share."""
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    shard_id: str
+    num_sequences: int
+    num_prefill_tokens: int
+    """Tokens that the shard will have to compute, as the index sees it."""
+    num_cached_tokens: int
+    num_blocks: int
+    """That the sequences will hold, shared ones included."""
+    placed_at: float
+    is_portion: bool = False
+    """Of a prompt whose request is still to come."""
+    is_arrival: bool = True
+    """The first for its request on that shard."""
+
+    @property
+    def work(self) -> PrefillWork:
+        return PrefillWork.of(self.num_prefill_tokens, self.num_cached_tokens)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_cached_tokens
+
+
+class Rate:
+    """What came per second, over about the last minutes."""
+
+    __slots__ = ("_at", "_sum")
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._sum = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum = self._sum * math.exp((self._at - now) / RATE_SECONDS) + amount
+        self._at = now
+
+    def per_second(self, now: float) -> float:
+        return self._sum * math.exp((self._at - now) / RATE_SECONDS) / RATE_SECONDS if self._sum else 0.0
+
+
+class LoadView:
+    """A shard's load. `own_*` is this router's, `foreign_*` other routers'."""
+
+    __slots__ = (
+        "bound_arrivals",
+        "busy",
+        "fleet_speed",
+        "foreign_context_tokens",
+        "foreign_queued_tokens",
+        "foreign_running",
+        "foreign_waiting",
+        "held",
+        "num_blocks",
+        "own_blocks",
+        "own_context_tokens",
+        "own_running",
+        "own_waiting",
+        "queued",
+        "queued_work",
+        "report",
+        "residence_seconds",
+        "running",
+        "sharing",
+        "speed",
+        "started_at",
+    )
+
+    def __init__(self, num_blocks: int, fleet_speed: SpeedModel) -> None:
+        self.num_blocks = num_blocks
+        self.report = ShardLoad(num_available_blocks=num_blocks)
+        self.fleet_speed = fleet_speed
+        self.speed = SpeedModel(fleet_speed)
+        self.queued: dict[ReservationKey, Reservation] = {}
+        """Own attempts without a first token, in the order of placement."""
+        self.queued_work = PrefillWork()
+        self.bound_arrivals = Rate()
+        """Own attempts placed there, each as much as its share of cached tokens: those that had to come here."""
+        self.busy = Rate()
+        """Their seconds of prefill: the share of its time that the shard is busy with them."""
+        self.held: dict[str, float] = {}
+        """request_id → seconds of own prefill, of requests that wait in the router to be sent there."""
+        self.running: dict[ReservationKey, float] = {}
+        """Own attempts with a first token → when it came."""
+        self.residence_seconds = 0.0
+        """From first token to end, moving average."""
+        self.own_waiting = 0
+        self.own_running = 0
+        self.own_context_tokens = 0
+        """Of own running sequences, as of their first tokens."""
+        self.own_blocks = 0
+        self.foreign_waiting = 0
+        self.foreign_running = 0
+        self.foreign_queued_tokens = 0
+        self.foreign_context_tokens = 0
+        self.started_at = 0.0
+        """When a first token of an own sequence came last."""
+        self.sharing = 1.0
+        """Blocks in use as the shard counts them / as summed over own sequences: below 1 where they share prefixes,
+        above where other routers' sequences run."""
+
+    @property
+    def num_waiting(self) -> int:
+        return self.own_waiting + self.foreign_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.own_running + self.foreign_running
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        return self.queued_work.num_tokens + self.foreign_queued_tokens
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Of sequences in decode."""
+        return self.own_context_tokens + self.foreign_context_tokens
+
+    @property
+    def num_used_blocks(self) -> float:
+        """Blocks that running and waiting sequences hold or will hold."""
+        if self.own_blocks:
+            return self.own_blocks * self.sharing
+        return float(self.num_blocks - self.report.num_available_blocks) if self.foreign_running else 0.0
+
+    def memory_wait_seconds(self, num_new_blocks: int) -> float:
+        """How long until blocks for one more request are free, when sequences end as they usually do. What is merely
+        cached is free."""
+        used = self.num_used_blocks
+        excess = used + num_new_blocks - self.num_blocks
+        return 0.0 if excess <= 0 or not used else self.residence_seconds * min(excess / used, 1.0)
+
+    def learn_sharing(self) -> None:
+        """Compare the blocks that the shard says are in use with those of the own sequences that it has admitted."""
+        num_blocks = self.own_blocks
+        if self.queued:
+            num_not_admitted = self.own_waiting - max(0, self.report.num_own_running - self.own_running)
+            for reservation in reversed(self.queued.values()):
+                if num_not_admitted <= 0:
+                    break
+                num_not_admitted -= reservation.num_sequences
+                num_blocks -= reservation.num_blocks
+        if num_blocks > 0:
+            used = self.num_blocks - self.report.num_available_blocks
+            self.sharing += SHARING_SMOOTHING * (max(0, used) / num_blocks - self.sharing)
+
+    def queue_seconds(self, now: float) -> float:
+        """How long until the prefill that is queued there is done, less what must have been done since the last first
+        token (never more than the first in line needs: its first token has not come)."""
+        if not (self.queued or self.foreign_queued_tokens):
+            return 0.0
+        num_context_tokens = self.num_context_tokens
+        seconds = self.foreign_queued_tokens * self.speed.seconds_per_token
+        if self.queued:
+            seconds += self.speed.seconds(self.queued_work, num_context_tokens)
+            first = next(iter(self.queued.values()))
+            elapsed = now - max(self.started_at, first.placed_at)
+            seconds -= min(max(elapsed, 0.0), self.speed.seconds(first.work, num_context_tokens))
+        return max(seconds, 0.0)
+
+
+class LoadLedger:
+    """Reservations are made by a dispatch, and released exactly once: KeyError says that a caller broke that."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, LoadView] = {}
+        self._reservations: dict[ReservationKey, Reservation] = {}
+        self._fleet_speeds: dict[str, SpeedModel] = {}
+        """By model; those whose last shard has gone are kept, as it may come back."""
+
+    def add_shard(self, shard_id: str, model: str, num_blocks: int) -> None:
+        assert shard_id not in self._views
+        fleet_speed = self._fleet_speeds.get(model)
+        if fleet_speed is None:
+            fleet_speed = self._fleet_speeds[model] = SpeedModel()
+        self._views[shard_id] = LoadView(num_blocks, fleet_speed)
+
+    def remove_shard(self, shard_id: str) -> None:
+        """Everything that was reserved there must have been released."""
+        view = self._views.pop(shard_id)
+        assert not view.own_running
+        assert not view.own_waiting
+
+    def view(self, shard_id: str) -> LoadView:
+        return self._views[shard_id]
+
+    def report(self, shard_id: str, load: ShardLoad) -> None:
+        """The shard's own word."""
+        view = self._views[shard_id]
+        view.report = load
+        view.foreign_waiting = max(0, load.num_waiting - load.num_own_waiting)
+        view.foreign_running = max(0, load.num_running - load.num_own_running)
+        view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
+        view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
+        view.speed.tell(load.prefill_tokens_per_second)
+        view.learn_sharing()
+
+    def reservation(self, key: ReservationKey) -> Reservation:
+        return self._reservations[key]
+
+    def reserve(self, key: ReservationKey, reservation: Reservation) -> None:
+        if key in self._reservations:
+            raise KeyError(key)
+        view = self._views[reservation.shard_id]
+        self._reservations[key] = reservation
+        view.queued[key] = reservation
+        work = reservation.work
+        view.queued_work += work
+        if reservation.is_arrival:
+            share = reservation.num_cached_tokens / reservation.num_context_tokens
+            view.bound_arrivals.add(share, reservation.placed_at)
+        view.busy.add(view.speed.seconds(work, view.num_context_tokens), reservation.placed_at)
+        view.own_waiting += reservation.num_sequences
+        view.own_blocks += reservation.num_blocks
+
+    def note_starts(self, shard_id: str, starts: Sequence[tuple[ReservationKey, float]], now: float) -> None:
+        """First tokens came in one step, with how long each waited in the engine's queue: nothing of these is queued
+        any more. The time since the step with first tokens before, or since the engine took up the first of these, is
+        what their prefill took; waiting for KV blocks is not part of it."""
+        view = self._views[shard_id]
+        work = PrefillWork()
+        began_at = now
+        num_context_tokens = view.num_context_tokens
+        for key, queue_time_seconds in starts:
+            reservation = view.queued.pop(key, None)
+            if reservation is None:
+                continue
+            work += reservation.work
+            began_at = min(began_at, reservation.placed_at + queue_time_seconds)
+            view.running[key] = now
+            view.own_waiting -= reservation.num_sequences
+            view.own_running += reservation.num_sequences
+            view.own_context_tokens += reservation.num_context_tokens
+        if not work.num_requests:
+            return
+        view.queued_work -= work
+        if not view.foreign_queued_tokens:
+            seconds = now - max(view.started_at, began_at)
+            view.speed.observe(work, num_context_tokens, seconds)
+            view.fleet_speed.observe(work, num_context_tokens, seconds)
+        view.started_at = now
+
+    def release(self, key: ReservationKey, now: float) -> None:
+        reservation = self._reservations.pop(key)
+        view = self._views[reservation.shard_id]
+        view.own_blocks -= reservation.num_blocks
+        if view.queued.pop(key, None) is not None:
+            view.queued_work -= reservation.work
+            view.own_waiting -= reservation.num_sequences
+        else:
+            seconds = now - view.running.pop(key)
+            if not reservation.is_portion:
+                view.residence_seconds += RESIDENCE_SMOOTHING * (seconds - view.residence_seconds)
+            view.own_running -= reservation.num_sequences
+            view.own_context_tokens -= reservation.num_context_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is reserved."""
+        return bool(self._reservations)
+
+    def keys(self) -> set[ReservationKey]:
+        """Of all reservations that are held."""
+        return set(self._reservations)
+
+    def check_integrity(self) -> None:
+        """Assert that every sum is the sum of its parts and that nothing is negative."""
+        for shard_id, view in self._views.items():
+            reserved = {key: r for key, r in self._reservations.items() if r.shard_id == shard_id}
+            running = [r for key, r in reserved.items() if key not in view.queued]
+            assert view.queued.items() <= reserved.items()
+            assert view.running.keys() == reserved.keys() - view.queued.keys()
+            assert view.own_waiting == sum(r.num_sequences for r in view.queued.values())
+            assert view.own_running == sum(r.num_sequences for r in running)
+            assert view.own_context_tokens == sum(r.num_context_tokens for r in running)
+            assert view.own_blocks == sum(r.num_blocks for r in reserved.values())
+            assert view.queued_work.num_requests == len(view.queued)
+            assert view.queued_work.num_tokens == sum(r.num_prefill_tokens for r in view.queued.values())
+            assert view.queued_work.num_pairs == sum(r.work.num_pairs for r in view.queued.values())
+            assert min(view.num_waiting, view.num_running, view.num_queued_prefill_tokens) >= 0

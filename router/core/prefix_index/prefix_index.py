@@ -1,0 +1,322 @@
+"""Which shard holds which KV block.
+
+Exact as far as the shards' numbered KV events go, plus blocks of requests that were just placed and whose prefill has
+not been reported yet: two requests with one new prefix then go to one shard. Being wrong costs speed, never
+correctness. Holes (a block whose predecessor was evicted) are kept; only leading blocks count.
+
+Nothing takes long at once. What a shard loses as a whole (it goes, a snapshot replaces what was believed of it) is
+retired by giving the shard another bit and swept later; a large snapshot is taken in by portions. Every event and
+every placement does a portion of what is left (`settle`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from router.core.events import KvChange
+from router.core.prefix_index.block_runs import RUN_BLOCKS, BlockRuns
+from router.core.prefix_index.event_order import EventOrder
+from router.core.prefix_index.shard_bits import ShardBits
+
+PLACED_TTL_SECONDS: Final = 30.0
+STORE_RATE_SECONDS: Final = 300.0
+"""Time constant of the moving average of blocks stored a second."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexPortions:
+    """How much is done at once."""
+
+    run_blocks: int = RUN_BLOCKS
+    snapshot_blocks: int = 8192
+    """Of a snapshot, when it arrives: some 3 ms."""
+    settle_blocks: int = 512
+    """Of what is left of it, in each later step."""
+    sweep_runs: int = 256
+    """Runs looked at in each later step; of those that vanish, fewer."""
+    sweep_share: float = 1 / 256
+    """Of all runs, whenever a bit is retired: bits are retired at most so many times as fast as they are swept."""
+
+
+class _ShardBlocks:
+    """What is believed of one shard. Its bit stands for stored and placed blocks alike."""
+
+    __slots__ = (
+        "awaits_expiry",
+        "bit",
+        "max_blocks",
+        "num_stored",
+        "order",
+        "placed",
+        "removed",
+        "shard_id",
+        "store_rate",
+        "store_rate_at",
+        "unread",
+        "unread_from",
+    )
+
+    def __init__(self, shard_id: str, bit: int, max_blocks: int, now: float) -> None:
+        self.shard_id = shard_id
+        self.bit = bit
+        self.max_blocks = max_blocks
+        self.num_stored = 0
+        self.placed: dict[int, float] = {}
+        """Hash → when it expires, in the order of expiry. Not stored."""
+        self.awaits_expiry = False
+        """It has an entry in the heap of expiries."""
+        self.order = EventOrder(max_blocks, now)
+        self.unread: Sequence[int] = ()
+        """The last snapshot, while it is taken in."""
+        self.unread_from = 0
+        self.removed: set[int] = set()
+        """Removed since that snapshot: not to be read from it any more."""
+        self.store_rate = 0.0
+        self.store_rate_at = now
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.unread) - self.unread_from
+
+
+class PrefixIndex:
+    """Memory is bounded by what the shards can hold: at most `max_blocks` stored and as many placed hashes each."""
+
+    def __init__(self, portions: IndexPortions | None = None) -> None:
+        self._portions = portions or IndexPortions()
+        self._runs = BlockRuns(self._portions.run_blocks)
+        self._bits = ShardBits()
+        self._shards: dict[str, _ShardBlocks] = {}
+        self._reading: deque[_ShardBlocks] = deque()
+        """Shards with an unread rest of a snapshot."""
+        self._expiries: list[tuple[float, int, _ShardBlocks]] = []
+        """Heap: for each shard with placed blocks, a time before which none of them expires."""
+        self._expiry_serials = itertools.count()
+
+    # -- shards ---------------------------------------------------------------------------------------------------
+
+    def add_shard(self, shard_id: str, max_blocks: int, now: float) -> None:
+        """A shard with unknown contents; its snapshot is to follow. One that is there already has restarted."""
+        if shard_id in self._shards:
+            self.remove_shard(shard_id)
+        self._shards[shard_id] = _ShardBlocks(shard_id, self._bits.allocate(shard_id), max_blocks, now)
+
+    def remove_shard(self, shard_id: str) -> None:
+        shard = self._shards.pop(shard_id)
+        self._stop_reading(shard)
+        self._retire(shard)
+        shard.placed.clear()
+        shard.num_stored = 0
+
+    def apply_events(self, shard_id: str, number: int, changes: Sequence[KvChange], now: float) -> bool:
+        """Take in one numbered batch. True when a snapshot must be asked for: batches are missing before this one (it
+        is held meanwhile), and that was not told in the last SNAPSHOT_RETRY_SECONDS."""
+        shard = self._shards[shard_id]
+        for batch in shard.order.take_in(number, changes):
+            self._apply(shard, batch, now)
+        self.settle()
+        return shard.order.wants_snapshot(now)
+
+    def apply_snapshot(self, shard_id: str, number: int, block_hashes: Sequence[int]) -> bool:
+        """Replace what is believed of a shard; a snapshot that is older than the events already applied is ignored.
+        `block_hashes` may be read until later and must not change. True when batches are missing even so: ask for
+        another one."""
+        shard = self._shards[shard_id]
+        if not shard.order.skip_to(number):
+            return False
+        self._forget_stored(shard)
+        # A shard may announce more than it has. Knowing less is safe, growing without bound is not.
+        shard.unread = block_hashes if len(block_hashes) <= shard.max_blocks else block_hashes[: shard.max_blocks]
+        shard.unread_from = 0
+        self._reading.append(shard)
+        self._read(shard, self._portions.snapshot_blocks)
+        for batch in shard.order.take():
+            self._apply(shard, batch, shard.store_rate_at)
+        return not shard.order.is_current
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def place(self, shard_id: str, block_hashes: Sequence[int], now: float) -> None:
+        """A request with these blocks was sent there: believe in them for PLACED_TTL_SECONDS, or until stored."""
+        shard = self._shards[shard_id]
+        self._expire(now)
+        placed = shard.placed
+        expires_at = now + PLACED_TTL_SECONDS
+        added = self._runs.add(block_hashes, shard.bit, are_neighbours=True)
+        if placed and len(added) < len(block_hashes) and not placed.keys().isdisjoint(block_hashes):
+            for block_hash in [block_hash for block_hash in block_hashes if block_hash in placed]:
+                del placed[block_hash]
+                placed[block_hash] = expires_at
+        if added:
+            placed.update(dict.fromkeys(added, expires_at))
+            self._await_expiry(shard, expires_at)
+        if len(placed) > shard.max_blocks:
+            self._drop_placed(shard, list(itertools.islice(placed, len(placed) - shard.max_blocks)))
+        self.settle()
+
+    def count_overlaps(self, block_hashes: Sequence[int], now: float) -> dict[str, int]:
+        """Leading blocks of `block_hashes` that each shard holds; shards with none are left out."""
+        self._expire(now)
+        return self._runs.count_leading(block_hashes, self._bits)
+
+    def num_stored(self, shard_id: str) -> int:
+        """Blocks that the shard is known to have cached."""
+        shard = self._shards[shard_id]
+        return shard.num_stored + (shard.num_unread if shard.unread else 0)
+
+    def tail_age_seconds(self, shard_id: str, now: float) -> float:
+        """How old the blocks are that the shard would evict next, by Little's law: blocks held / blocks stored a
+        second. Infinite for a shard that stores nothing."""
+        shard = self._shards[shard_id]
+        rate = shard.store_rate * math.exp((shard.store_rate_at - now) / STORE_RATE_SECONDS)
+        return (shard.num_stored + shard.num_unread) / rate if rate > 1e-9 else math.inf
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks in memory, those included that have lost their last shard and wait to be swept."""
+        return len(self._runs)
+
+    # -- work in portions -----------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """All snapshots are read, all that was retired is swept."""
+        return not self._reading and self._runs.is_swept
+
+    def settle(self) -> None:
+        """A portion of what is left to do: some 0.1 ms. Called from within; when idle it may be called too."""
+        if self._reading:
+            self._read(self._reading[0], self._portions.settle_blocks)
+        elif not self._runs.is_swept:
+            self._sweep(self._portions.sweep_runs)
+
+    def check_integrity(self) -> None:
+        """Assert that the bits are exactly what is counted and placed, and that the parts fit together."""
+        self._bits.check_integrity([(shard.shard_id, shard.bit) for shard in self._shards.values()])
+        num_held = dict.fromkeys(self._shards, 0)
+        for block_hash, bits in self._runs.check_integrity().items():
+            assert not bits & ~self._bits.all
+            for shard in self._shards.values():
+                if bits & shard.bit:
+                    num_held[shard.shard_id] += 1
+                else:
+                    assert block_hash not in shard.placed
+        for shard_id, shard in self._shards.items():
+            assert num_held[shard_id] == shard.num_stored + len(shard.placed)
+            assert shard.num_stored <= shard.max_blocks
+            assert len(shard.placed) <= shard.max_blocks
+            assert (shard.num_unread > 0) == (shard in self._reading)
+            assert not shard.removed or shard.num_unread
+            assert shard.awaits_expiry or not shard.placed
+            assert sum(entry[2] is shard for entry in self._expiries) == shard.awaits_expiry
+            shard.order.check_integrity()
+
+    def _apply(self, shard: _ShardBlocks, changes: Iterable[KvChange], now: float) -> None:
+        num_stored = 0
+        for change in changes:
+            if change.cleared:
+                self._forget_stored(shard)
+            if change.removed:
+                self._remove_stored(shard, change.removed)
+            if change.stored:
+                self._add_stored(shard, change.stored, are_neighbours=True)
+                num_stored += len(change.stored)
+        if num_stored:
+            decay = math.exp((shard.store_rate_at - now) / STORE_RATE_SECONDS)
+            shard.store_rate = shard.store_rate * decay + num_stored / STORE_RATE_SECONDS
+            shard.store_rate_at = now
+
+    def _add_stored(self, shard: _ShardBlocks, block_hashes: Sequence[int], *, are_neighbours: bool) -> None:
+        if not self._runs.is_swept:
+            self._sweep(len(block_hashes))  # so that memory is given back as fast as it is taken
+        if len(block_hashes) > shard.max_blocks - shard.num_stored:
+            # More than it has: the shard miscounts.
+            for block_hash in block_hashes:
+                if shard.num_stored < shard.max_blocks:
+                    self._add_stored_within(shard, (block_hash,), are_neighbours=False)
+        else:
+            self._add_stored_within(shard, block_hashes, are_neighbours=are_neighbours)
+
+    def _add_stored_within(self, shard: _ShardBlocks, block_hashes: Sequence[int], *, are_neighbours: bool) -> None:
+        num_added = len(self._runs.add(block_hashes, shard.bit, are_neighbours=are_neighbours))
+        shard.num_stored += num_added
+        if shard.placed and num_added < len(block_hashes):
+            for block_hash in block_hashes:
+                if shard.placed.pop(block_hash, None) is not None:
+                    shard.num_stored += 1
+
+    def _remove_stored(self, shard: _ShardBlocks, block_hashes: Sequence[int]) -> None:
+        if shard.num_unread:
+            shard.removed.update(block_hashes)
+            if len(shard.removed) > shard.num_unread:
+                self._read(shard, shard.num_unread)
+        if shard.placed:
+            block_hashes = [block_hash for block_hash in block_hashes if block_hash not in shard.placed]
+        shard.num_stored -= self._runs.discard(block_hashes, shard.bit)
+
+    def _forget_stored(self, shard: _ShardBlocks) -> None:
+        """All that was believed to be stored; what was placed stays."""
+        self._stop_reading(shard)
+        if not shard.num_stored:
+            return
+        self._retire(shard)
+        shard.num_stored = 0
+        shard.bit = self._bits.allocate(shard.shard_id)
+        self._runs.add(list(shard.placed), shard.bit)
+
+    def _read(self, shard: _ShardBlocks, max_blocks: int) -> None:
+        """Take in the next blocks of the shard's snapshot."""
+        begin = shard.unread_from
+        block_hashes = shard.unread[begin : begin + max_blocks]
+        shard.unread_from += len(block_hashes)
+        if shard.removed:
+            block_hashes = [block_hash for block_hash in block_hashes if block_hash not in shard.removed]
+        self._add_stored(shard, block_hashes, are_neighbours=False)
+        if not shard.num_unread:
+            self._stop_reading(shard)
+
+    def _stop_reading(self, shard: _ShardBlocks) -> None:
+        if shard in self._reading:
+            self._reading.remove(shard)
+        shard.unread = ()
+        shard.unread_from = 0
+        shard.removed.clear()
+
+    def _retire(self, shard: _ShardBlocks) -> None:
+        """Nothing carries the shard's bit any more, as far as look-ups go."""
+        self._bits.retire(shard.bit)
+        if not shard.num_stored and not shard.placed:
+            self._bits.free(shard.bit)
+            return
+        self._runs.retire(shard.bit)
+        self._sweep(max(self._portions.sweep_runs, int(self._runs.num_runs_ever * self._portions.sweep_share)))
+
+    def _sweep(self, max_runs: int) -> None:
+        self._bits.free(self._runs.sweep(max_runs))
+
+    # -- placed blocks --------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            shard = heapq.heappop(self._expiries)[2]
+            shard.awaits_expiry = False
+            due = [item[0] for item in itertools.takewhile(lambda item: item[1] <= now, shard.placed.items())]
+            self._drop_placed(shard, due)
+            if shard.placed:
+                self._await_expiry(shard, next(iter(shard.placed.values())))
+
+    def _await_expiry(self, shard: _ShardBlocks, expires_at: float) -> None:
+        if not shard.awaits_expiry:
+            shard.awaits_expiry = True
+            heapq.heappush(self._expiries, (expires_at, next(self._expiry_serials), shard))
+
+    def _drop_placed(self, shard: _ShardBlocks, block_hashes: Sequence[int]) -> None:
+        for block_hash in block_hashes:
+            del shard.placed[block_hash]
+        self._runs.discard(block_hashes, shard.bit)

@@ -1,0 +1,260 @@
+"""How choices and requests go on and end: release of held news, failover, cancellation, the one and only end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import (
+    FINISH_REASON_CONTENT_FILTER,
+    FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+    FinishReason,
+)
+from router.core.actions import RequestEnded
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.refusals import no_shard_ready
+from router.core.fleet.fleet import Fleet
+from router.core.frames import Finish, Start
+from router.core.hold import Hold
+from router.core.live import Choice, Client, LiveRequest
+from router.core.outbox import Outbox
+from router.core.relay.screening import Screening
+
+RETRYABLE_REASONS: Final = frozenset(
+    {
+        ErrorReason.ERROR_REASON_ENGINE_FAILED,
+        ErrorReason.ERROR_REASON_SHARD_LOST,
+        ErrorReason.ERROR_REASON_DRAINING,
+        ErrorReason.ERROR_REASON_QUEUE_FULL,
+        ErrorReason.ERROR_REASON_NO_SHARD_READY,
+    }
+)
+"""A shard's errors that another shard may not have."""
+
+MAX_MOVES: Final = 16
+"""Of one choice, beyond its attempts: a fleet that suspects or stops one shard after another must not have it computed
+for ever."""
+
+
+class Lifecycle:
+    """Live requests by name, clients by name."""
+
+    def __init__(
+        self, fleet: Fleet, dispatcher: Dispatcher, screening: Screening, outbox: Outbox, max_attempts: int
+    ) -> None:
+        self.requests: dict[str, LiveRequest] = {}
+        self.clients: dict[str, Client] = {}
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._screening = screening
+        self._outbox = outbox
+        self._max_attempts = max_attempts
+
+    def client(self, client_id: str) -> Client:
+        client = self.clients.get(client_id)
+        if client is None:
+            client = self.clients[client_id] = Client(client_id)
+        return client
+
+    def add(self, live: LiveRequest, client: Client) -> None:
+        self.requests[live.request.request_id] = live
+        for choice in live.choices:
+            client.choices[choice.client_slot] = choice
+
+    def drop_idle_clients(self, clients: Iterable[Client]) -> None:
+        """Clients are remembered only while they have live choices."""
+        for client in clients:
+            if not client.choices:
+                self.clients.pop(client.client_id, None)
+
+    def end_flows(self) -> None:
+        """What the safety service says, or its coming and going, may concern any choice."""
+        for shard in self._fleet.shards.values():
+            shard.flows.end()
+
+    # -- news goes on ---------------------------------------------------------------------------------------------
+
+    def start(self, choice: Choice, start: Start, now: float) -> None:
+        """A shard has produced the choice's first token. The client hears of the first attempt's only."""
+        if choice.num_cached_tokens is not None:
+            return
+        live = choice.request
+        num_cached_tokens = max(0, start.num_cached_tokens - live.num_prepared_tokens)
+        choice.num_cached_tokens = min(num_cached_tokens, len(live.request.prompt_token_ids))
+        if choice is live.choices[0]:
+            live.num_cached_tokens = choice.num_cached_tokens
+        news = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
+        if choice.hold is not None:
+            choice.hold.start = news
+        else:
+            self._send_start(choice, news, now)
+
+    def settle(self, choice: Choice, now: float) -> None:
+        """Send what may be shown of what is held; end the choice if that was all of it."""
+        hold = choice.hold
+        if hold is None or choice.request.prompt_verdict_open:
+            return
+        clear = hold.take_clear()
+        all_clear = not hold.entries and hold.num_clear_chars is None
+        if clear is not None or all_clear:
+            self.release_start(choice, hold, now)
+        if clear is not None:
+            self._outbox.add_tokens(choice, *clear)
+        if all_clear:
+            choice.hold = None
+            if hold.finish is not None:
+                self._end(choice, hold.finish, now)
+
+    def release_start(self, choice: Choice, hold: Hold, now: float) -> None:
+        """Text that may be shown lies behind it."""
+        if hold.start is not None:
+            self._send_start(choice, hold.start, now)
+            hold.start = None
+
+    def finish(self, choice: Choice, finish: Finish, now: float) -> None:
+        """No shard will say more about it. What is held is sent first, the finish behind it."""
+        hold = choice.hold
+        if hold is None:
+            self._end(choice, finish, now)
+            return
+        hold.finish = finish
+        if choice.screening_slot is None and hold.num_clear_chars == choice.num_chars:
+            hold.num_clear_chars = None
+        self._screening.close(choice)
+        self.settle(choice, now)
+
+    def halt(self, choice: Choice, num_clear_chars: int, error: KvloomError, now: float) -> None:
+        """The safety service stops an answer: nothing behind `num_clear_chars` may be shown."""
+        self._leave_shard(choice)
+        self._screening.forget(choice)
+        finish = Finish(choice.client_slot, FINISH_REASON_CONTENT_FILTER, error=error)
+        hold = choice.hold
+        if hold is None:
+            self._end(choice, finish, now)
+            return
+        self._forget_tokens(choice, hold.cut(num_clear_chars))
+        hold.finish = finish
+        self.settle(choice, now)
+
+    def stop_screening(self, live: LiveRequest, now: float) -> None:
+        """Show everything: no verdict is waited for any more."""
+        live.prompt_verdict_open = False
+        for choice in live.choices:
+            if choice.shard_id:
+                self._fleet.shards[choice.shard_id].flows.leave(choice.shard_slot)
+            choice.is_screened = False
+            self._screening.forget(choice)
+            choice.screening_slot = None
+            if choice.hold is not None:
+                choice.hold.num_clear_chars = None
+            self.settle(choice, now)
+
+    def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
+        """A shard failed it: it waits to go on elsewhere, behind the tokens it has. `choice` runs nowhere now."""
+        live = choice.request
+        if error.reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
+            choice.num_moves += 1  # a shard that stops is no failed attempt
+        if choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens:
+            self.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)
+        elif choice.num_attempts - choice.num_moves >= self._max_attempts:
+            self.end(choice, FINISH_REASON_ERROR, error, now)
+        else:
+            live.avoid_shard_id = shard_id
+            live.failure = error
+            live.pending.append(choice)
+            self._dispatcher.queue.check_hopeless = True
+            if not live.is_queued:
+                self._dispatcher.queue.wait_for_any(live)
+
+    def give_up(self, live: LiveRequest, now: float) -> None:
+        """End what of it waits for a shard that does not exist."""
+        error = live.failure or no_shard_ready(live.request.model, live.request.request_id)
+        for choice in list(live.pending):
+            self.end(choice, FINISH_REASON_ERROR, error, now)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def end(self, choice: Choice, reason: FinishReason.ValueType, error: KvloomError | None, now: float) -> None:
+        """End it now, wherever it is; what is held is dropped."""
+        self._leave_shard(choice)
+        if choice.hold is not None:
+            self._forget_tokens(choice, choice.hold.num_tokens)
+            choice.hold = None
+        self._end(choice, Finish(choice.client_slot, reason, error=error), now)
+
+    def end_request(
+        self, live: LiveRequest, reason: FinishReason.ValueType, error: KvloomError | None, now: float
+    ) -> None:
+        for choice in live.choices:
+            if not choice.is_done:
+                self.end(choice, reason, error, now)
+
+    def _leave_shard(self, choice: Choice) -> None:
+        """Cancel it where it runs, or take it out of what waits. Its slot stays in use until the shard has ended it."""
+        live = choice.request
+        if choice.shard_id:
+            shard = self._fleet.shards[choice.shard_id]
+            shard.flows.leave(choice.shard_slot)
+            self._outbox.cancel(choice)
+            shard.detach(choice)
+        elif choice in live.pending:
+            live.pending.remove(choice)
+            if live.is_queued and not live.pending:
+                self._dispatcher.queue.leave(live)
+
+    def _forget_tokens(self, choice: Choice, count: int) -> None:
+        """Held tokens that nobody will get: they are not output."""
+        if count:
+            del choice.output_token_ids[-count:]
+
+    def _send_start(self, choice: Choice, start: Start, now: float) -> None:
+        if choice.request.first_sent_at is None:
+            choice.request.first_sent_at = now
+        self._outbox.step(choice.client).starts.append(start)
+
+    def _end(self, choice: Choice, finish: Finish, now: float) -> None:
+        assert not choice.is_done
+        choice.is_done = True
+        self._screening.forget(choice)
+        live = choice.request
+        finish.num_prompt_tokens = len(live.request.prompt_token_ids)
+        finish.num_cached_tokens = choice.num_cached_tokens or 0
+        finish.num_output_tokens = len(choice.output_token_ids)
+        del choice.client.choices[choice.client_slot]
+        self._outbox.step(choice.client).finishes.append(finish)
+        live.num_output_tokens += len(choice.output_token_ids) - choice.num_given_tokens
+        live.note_end(finish.reason, finish.error)
+        live.num_open_choices -= 1
+        if not live.num_open_choices:
+            del self.requests[live.request.request_id]
+            self._outbox.add(request_ended(live, now))
+            # Request and choices point at each other: without this they would stay until the garbage collector comes.
+            live.choices = []
+
+
+def request_ended(live: LiveRequest, now: float) -> RequestEnded:
+    """The record of a request's end, from what was noted while it lived."""
+    request = live.request
+    reason, error = live.ended_with
+    dispatched_at = now if live.first_dispatched_at is None else live.first_dispatched_at
+    return RequestEnded(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        model=request.model,
+        shard_id=live.last_shard_id,
+        num_attempts=live.num_attempts,
+        reason=reason,
+        error_reason=error.reason if error is not None else 0,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=live.num_cached_tokens,
+        num_output_tokens=live.num_output_tokens,
+        queue_time_seconds=dispatched_at - live.arrived_at,
+        ttft_seconds=None if live.first_sent_at is None else live.first_sent_at - live.arrived_at,
+        e2e_latency_seconds=now - live.arrived_at,
+        max_tokens=request.max_tokens,
+        num_choices=len(live.choices),
+        client_id=request.client_id,
+    )

@@ -1,0 +1,271 @@
+"""The hot path: one engine step's news, from a shard's slots to the clients' slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.core.actions import Action, SendStep
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.refusals import safety_unavailable
+from router.core.events import TextFilter
+from router.core.fleet.fleet import Shard
+from router.core.frames import Finish, Step
+from router.core.hold import Hold
+from router.core.live import Choice, Client
+from router.core.load.load_ledger import LoadLedger
+from router.core.outbox import Outbox
+from router.core.relay.lifecycle import RETRYABLE_REASONS, Lifecycle
+from router.core.relay.screening import Screening
+
+_NONE: Final = ()
+
+
+class Relay:
+    """Per token: a look-up, if it flows; else a few list appends. No object is made unless the token must be held."""
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        dispatcher: Dispatcher,
+        ledger: LoadLedger,
+        screening: Screening,
+        outbox: Outbox,
+        *,
+        safety_required: bool,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._dispatcher = dispatcher
+        self._ledger = ledger
+        self._screening = screening
+        self._outbox = outbox
+        self._safety_required = safety_required
+
+    def on_step(self, shard: Shard, step: Step, now: float) -> None:
+        """News of slots that are not in use, or were cancelled, is dropped."""
+        self.note_pace(shard, step, now)
+        if step.starts:
+            started = [
+                (attempt.key, start.queue_time_seconds)
+                for start in step.starts
+                if (attempt := shard.attempts.get(start.slot)) is not None
+            ]
+            self._ledger.note_starts(shard.shard_id, started, now)
+            shard.ramp_up(len(started))
+            self._dispatcher.queue.stir(shard.shard_id)
+        for start in step.starts:
+            choice = shard.choices.get(start.slot)
+            if choice is not None:
+                self._lifecycle.start(choice, start, now)
+            elif (attempt := shard.attempts.get(start.slot)) is not None:
+                self._dispatcher.note_portion_start(attempt, start.num_cached_tokens)
+        if step.num_tokens or step.logprobs:
+            overfull = self._relay_ragged(shard, step, now)
+        else:
+            overfull = self._relay_singles(shard, step, now)
+        for choice in overfull:
+            self._on_overfull(choice, now)
+        for finish in step.finishes:
+            self._on_finish(shard, finish, now)
+
+    def note_pace(self, shard: Shard, step: Step, now: float) -> None:
+        """How fast the shard decodes."""
+        if shard.health is not None and step.slots and step.slots[0] in shard.attempts:
+            view = self._ledger.view(shard.shard_id)
+            is_prefilling = bool(view.queued or view.foreign_queued_tokens)
+            shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
+
+    def flow(self, shard: Shard, step: Step) -> list[Action] | None:
+        """A step of one token an entry, if all of them flow; the arrays are passed on as they are where all are one
+        client's. None: not all flow, and nothing was done."""
+        flows = shard.flows
+        try:
+            client_slots = list(map(flows.client_slots.__getitem__, step.slots))
+        except KeyError:
+            return None
+        if not len(client_slots) == len(step.token_ids) == len(step.deltas):
+            return None
+        if flows.cleared_by is not None and self._screening.clears_all(step.deltas) is not flows.cleared_by:
+            return None
+        flows.note(step.slots[:], step.token_ids, step.deltas)
+        client = flows.only_client
+        if client is None:
+            return _by_client(map(flows.clients.__getitem__, step.slots), client_slots, step)
+        return [SendStep(client.client_id, Step(client_slots, [], step.token_ids, step.deltas))]
+
+    def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
+        """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
+        cleared_by = self._screening.clears_all(step.deltas)
+        choices, flows = shard.choices, shard.flows
+        flowing, clients = flows.client_slots, flows.clients
+        flow_filter = None if flows.cleared_by is cleared_by else flows.cleared_by
+        noted_slots: list[int] = []
+        noted_ids: list[int] = []
+        noted_deltas: list[str] = []
+        flows.note(noted_slots, noted_ids, noted_deltas)
+        overfull: list[Choice] = []
+        for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
+            client_slot = flowing.get(slot)
+            if client_slot is not None and flow_filter is not None and delta and flow_filter.is_suspicious(delta):
+                flows.leave(slot)
+                client_slot = None
+            if client_slot is not None:
+                client = clients[slot]
+                noted_slots.append(slot)
+                noted_ids.append(token_id)
+                noted_deltas.append(delta)
+            else:
+                choice = choices.get(slot)
+                if choice is None or not self._goes_on(shard, choice, token_id, delta, cleared_by, overfull, now):
+                    continue
+                client, client_slot = choice.client, choice.client_slot
+            out = client.step or self._outbox.step(client)
+            out.slots.append(client_slot)
+            out.token_ids.append(token_id)
+            out.deltas.append(delta)
+        return overfull
+
+    def _goes_on(
+        self,
+        shard: Shard,
+        choice: Choice,
+        token_id: int,
+        delta: str,
+        cleared_by: TextFilter | None,
+        overfull: list[Choice],
+        now: float,
+    ) -> bool:
+        """Whether a token goes straight to the client. From its second token on a choice may flow."""
+        choice.output_token_ids.append(token_id)
+        num_chars = choice.num_chars
+        choice.num_chars = end = num_chars + len(delta)
+        hold = choice.hold
+        if hold is None:
+            if not choice.is_screened:
+                if num_chars:
+                    shard.flows.join(choice, None)
+            elif delta:
+                self._screening.send(choice, delta)
+            return True
+        if (
+            cleared_by is not None
+            and delta
+            and hold.num_clear_chars == num_chars
+            and not hold.entries
+            and choice.is_screened
+            and (choice.screening_slot is None or choice.prefilter is cleared_by)
+            and not choice.request.prompt_verdict_open
+        ):
+            # What nearly all tokens are, and what `_passes` would do: all of it clear, by this filter.
+            if hold.start is not None:
+                self._lifecycle.release_start(choice, hold, now)
+            else:
+                shard.flows.join(choice, cleared_by)
+            hold.num_clear_chars = end
+            hold.last_shown_char = choice.last_skipped_char = delta[-1]
+            choice.num_skipped_chars += end - num_chars
+            return True
+        if self._passes(choice, hold, delta, is_plain=cleared_by is not None):
+            return True
+        hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
+        hold.num_tokens += 1
+        if hold.num_tokens > choice.request.max_held_tokens:
+            overfull.append(choice)
+        elif hold.num_clear_chars == choice.num_chars:
+            self._lifecycle.settle(choice, now)
+        return False
+
+    def _passes(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
+        """Have new text screened, unless the prefilter clears it; whether it can go straight to the client."""
+        if choice.is_screened and delta and not self._screening.clear(choice, hold, delta, is_plain=is_plain):
+            self._screening.send(choice, delta)
+            return False
+        return (
+            not hold.entries
+            and hold.start is None
+            and hold.num_clear_chars == choice.num_chars
+            and not choice.request.prompt_verdict_open
+        )
+
+    def _relay_ragged(self, shard: Shard, step: Step, now: float) -> list[Choice]:
+        """Any number of tokens an entry, logprobs. Returns the choices that hold too many tokens."""
+        counts: Sequence[int] = step.num_tokens or [1] * len(step.slots)
+        logprobs: dict[int, list[object]] = {}
+        for slot, entry in step.logprobs:
+            logprobs.setdefault(slot, []).append(entry)
+        overfull: list[Choice] = []
+        shard.flows.end()
+        is_plain = self._screening.clears_all(step.deltas) is not None
+        position = 0
+        for slot, count, delta in zip(step.slots, counts, step.deltas, strict=True):
+            token_ids = step.token_ids[position : position + count]
+            position += count
+            choice = shard.choices.get(slot)
+            if choice is None:
+                continue
+            choice.output_token_ids.extend(token_ids)
+            choice.num_chars += len(delta)
+            hold = choice.hold
+            if hold is None and choice.is_screened and delta:
+                self._screening.send(choice, delta)
+            if hold is None or self._passes(choice, hold, delta, is_plain=is_plain):
+                self._outbox.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
+                continue
+            hold.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
+            hold.num_tokens += count
+            if hold.num_tokens > choice.request.max_held_tokens:
+                overfull.append(choice)
+            elif hold.num_clear_chars == choice.num_chars:
+                self._lifecycle.settle(choice, now)
+        return overfull
+
+    def _on_overfull(self, choice: Choice, now: float) -> None:
+        """The safety service is so slow that it counts as unavailable for this request."""
+        live = choice.request
+        if not live.num_open_choices:
+            return
+        if self._safety_required:
+            error = safety_unavailable(live.request.request_id)
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
+        else:
+            self._lifecycle.stop_screening(live, now)
+
+    def _on_finish(self, shard: Shard, finish: Finish, now: float) -> None:
+        choice = shard.choices.get(finish.slot)
+        if choice is not None:
+            shard.detach(choice)
+        is_known = self._dispatcher.end_slot(shard, finish.slot, now)
+        if shard.health is not None and is_known:
+            is_failure = finish.reason == FINISH_REASON_ERROR and (
+                finish.error is None or finish.error.reason == ErrorReason.ERROR_REASON_ENGINE_FAILED
+            )
+            is_good = finish.reason in (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
+            shard.health.note_end(finish.slot, now, is_good=is_good, is_failure=is_failure)
+        if choice is None:
+            return
+        error = finish.error
+        if finish.reason == FINISH_REASON_ERROR:
+            error = error or KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed.")
+            if error.reason in RETRYABLE_REASONS:
+                self._lifecycle.retry(choice, error, shard.shard_id, now)
+                return
+        if choice.num_cached_tokens is None:
+            choice.num_cached_tokens = max(0, finish.num_cached_tokens - choice.request.num_prepared_tokens)
+        news = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
+        self._lifecycle.finish(choice, news, now)
+
+
+def _by_client(clients: Iterable[Client], client_slots: Sequence[int], step: Step) -> list[Action]:
+    """A step for each; `clients`: of each entry."""
+    own_steps: dict[Client, Step] = {}
+    for client, slot, token_id, delta in zip(clients, client_slots, step.token_ids, step.deltas, strict=True):
+        own = own_steps.get(client)
+        if own is None:
+            own = own_steps[client] = Step()
+        own.slots.append(slot)
+        own.token_ids.append(token_id)
+        own.deltas.append(delta)
+    return [SendStep(client.client_id, own) for client, own in own_steps.items()]

@@ -1,0 +1,175 @@
+"""The stream to the safety service: open prompt checks, open screenings of answers, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from router.core.actions import CheckPrompt
+from router.core.events import TextFilter
+from router.core.fleet.slot_pool import SlotPool
+from router.core.hold import Hold
+from router.core.live import Choice, LiveRequest
+from router.core.outbox import Outbox
+
+_SEPARATOR: Final = "\0"
+
+
+class Screening:
+    """What it was asked and has not answered. Decides nothing: verdicts are `lifecycle`'s business."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.is_up = False
+        self.screens_prompts = False
+        self.screens_answers = False
+        self._prefilter: TextFilter | None = None
+        self._prompt_filter: TextFilter | None = None
+        self._checks: dict[int, LiveRequest] = {}
+        self._check_ids = SlotPool()
+        self._answers: dict[int, Choice | None] = {}
+        """By screening slot; None: the choice has ended and the slot waits to be closed."""
+        self._slots = SlotPool()
+        self._closing: set[int] = set()
+
+    def set_up(
+        self,
+        *,
+        screens_prompts: bool,
+        screens_answers: bool,
+        prefilter: TextFilter | None = None,
+        prompt_filter: TextFilter | None = None,
+    ) -> None:
+        self.is_up = True
+        self.screens_prompts = screens_prompts
+        self.screens_answers = screens_answers
+        self._prefilter = prefilter
+        self._prompt_filter = prompt_filter
+
+    def reset(self, *, keeps_prefilter: bool) -> None:
+        """The stream broke: nothing that was asked over it will be answered. The prefilter may go on clearing what it
+        is sure of, until there is another stream."""
+        self.is_up = False
+        if not keeps_prefilter or not self.screens_answers:
+            self._prefilter = None
+        for choice in self._answers.values():
+            if choice is not None:
+                choice.screening_slot = None
+        self._checks.clear()
+        self._check_ids = SlotPool()
+        self._answers.clear()
+        self._slots = SlotPool()
+        self._closing.clear()
+
+    def must_check(self, live: LiveRequest) -> bool:
+        """Whether the service might refuse its prompt."""
+        if not self.screens_prompts:
+            return False
+        prompt_filter = self._prompt_filter
+        return prompt_filter is None or prompt_filter.is_suspicious(live.request.prompt_text)
+
+    def check_prompt(self, live: LiveRequest) -> None:
+        live.check_id = self._check_ids.allocate()
+        live.prompt_verdict_open = True
+        self._checks[live.check_id] = live
+        self._outbox.add(CheckPrompt(live.check_id, live.request.prompt_text, live.request.tenant))
+
+    def take_check(self, check_id: int) -> LiveRequest | None:
+        """The request that a verdict is for; None for one that nobody asked for."""
+        live = self._checks.pop(check_id, None)
+        if live is not None:
+            self._check_ids.free(check_id)
+        return live
+
+    def clears_all(self, deltas: Sequence[str]) -> TextFilter | None:
+        """The prefilter, if it finds nothing in any of them, looking once."""
+        prefilter = self._prefilter
+        if prefilter is None or not self.screens_answers or prefilter.is_suspicious(_SEPARATOR.join(deltas)):
+            return None
+        return prefilter
+
+    def clear(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
+        """Clear a gated answer's newest text (`choice.num_chars` counts it) without asking, if all before it is clear
+        and the prefilter, which said `is_plain` of the whole step, finds nothing in it."""
+        prefilter = self._prefilter
+        if prefilter is None or hold.num_clear_chars != choice.num_chars - len(delta):
+            return False
+        if choice.screening_slot is not None and choice.prefilter is not prefilter:
+            return False  # it is screened by an earlier policy
+        if not is_plain and prefilter.is_suspicious(delta):
+            return False
+        hold.num_clear_chars = choice.num_chars
+        hold.last_shown_char = delta[-1]
+        choice.num_skipped_chars += len(delta)
+        choice.last_skipped_char = delta[-1]
+        return True
+
+    def send(self, choice: Choice, delta: str) -> None:
+        """Have text screened; the first text opens the slot. The service hears how much it was not shown before. While
+        it is away nothing is sent: what is held goes to its successor (`send_again`)."""
+        if not self.is_up:
+            return
+        slot = choice.screening_slot
+        if slot is None:
+            slot = choice.screening_slot = self._slots.allocate()
+            choice.prefilter = self._prefilter
+            self._answers[slot] = choice
+        if choice.num_skipped_chars:
+            self._outbox.screen_skips.append((slot, choice.num_skipped_chars, choice.last_skipped_char))
+            choice.num_skipped_chars = 0
+        self._outbox.screen_slots.append(slot)
+        self._outbox.screen_deltas.append(delta)
+
+    def begin_again(self, choice: Choice, hold: Hold) -> None:
+        """The stream that screened it has broken: for another one it is new, all that is clear being skipped."""
+        choice.screening_slot = None
+        choice.num_skipped_chars = hold.num_clear_chars or 0
+        choice.last_skipped_char, _ = hold.unclear()
+
+    def send_again(self, choice: Choice, hold: Hold) -> None:
+        """Over a new stream, everything that is held and not clear."""
+        _, text = hold.unclear()
+        if text:
+            self.send(choice, text)
+            if hold.finish is not None:
+                self.close(choice)
+        elif hold.finish is not None:
+            hold.num_clear_chars = None
+
+    def choice(self, slot: int) -> Choice | None:
+        return self._answers.get(slot)
+
+    def close(self, choice: Choice) -> None:
+        """No more text will come. Repeatable."""
+        slot = choice.screening_slot
+        if slot is not None and slot in self._answers and slot not in self._closing:
+            self._closing.add(slot)
+            self._outbox.close_slots.append(slot)
+
+    def forget(self, choice: Choice) -> None:
+        """The choice has ended: its slot is closed, verdicts on it change nothing."""
+        self.close(choice)
+        if choice.screening_slot is not None and choice.screening_slot in self._answers:
+            self._answers[choice.screening_slot] = None
+
+    def take_closed(self, slot: int) -> Choice | None:
+        """The service has screened a slot to its end: the slot is free. The choice, if it still waits for that."""
+        if slot not in self._closing:
+            return None
+        self._closing.remove(slot)
+        self._slots.free(slot)
+        return self._answers.pop(slot)
+
+    @property
+    def num_open(self) -> int:
+        """Checks and screenings without a verdict."""
+        return len(self._checks) + len(self._answers)
+
+    def check_integrity(self) -> None:
+        """Assert that every lent number has its use."""
+        assert self._check_ids.num_allocated == len(self._checks)
+        assert self._slots.num_allocated == len(self._answers)
+        assert self._closing <= self._answers.keys()
+        for slot, choice in self._answers.items():
+            assert choice is None or (choice.screening_slot == slot and not choice.is_done)
+            assert choice is not None or slot in self._closing

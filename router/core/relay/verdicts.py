@@ -1,0 +1,177 @@
+"""What the safety service says, and what its silence means."""
+
+from __future__ import annotations
+
+import math
+
+from kvloom.errors import KvloomError, protocol_violation
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
+from router.core.core_config import CoreConfig
+from router.core.dispatch.refusals import safety_unavailable
+from router.core.events import AnswersScreened, PromptVerdict
+from router.core.hold import Hold
+from router.core.live import Choice, LiveRequest
+from router.core.relay.lifecycle import Lifecycle
+from router.core.relay.screening import Screening
+
+DEFAULT_MESSAGE = "The safety policy does not allow this content."
+
+
+class Verdicts:
+    def __init__(self, lifecycle: Lifecycle, screening: Screening, config: CoreConfig) -> None:
+        answer_mode = config.answer_mode
+        if answer_mode not in ("gate", "async", "off"):
+            raise ValueError(f"unknown answer_mode {answer_mode!r}; there are: gate, async, off")
+        self._lifecycle = lifecycle
+        self._screening = screening
+        self._answer_mode = answer_mode
+        self._patience_seconds = config.safety_patience_seconds
+        self._safety_required = config.safety_required
+        self._waits_until: float | None = None
+        """The service was there and has gone: until then everything is held. None: it is there, or never was, or has
+        been away for too long."""
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether new requests can be served under the policy."""
+        return self._screening.is_up or self._waits_until is not None or not self._safety_required
+
+    def begin(self, live: LiveRequest) -> None:
+        """Have the prompt checked, and arrange for the answers to be screened."""
+        screening = self._screening
+        if self._waits_until is not None:
+            self._begin_waiting(live)
+            return
+        if not screening.is_up:
+            return
+        if screening.must_check(live):
+            screening.check_prompt(live)
+        is_screened = screening.screens_answers and self._answer_mode != "off"
+        is_gated = is_screened and self._answer_mode == "gate"
+        for choice in live.choices:
+            choice.is_screened = is_screened
+            if is_gated or live.prompt_verdict_open:
+                choice.hold = Hold(0 if is_gated else None)
+
+    def on_prompt(self, verdict: PromptVerdict, now: float) -> None:
+        live = self._screening.take_check(verdict.check_id)
+        if live is None or not live.num_open_choices or not live.prompt_verdict_open:
+            return
+        if verdict.allowed:
+            live.prompt_verdict_open = False
+            for choice in live.choices:
+                self._lifecycle.settle(choice, now)
+            return
+        error = _content_filtered(verdict.message)
+        self._lifecycle.end_request(live, FINISH_REASON_CONTENT_FILTER, error, now)
+
+    def on_answers(self, answers: AnswersScreened, now: float) -> None:
+        """Halts come first: what they forbid must not slip out with what the same frame clears."""
+        if len(answers.slots) != len(answers.num_clear_chars):
+            raise protocol_violation("A screening frame's arrays do not fit together.")
+        self._lifecycle.end_flows()
+        screening, settle = self._screening, self._lifecycle.settle
+        for halt in answers.halts:
+            choice = screening.choice(halt.slot)
+            if choice is not None:
+                self._lifecycle.halt(choice, halt.num_clear_chars, _content_filtered(halt.message), now)
+        for slot in answers.closed_slots:
+            choice = screening.take_closed(slot)
+            if choice is not None and choice.hold is not None:
+                choice.hold.num_clear_chars = None
+                settle(choice, now)
+        for slot, num_clear_chars in zip(answers.slots, answers.num_clear_chars, strict=True):
+            choice = screening.choice(slot)
+            if choice is None or choice.hold is None:
+                continue
+            clear = choice.hold.num_clear_chars
+            if clear is not None and num_clear_chars > clear:
+                choice.hold.num_clear_chars = num_clear_chars
+                settle(choice, now)
+
+    # -- without it -----------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float:
+        """When `expire` has to be called; infinity: not as things are."""
+        return math.inf if self._waits_until is None else self._waits_until
+
+    def on_down(self, now: float) -> None:
+        """No verdict will come over this stream. What waits for one, or would need one later, is held until there is
+        another stream; what cannot be held ends or goes on unscreened."""
+        self._lifecycle.end_flows()
+        screening = self._screening
+        if screening.is_up and self._patience_seconds > 0:
+            self._waits_until = now + self._patience_seconds
+        is_waiting = self._waits_until is not None
+        screening.reset(keeps_prefilter=is_waiting)
+        for live in list(self._lifecycle.requests.values()):
+            if self._needs_verdict(live) and not (is_waiting and self._hold_back(live)):
+                self._give_up(live, now)
+
+    def on_up(self, now: float) -> None:
+        """There is a stream again, after `Screening.set_up`: what was held is looked at anew."""
+        self._lifecycle.end_flows()
+        if self._waits_until is None:
+            return
+        self._waits_until = None
+        for live in list(self._lifecycle.requests.values()):
+            if live.prompt_verdict_open:
+                self._screening.check_prompt(live)
+            for choice in live.choices:
+                hold = choice.hold
+                if choice.is_done or hold is None:
+                    continue
+                if choice.is_screened and hold.num_clear_chars is not None:
+                    self._screening.send_again(choice, hold)
+                self._lifecycle.settle(choice, now)
+
+    def expire(self, now: float) -> None:
+        """Wait no longer, if the time has come."""
+        if self._waits_until is None or now < self._waits_until:
+            return
+        self._waits_until = None
+        self._lifecycle.end_flows()
+        self._screening.reset(keeps_prefilter=False)
+        for live in list(self._lifecycle.requests.values()):
+            if self._needs_verdict(live):
+                self._give_up(live, now)
+
+    def _begin_waiting(self, live: LiveRequest) -> None:
+        """Whatever the policy will say: nothing of it is shown before."""
+        live.prompt_verdict_open = True
+        for choice in live.choices:
+            choice.is_screened = self._answer_mode != "off"
+            choice.hold = Hold(0 if choice.is_screened else None)
+
+    def _needs_verdict(self, live: LiveRequest) -> bool:
+        return live.prompt_verdict_open or any(map(_is_being_screened, live.choices))
+
+    def _hold_back(self, live: LiveRequest) -> bool:
+        """Whether everything of it that is not clear is held, so that it can be screened later."""
+        for choice in live.choices:
+            if not _is_being_screened(choice):
+                continue
+            hold = choice.hold
+            if hold is None:
+                return False  # it is shown as it comes, and what was not judged is not kept
+            if hold.num_clear_chars is None and live.prompt_verdict_open:
+                hold.num_clear_chars = 0  # nothing of it was shown
+            if hold.num_clear_chars is not None:
+                self._screening.begin_again(choice, hold)
+        return True
+
+    def _give_up(self, live: LiveRequest, now: float) -> None:
+        if self._safety_required:
+            error = safety_unavailable(live.request.request_id)
+            self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
+        else:
+            self._lifecycle.stop_screening(live, now)
+
+
+def _is_being_screened(choice: Choice) -> bool:
+    return choice.is_screened and not choice.is_done
+
+
+def _content_filtered(message: str) -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_CONTENT_FILTERED, message or DEFAULT_MESSAGE)

@@ -1,0 +1,121 @@
+"""What shards say: what their caches hold, how much they have to do, their steps' tokens, starts and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvloom.errors import protocol_violation
+from router.core import events as ev
+from router.core.actions import WantKvSnapshot
+from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.fleet.fleet import Fleet
+from router.core.health.health_watch import HealthWatch
+from router.core.load.load_ledger import LoadLedger
+from router.core.outbox import Outbox
+from router.core.prefix_index.prefix_index import PrefixIndex
+from router.core.relay.relay import Relay
+
+
+def check_step(event: ev.StepArrived | ev.QuietFrame) -> None:
+    """Raises KvloomError (PROTOCOL_VIOLATION) for arrays that do not fit together."""
+    step = event.step
+    num_entries = len(step.slots)
+    num_tokens = sum(step.num_tokens) if step.num_tokens else num_entries
+    fits = len(step.deltas) == num_entries and len(step.token_ids) == num_tokens
+    if not fits or (step.num_tokens and len(step.num_tokens) != num_entries):
+        raise protocol_violation("A step frame's arrays do not fit together.")
+
+
+def check_frame(event: ev.FrameArrived) -> None:
+    """Raises KvloomError (PROTOCOL_VIOLATION)."""
+    for part in event.parts:
+        if type(part) is ev.StepArrived:
+            check_step(part)
+
+
+class ShardNews:
+    """Handles the events of shards that are up; those of others are dropped."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: LoadLedger,
+        dispatcher: Dispatcher,
+        relay: Relay,
+        health: HealthWatch,
+        outbox: Outbox,
+        *,
+        serve_queue: Callable[[float], None],
+        note_fleet_change: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._ledger = ledger
+        self._queue = dispatcher.queue
+        self._relay = relay
+        self._health = health
+        self._outbox = outbox
+        self._serve_queue = serve_queue
+        self._note_fleet_change = note_fleet_change
+        parts: dict[type, Callable[[Any, float], None]] = {
+            ev.StepArrived: self._on_step,
+            ev.KvEventsArrived: self._on_kv_events,
+            ev.KvSnapshotArrived: self._on_kv_snapshot,
+            ev.LoadReported: self._on_load,
+        }
+        self._parts = parts
+        self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.QuietFrame: self._on_quiet_frame}
+
+    def take_in(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
+        """What a frame says besides its step."""
+        self._parts[type(part)](part, now)
+
+    def _on_frame(self, event: ev.FrameArrived, now: float) -> None:
+        """As if its parts came one after another, at one time; what has to be done behind any event is done once."""
+        is_first = True
+        for part in event.parts:
+            if not is_first:
+                self._serve_queue(now)
+            is_first = False
+            self._parts[type(part)](part, now)
+
+    def _on_quiet_frame(self, event: ev.QuietFrame, now: float) -> None:
+        """There was something to look at after all."""
+        step = ev.StepArrived(event.shard_id, event.step)
+        self._on_frame(ev.FrameArrived(event.shard_id, [*event.read_rest(), step]), now)
+
+    def _on_step(self, event: ev.StepArrived, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is not None:
+            self._relay.on_step(shard, event.step, now)
+            if event.step.finishes:
+                self._health.on_ends(shard, now)
+
+    def _on_kv_events(self, event: ev.KvEventsArrived, now: float) -> None:
+        if event.shard_id in self._fleet.shards and self._index.apply_events(
+            event.shard_id, event.number, event.changes, now
+        ):
+            self._outbox.add(WantKvSnapshot(event.shard_id))
+
+    def _on_kv_snapshot(self, event: ev.KvSnapshotArrived, _now: float) -> None:
+        if event.shard_id in self._fleet.shards and self._index.apply_snapshot(
+            event.shard_id, event.number, event.block_hashes
+        ):
+            self._outbox.add(WantKvSnapshot(event.shard_id))
+
+    def _on_load(self, event: ev.LoadReported, now: float) -> None:
+        shard = self._fleet.shards.get(event.shard_id)
+        if shard is None:
+            return
+        self._ledger.report(event.shard_id, event.load)
+        self._queue.stir(event.shard_id)
+        if shard.is_draining != event.load.draining:
+            shard.is_draining = event.load.draining
+            if shard.is_draining:
+                self._queue.dissolve_line(shard)
+            self._note_fleet_change()
+        if shard.health is not None:
+            shard.health.note_load(event.load)
+        self._health.on_load(shard, hands_over=event.load.hand_over and event.load.draining, now=now)

@@ -1,0 +1,294 @@
+"""The one owner of the router core: events in from every link, actions out to them, in one order.
+
+Everything here runs on the event loop and nothing awaits, so that an event and its consequences are one step: a
+frame of a shard has reached the buffers of all its clients before anything else happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import structlog
+
+from kvloom.errors import KvloomError
+from router.core.actions import (
+    Action,
+    CancelOnShard,
+    CheckPrompt,
+    FleetChanged,
+    PlacementDecided,
+    RequestEnded,
+    RequestsMoved,
+    ScreenAnswers,
+    SendStep,
+    ShardHealthChanged,
+    SubmitAttempt,
+    WantKvSnapshot,
+)
+from router.core.events import Event, RequestArrived, Tick
+from router.core.frames import Step
+from router.usage_records import Credit
+
+log = structlog.get_logger()
+
+MIN_TICK_SECONDS: Final = 0.001
+"""Timers may fire a millisecond early: without a pause, ticks would then spin until the deadline has come."""
+
+
+class Core(Protocol):
+    """What the shell needs of `router.core.core.RouterCore`."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+    def has_request(self, request_id: str) -> bool: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    @property
+    def deadlines_stand(self) -> bool:
+        """The last event did not change it."""
+        ...
+
+    @property
+    def fleet(self) -> FleetChanged: ...
+
+
+class ClientPeer(Protocol):
+    """Where a client's news goes. Never blocks, never raises."""
+
+    def send_step(self, step: Step) -> None: ...
+
+    def send_fleet(self, fleet: FleetChanged) -> None: ...
+
+
+class ShardPeer(Protocol):
+    """Where a shard's work goes. Never blocks, never raises."""
+
+    def submit(self, attempt: SubmitAttempt) -> None: ...
+
+    def cancel(self, cancel: CancelOnShard) -> None: ...
+
+    def want_kv_snapshot(self) -> None: ...
+
+
+class SafetyPeer(Protocol):
+    """Where text to be screened goes. Never blocks, never raises."""
+
+    def check_prompt(self, check: CheckPrompt) -> None: ...
+
+    def screen_answers(self, answers: ScreenAnswers) -> None: ...
+
+
+class Observer(Protocol):
+    """Hears what is worth counting."""
+
+    def placement_decided(self, decision: PlacementDecided) -> None:
+        """Of a sample of the requests. Comes before the end, if that comes at all."""
+        ...
+
+    def request_ended(self, ended: RequestEnded) -> None: ...
+
+    def request_refused(self, error: KvloomError) -> None:
+        """It was not fit to be handed to the core."""
+        ...
+
+    def tokens_credited(self, credit: Credit) -> None:
+        """They were metered, and lost on their way to the client."""
+        ...
+
+    def fleet_changed(self) -> None:
+        """Shards, the safety service or draining: what health depends on."""
+        ...
+
+    def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
+
+    def requests_moved(self, moved: RequestsMoved) -> None: ...
+
+
+class Dispatcher:
+    """Feeds the core and carries out what it wants.
+
+    A peer is added before the event that announces it and removed before the event that says it has gone, so an
+    action for a peer that is not here is always about to be corrected by an event: it is dropped.
+    """
+
+    def __init__(self, core: Core, observer: Observer) -> None:
+        self.core = core
+        self._observer = observer
+        self._loop = asyncio.get_running_loop()
+        self._clients: dict[str, ClientPeer] = {}
+        self._shards: dict[str, ShardPeer] = {}
+        self._safety: SafetyPeer | None = None
+        self._pending: deque[Event] = deque()
+        self._dispatching = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._num_live_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        carry_out: dict[type, Callable[[Any], None]] = {
+            SendStep: self._send_step,
+            SubmitAttempt: self._submit,
+            CancelOnShard: self._cancel,
+            WantKvSnapshot: self._want_kv_snapshot,
+            CheckPrompt: self._check_prompt,
+            ScreenAnswers: self._screen_answers,
+            RequestEnded: self._note_end,
+            FleetChanged: self._tell_fleet,
+            PlacementDecided: observer.placement_decided,
+            ShardHealthChanged: observer.shard_health_changed,
+            RequestsMoved: observer.requests_moved,
+        }
+        self._carry_out = carry_out
+
+    def now(self) -> float:
+        """Monotonic seconds, as the core counts them."""
+        return self._loop.time()
+
+    def add_client(self, client_id: str, peer: ClientPeer) -> None:
+        """Raises ValueError when the id is taken."""
+        if client_id in self._clients:
+            raise ValueError(f"client id {client_id} is in use")
+        self._clients[client_id] = peer
+
+    def remove_client(self, client_id: str) -> None:
+        self._clients.pop(client_id, None)
+
+    def add_shard(self, shard_id: str, peer: ShardPeer) -> None:
+        self._shards[shard_id] = peer
+
+    def remove_shard(self, shard_id: str) -> None:
+        self._shards.pop(shard_id, None)
+
+    def set_safety(self, peer: SafetyPeer | None) -> None:
+        self._safety = peer
+        self._observer.fleet_changed()
+
+    @property
+    def has_safety(self) -> bool:
+        return self._safety is not None
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._clients)
+
+    def dispatch(self, event: Event) -> None:
+        """Handle an event and everything that it leads to.
+
+        A call from within (a peer that reacts to an action) is queued behind the event at hand. Raises what the core
+        raised: the caller owns the peer that the event came from, and breaks with it.
+        """
+        if type(event) is RequestArrived:
+            self._num_live_requests += 1
+            self._idle.clear()
+        if self._dispatching:
+            self._pending.append(event)
+            return
+        self._dispatching = True
+        carry_out, pending = self._carry_out, self._pending
+        next_event: Event | None = event
+        deadlines_stand = True
+        fault: Exception | None = None
+        try:
+            while next_event is not None:
+                try:
+                    for action in self.core.handle(next_event, self._loop.time()):
+                        carry_out[type(action)](action)
+                except Exception as error:  # the events behind it belong to other peers: they are handled first
+                    fault = fault or error
+                deadlines_stand = deadlines_stand and self.core.deadlines_stand
+                next_event = pending.popleft() if pending else None
+        finally:
+            self._dispatching = False
+            if not deadlines_stand:
+                self._arm_timer()
+        if fault is not None:
+            raise fault
+
+    @property
+    def num_live_requests(self) -> int:
+        """Arrived and not ended."""
+        return self._num_live_requests
+
+    async def wait_idle(self) -> None:
+        """Until no request is under way."""
+        await self._idle.wait()
+
+    def refused(self, error: KvloomError) -> None:
+        """A link turned a request down by itself."""
+        self._observer.request_refused(error)
+
+    def credited(self, credit: Credit) -> None:
+        """A link has heard that its client did not get all that was metered."""
+        self._observer.tokens_credited(credit)
+
+    def close(self) -> None:
+        """No more ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _send_step(self, action: SendStep) -> None:
+        client = self._clients.get(action.client_id)
+        if client is not None:
+            client.send_step(action.step)
+
+    def _submit(self, action: SubmitAttempt) -> None:
+        shard = self._shards.get(action.shard_id)
+        if shard is not None:
+            shard.submit(action)
+
+    def _cancel(self, action: CancelOnShard) -> None:
+        shard = self._shards.get(action.shard_id)
+        if shard is not None:
+            shard.cancel(action)
+
+    def _want_kv_snapshot(self, action: WantKvSnapshot) -> None:
+        shard = self._shards.get(action.shard_id)
+        if shard is not None:
+            shard.want_kv_snapshot()
+
+    def _check_prompt(self, action: CheckPrompt) -> None:
+        if self._safety is not None:
+            self._safety.check_prompt(action)
+
+    def _screen_answers(self, action: ScreenAnswers) -> None:
+        if self._safety is not None:
+            self._safety.screen_answers(action)
+
+    def _note_end(self, action: RequestEnded) -> None:
+        self._num_live_requests -= 1
+        if not self._num_live_requests:
+            self._idle.set()
+        self._observer.request_ended(action)
+
+    def _tell_fleet(self, action: FleetChanged) -> None:
+        for client in list(self._clients.values()):
+            client.send_fleet(action)
+        self._observer.fleet_changed()
+
+    def _arm_timer(self) -> None:
+        """Tick when the core's next deadline is due. A timer that is early is left alone: a tick too many costs less
+        than re-arming for every frame."""
+        deadline = self.core.next_deadline()
+        if deadline is None:
+            return
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+        # uvloop's handle does not say when, if it is at once.
+        self._timer_at = max(deadline, self._loop.time() + MIN_TICK_SECONDS)
+        self._timer = self._loop.call_at(self._timer_at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        try:
+            self.dispatch(Tick())
+        except Exception:
+            log.exception("the core failed on a tick")

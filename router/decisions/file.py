@@ -1,0 +1,167 @@
+"""The decision log's file: bounded on disk, and in memory while the disk is slow. The event loop never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvloom.process.service import StartError
+
+log = structlog.get_logger()
+
+MAX_WAITING_BYTES: Final = 16 * 2**20
+"""What may wait to be written; lines beyond that are dropped."""
+GATHER_SECONDS: Final = 0.1
+"""Lines that come within this time are written together."""
+
+Entry = tuple[bytes, bytes]
+"""(header, line): the header is written before the line, and at the head of each following file; b"" leaves the one
+before in force."""
+
+
+class RotatingFile:
+    """Appends lines to `path`. Before that would outgrow `max_bytes` it becomes `path` + ".1", in place of an earlier
+    one, and a new file begins with the header. For one writer at a time, in any thread."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._header = b""
+        self._header_is_due = True
+        self._num_bytes = 0
+        self._fd: int | None = None
+
+    def open(self) -> None:
+        """Append to what is there. Raises OSError."""
+        # Hashes of a prompt tell those who know a text whether it was sent: nobody else's business.
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._header_is_due = True
+        self._num_bytes = os.fstat(self._fd).st_size
+        if self._num_bytes and os.pread(self._fd, 1, self._num_bytes - 1) != b"\n":
+            self._write(b"\n")  # whoever wrote here before was killed within a line
+
+    def append(self, entries: Sequence[Entry]) -> int:
+        """Returns how many lines were left out because they fit no file. Raises OSError; what was not written then is
+        lost, and the next call opens the file again."""
+        try:
+            return self._append(entries)
+        except OSError:
+            self.close()
+            self._header = next((header for header, _ in reversed(entries) if header), self._header)
+            raise
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _append(self, entries: Sequence[Entry]) -> int:
+        if self._fd is None:
+            self.open()
+        pieces: list[bytes] = []
+        num_bytes = num_left_out = 0
+        for header, line in entries:
+            if header:
+                self._header, self._header_is_due = header, True
+            if len(self._header) + len(line) > self._max_bytes:
+                num_left_out += 1
+                continue
+            piece = self._header + line if self._header_is_due else line
+            if self._num_bytes + num_bytes + len(piece) > self._max_bytes:
+                self._write(b"".join(pieces))
+                self._rotate()
+                pieces, num_bytes, piece = [], 0, self._header + line
+            self._header_is_due = False
+            pieces.append(piece)
+            num_bytes += len(piece)
+        self._write(b"".join(pieces))
+        return num_left_out
+
+    def _rotate(self) -> None:
+        self.close()
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        self.open()
+
+    def _write(self, content: bytes) -> None:
+        assert self._fd is not None
+        rest = memoryview(content)
+        while rest:
+            written = os.write(self._fd, rest)
+            self._num_bytes += written
+            rest = rest[written:]
+
+
+class DecisionWriter:
+    """Takes lines without waiting, and writes them in a thread. `run` is its task; `close` ends it."""
+
+    def __init__(
+        self,
+        file: RotatingFile,
+        on_dropped: Callable[[int], None],
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+    ) -> None:
+        self._file = file
+        self._on_dropped = on_dropped
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting: list[Entry] = []
+        self._num_waiting_bytes = 0
+        self._is_failing = False
+        self._wake = asyncio.Event()
+        self._closing = asyncio.Event()
+
+    def open(self) -> None:
+        """Raises StartError when the file cannot be written."""
+        try:
+            self._file.open()
+        except OSError as error:
+            raise StartError(f"router.decision_log.path: {self._file.path}: {error.strerror}") from error
+
+    def put(self, header: bytes, line: bytes) -> bool:
+        """Both end with a line break. False: there is no room, both were dropped."""
+        size = len(header) + len(line)
+        if self._num_waiting_bytes + size > self._max_waiting_bytes or self._closing.is_set():
+            self._on_dropped(1)
+            return False
+        self._waiting.append((header, line))
+        self._num_waiting_bytes += size
+        self._wake.set()
+        return True
+
+    async def run(self) -> None:
+        """Until `close`, and then until what waits is written."""
+        is_last = False
+        while not is_last:
+            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_SECONDS):
+                    await self._closing.wait()
+            is_last = self._closing.is_set()
+            self._wake.clear()
+            await self._write_waiting()
+        self._file.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+
+    async def _write_waiting(self) -> None:
+        entries, self._waiting = self._waiting, []
+        try:
+            num_dropped = await asyncio.to_thread(self._file.append, entries)
+        except OSError as error:
+            num_dropped = len(entries)
+            if not self._is_failing:
+                log.warning("decisions cannot be written", path=str(self._file.path), cause=error.strerror)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        self._num_waiting_bytes -= sum(len(header) + len(line) for header, line in entries)
+        if num_dropped:
+            self._on_dropped(num_dropped)

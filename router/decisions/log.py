@@ -1,0 +1,107 @@
+"""Remembers why requests went where they went: the latest for `Explain`, all of them for the file, if there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from router.core.actions import PlacementDecided, RequestEnded
+from router.decisions.journal import DecisionJournal
+from router.decisions.packing import pack_attempt, unpack_attempt
+from router.decisions.records import AttemptRecord, RequestLine
+
+MAX_REMEMBERED_BYTES: Final = 64 * 2**20
+"""Of all that is remembered. Only with hundreds of shards is it reached before `max_remembered`."""
+
+
+@dataclasses.dataclass(slots=True)
+class Remembered:
+    """A request that was placed."""
+
+    request_id: str
+    num_prompt_tokens: int
+    packed_attempts: list[bytes] = dataclasses.field(default_factory=list)
+    ended: RequestEnded | None = None
+    """None: it still runs."""
+    line: RequestLine | None = None
+    """What the file will get once it has ended."""
+
+    @property
+    def attempts(self) -> list[AttemptRecord]:
+        return [unpack_attempt(packed) for packed in self.packed_attempts]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.packed_attempts)) + (len(self.line.block_hashes) if self.line is not None else 0)
+
+
+class DecisionLog:
+    """Joins placements and ends by request id. Everything in it is bounded: the oldest are forgotten."""
+
+    def __init__(
+        self,
+        max_remembered: int,
+        journal: DecisionJournal | None = None,
+        *,
+        max_remembered_bytes: int = MAX_REMEMBERED_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: Unix seconds."""
+        self._max_remembered = max_remembered
+        self._journal = journal
+        self._max_remembered_bytes = max_remembered_bytes
+        self._clock = clock
+        self._remembered: OrderedDict[str, Remembered] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_remembered(self) -> int:
+        return len(self._remembered)
+
+    def find(self, request_id: str) -> Remembered | None:
+        return self._remembered.get(request_id)
+
+    def placement_decided(self, decision: PlacementDecided) -> None:
+        request_id = decision.request.request_id
+        now = self._clock()
+        remembered = self._remembered.get(request_id)
+        if remembered is None or decision.attempt_id == 1:
+            self._forget(request_id)  # an earlier request of the same name
+            remembered = self._remembered[request_id] = Remembered(request_id, decision.pick.num_prompt_tokens)
+            if self._journal is not None and decision.attempt_id == 1:
+                remembered.line = self._journal.begin_line(decision, now)
+                self._num_bytes += len(remembered.line.block_hashes)
+        packed = pack_attempt(decision, now)
+        remembered.packed_attempts.append(packed)
+        self._num_bytes += len(packed)
+        while len(self._remembered) > self._max_remembered or (
+            self._num_bytes > self._max_remembered_bytes and len(self._remembered) > 1
+        ):
+            self._forget(next(iter(self._remembered)))
+
+    def request_ended(self, ended: RequestEnded) -> None:
+        # Without an attempt it was refused, perhaps because a request of this name still runs.
+        remembered = self._remembered.get(ended.request_id) if ended.num_attempts else None
+        if remembered is None or remembered.ended is not None:
+            return
+        remembered.ended = ended
+        line, remembered.line = remembered.line, None
+        if line is not None and self._journal is not None:
+            self._num_bytes -= len(line.block_hashes)
+            self._journal.end_line(line, ended, remembered.attempts)
+
+    def fleet_changed(self) -> None:
+        """Shards came, went or drain."""
+        if self._journal is not None:
+            self._journal.fleet_changed()
+
+    def _forget(self, request_id: str) -> None:
+        forgotten = self._remembered.pop(request_id, None)
+        if forgotten is None:
+            return
+        self._num_bytes -= forgotten.num_bytes
+        if forgotten.line is not None and self._journal is not None:
+            self._journal.give_up_line()

@@ -1,0 +1,157 @@
+"""The decision log's lines: what a reader of the file gets. docs/routing-decisions.md describes the format.
+
+Every line is a JSON object whose `type` says which of the two it is. Times are Unix seconds, durations seconds. Fields
+at their defaults are left out; readers ignore fields that they do not know.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from router.core.placement.plan import ShardPlan
+
+FORMAT_VERSION: Final = 1
+
+
+class FleetShard(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A shard and its speed as of then."""
+
+    shard_id: str
+    incarnation_id: str
+    model: str
+    block_size: int
+    num_blocks: int
+    max_batch: int
+    max_model_len: int
+    draining: bool = False
+    prefill_tokens_per_second: float = 0.0
+    """As the shard measured it; 0: not known yet. So is the next one."""
+    decode_step_seconds: float = 0.0
+    prefill_seconds: dict[str, float] = {}
+    """What the router has learned: the coefficients of router/core/load/speed_model.py."""
+
+
+class FleetLine(msgspec.Struct, tag="fleet", kw_only=True):
+    """Holds for the lines behind it, until the next one."""
+
+    version: int
+    at: float
+    router_id: str
+    policy: str
+    shards: list[FleetShard]
+
+
+class ScoreRecord(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """ShardScore of router_service.proto. A number that is not finite is null."""
+
+    shard_id: str
+    num_overlap_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prefill_tokens: int = 0
+    predicted_ttft_seconds: float | None = 0.0
+    cost_seconds: float | None = 0.0
+    cost_terms: dict[str, float | None] = {}
+    filtered_reason: str = ""
+
+    def to_plan(self) -> ShardPlan:
+        infinite = float("inf")
+        return ShardPlan(
+            shard_id=self.shard_id,
+            num_overlap_tokens=self.num_overlap_tokens,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_queued_prefill_tokens=self.num_queued_prefill_tokens,
+            predicted_ttft_seconds=infinite if self.predicted_ttft_seconds is None else self.predicted_ttft_seconds,
+            cost_seconds=infinite if self.cost_seconds is None else self.cost_seconds,
+            cost_terms={name: infinite if value is None else value for name, value in self.cost_terms.items()},
+            filtered_reason=self.filtered_reason,
+        )
+
+
+class AttemptRecord(msgspec.Struct, kw_only=True):
+    """One placement, with every shard as it looked then; the picked one comes first."""
+
+    attempt_id: int
+    decided_at: float
+    picked_shard_id: str
+    shards: list[ScoreRecord]
+
+
+class OutcomeRecord(msgspec.Struct, kw_only=True):
+    reason: str
+    """"stop", "length", "content_filter", "cancelled", "error"."""
+    error: str
+    """"" or a name of error_reason.proto in lower case, e.g. "shard_lost"."""
+    shard_id: str
+    """Where it ended."""
+    num_attempts: int
+    num_cached_tokens: int
+    """Of the prompt, as the engine counted them for the first choice."""
+    num_output_tokens: int
+    """Of all choices."""
+    queue_time_seconds: float
+    """Arrival to first dispatch."""
+    ttft_seconds: float | None
+    """Arrival to the first token sent to the client; null: none was."""
+    e2e_latency_seconds: float
+
+
+class RequestLine(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
+    """A request that was placed and has ended."""
+
+    request_id: str
+    arrived_at: float
+    model: str
+    num_prompt_tokens: int
+    num_choices: int
+    block_size: int
+    """Of the shard that was picked first."""
+    block_hashes: bytes
+    """Of the prompt's full blocks: in JSON base64 of little-endian 64-bit integers."""
+    attempts: list[AttemptRecord]
+    outcome: OutcomeRecord
+    max_tokens: int | None = None
+    """Asked for, of one choice; left out: as many as fit the window."""
+    tenant: str = ""
+    """A hash, salted per router process; "" for none. So is the next one."""
+    session: str = ""
+
+    def hashes(self) -> array[int]:
+        return unpack_hashes(self.block_hashes)
+
+
+def pack_hashes(block_hashes: Sequence[int]) -> bytes:
+    packed = array("Q", block_hashes)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_hashes(packed: bytes) -> array[int]:
+    hashes = array("Q", packed)
+    if sys.byteorder == "big":
+        hashes.byteswap()
+    return hashes
+
+
+_DECODER: Final = msgspec.json.Decoder(FleetLine | RequestLine)
+
+
+def read_decisions(lines: Iterable[bytes]) -> Iterator[FleetLine | RequestLine]:
+    """The lines of a decision file (e.g. the open file). A line that was cut off when its router was killed is skipped.
+
+    Raises ValueError, with the number of the line, for one that is JSON but not of this format.
+    """
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _DECODER.decode(line)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        except msgspec.DecodeError:
+            continue

@@ -1,0 +1,168 @@
+"""A way to the router for the process that it runs in: nothing is encoded, copied or queued between the two.
+
+What the core sends to this client goes straight on to the sinks, within the event that made it. Requests and cancels
+reach the core on the next turn of the event loop, all of a turn together, so that a sink may call `submit` and `cancel`
+and never hears anything before `submit` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom.router_link.open_choices import OpenChoices, Sink
+from kvloom.router_link.request import LinkRequest
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, TokenLogprobs
+from kvloom.v1.router_service_pb2 import FleetState
+from router import convert
+from router.core.actions import FleetChanged
+from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, SlotsCancelled
+from router.core.frames import Finish, Step
+from router.core_driver import Dispatcher
+from router.intake import Intake
+
+log = structlog.get_logger()
+
+_numbers = itertools.count(1)
+
+
+class LocalRouterLink:
+    """A RouterLink (kvloom/router_link/link.py), and the core's client (router/core_driver.py) at the same time."""
+
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, name: str) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._client_id = f"{name}#local-{next(_numbers)}"
+        self._connected = False
+        self._fleet = FleetState()
+        self._fleet_changed = asyncio.Event()
+        self._choices = OpenChoices(self.cancel)
+        self._arrived: list[Request] = []
+        self._refused: list[Finish] = []
+        self._cancelled: list[int] = []
+        self._loop = asyncio.get_running_loop()
+        self._flush: asyncio.Handle | None = None
+
+    async def start(self) -> None:
+        """Connect."""
+        self._dispatcher.add_client(self._client_id, self)
+        self._connected = True
+        self.send_fleet(self._dispatcher.core.fleet)
+
+    async def close(self) -> None:
+        """Repeatable. What still runs finishes with ROUTER_LOST."""
+        if not self._connected:
+            return
+        self._connected = False
+        if self._flush is not None:
+            self._flush.cancel()
+        self._dispatcher.remove_client(self._client_id)
+        self._dispatcher.dispatch(ClientGone(self._client_id))
+        message = "The connection to the router was closed."
+        error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
+        self._choices.end_all(error.to_proto())
+        self._fleet = FleetState()
+        self._tell_fleet_changed()
+
+    # -- RouterLink ---------------------------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> FleetState:
+        return self._fleet
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    async def wait_fleet_change(self) -> None:
+        """Return after the next change of `fleet` (or of the connection)."""
+        await self._fleet_changed.wait()
+
+    def submit(self, request: LinkRequest, sink: Sink) -> int:
+        if not self._connected:
+            message = "The router has stopped."
+            raise KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
+        handle, slots = self._choices.open(request, sink)
+        try:
+            self._arrived.append(self._intake.request_from_link(request, _choices(request, slots), self._client_id))
+        except KvloomError as error:
+            self._dispatcher.refused(error)
+            self._refused += [Finish(slot, FINISH_REASON_ERROR, error=error) for slot in slots]
+        self._flush_soon()
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        slots = self._choices.cancel(handle)
+        if slots:
+            self._cancelled += slots
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if self._flush is None:
+            self._flush = self._loop.call_soon(self._on_flush)
+
+    def _on_flush(self) -> None:
+        self._flush = None
+        arrived, self._arrived = self._arrived, []
+        refused, self._refused = self._refused, []
+        cancelled, self._cancelled = self._cancelled, []
+        for request in arrived:
+            try:
+                self._dispatcher.dispatch(RequestArrived(request))
+            except Exception:
+                log.exception("the core failed on a request", request_id=request.request_id)
+                self._fail(request)
+        for finish in refused:
+            self._choices.on_finish(convert.finish_to_proto(finish))
+        # One that ended meanwhile has given up its slot, and a request of this turn may have taken it.
+        slots = [slot for slot in cancelled if self._choices.is_cancelled(slot)]
+        if slots:
+            try:
+                self._dispatcher.dispatch(SlotsCancelled(self._client_id, slots))
+            except Exception:
+                log.exception("the core failed on a cancel")
+
+    def _fail(self, request: Request) -> None:
+        error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")
+        for choice in request.choices:
+            self._choices.on_finish(convert.finish_to_proto(Finish(choice.slot, FINISH_REASON_ERROR, error=error)))
+
+    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+
+    def send_fleet(self, fleet: FleetChanged) -> None:
+        self._fleet = convert.fleet_to_proto(fleet)
+        self._tell_fleet_changed()
+
+    def send_step(self, step: Step) -> None:
+        """The hot path: one call a token."""
+        choices = self._choices
+        for start in step.starts:
+            choices.on_start(start.slot, convert.start_to_proto(start))
+        if step.num_tokens or step.logprobs:
+            logprobs: dict[int, list[TokenLogprobs]] = {}
+            for slot, entry in step.logprobs:
+                logprobs.setdefault(slot, []).append(convert.logprobs_to_proto(slot, entry))
+            choices.on_ragged_tokens(step.slots, step.num_tokens, step.token_ids, step.deltas, logprobs)
+        else:
+            choices.flows.on_tokens(step.slots, step.token_ids, step.deltas)
+        for finish in step.finishes:
+            choices.on_finish(convert.finish_to_proto(finish))
+
+    def _tell_fleet_changed(self) -> None:
+        self._fleet_changed.set()
+        self._fleet_changed = asyncio.Event()
+
+
+def _choices(request: LinkRequest, slots: Sequence[int]) -> tuple[ChoiceSpec, ...]:
+    """As the core knows them, each on a slot of its own."""
+    if not request.begun:
+        return tuple(ChoiceSpec(slot=slot, index=index) for index, slot in enumerate(slots))
+    return tuple(
+        ChoiceSpec(slot, choice.index, choice.token_ids.tolist(), choice.num_chars)
+        for slot, choice in zip(slots, request.begun, strict=True)
+    )

@@ -1,0 +1,199 @@
+"""The router's end of the safety service's data plane: `SafetyService.Screen`, kept up as long as the router runs.
+
+A service that says that it is draining is left for its successor (a new stream to the same address) without a gap: what
+is new goes to the successor at once, answers as soon as the old service has cleared all of their text, and the old
+stream ends when no verdict is outstanding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import grpc
+import structlog
+
+from kvloom.errors import KvloomError
+from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.v1 import safety_service_pb2
+from router import convert
+from router.core.actions import CheckPrompt, ScreenAnswers
+from router.core.events import SafetyDown, SafetyUp
+from router.core_driver import Dispatcher
+from router.links.prompt_filter import PromptFilter
+from router.links.reconnect import Backoff, LinkError, cause_of
+from router.links.safety_stream import SafetyStream
+
+log = structlog.get_logger()
+
+_BREAKS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError)
+
+LONGEST_PAUSE_SECONDS: Final = 0.4
+"""Between attempts: answers are held up meanwhile, for `safety.patience_seconds` at most."""
+
+
+class SafetyLink:
+    """`run` is its only task."""
+
+    def __init__(self, address: str, dispatcher: Dispatcher) -> None:
+        self._address = address
+        self._dispatcher = dispatcher
+        self.tried = asyncio.Event()
+        """The core has been told of the service, or it could not be reached."""
+        self._current: SafetyStream | None = None
+        self._leaving: list[SafetyStream] = []
+        self._drains = asyncio.Event()
+        """The current stream's service is stopping."""
+
+    @property
+    def screens_prompts(self) -> bool:
+        """Whether a prompt's text will be read; while the policy is not known it may be."""
+        return self._current is None or self._current.policy.screens_prompts
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        backoff = Backoff(LONGEST_PAUSE_SECONDS)
+        while True:
+            started = self._dispatcher.now()
+            try:
+                await self._serve_connections()
+            except _BREAKS as error:
+                log.warning("safety link broke", cause=cause_of(error))
+            except Exception:
+                log.exception("safety link failed")
+            raise_if_cancelled()
+            self.tried.set()
+            await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
+
+    # -- SafetyPeer ---------------------------------------------------------------------------------------------------
+
+    def check_prompt(self, check: CheckPrompt) -> None:
+        if self._current is not None:
+            self._current.check_prompt(check)
+
+    def screen_answers(self, answers: ScreenAnswers) -> None:
+        current = self._current
+        if current is None:
+            return
+        for stream in self._leaving:
+            answers, its_own = _split(answers, stream)
+            self._screen(stream, its_own)
+        self._screen(current, answers)
+
+    def _screen(self, stream: SafetyStream, answers: ScreenAnswers) -> None:
+        known = stream.answers.take(answers.slots, answers.deltas, answers.close_slots, stream.outgoing, answers.skips)
+        if stream.outgoing:
+            stream.flush(sum(map(len, answers.deltas)), stream.outgoing.close_slots)
+        if known is not None:
+            self._dispatcher.dispatch(known)  # behind the event at hand
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    async def _serve_connections(self) -> None:
+        """From one connection to its successor, and so on, until one breaks that is needed."""
+        stream = await SafetyStream.open(self._address)
+        self._drains.clear()
+        self._dispatcher.set_safety(self)
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                tasks.add(asyncio.create_task(self._serve(stream), name="safety stream"))
+                self._switch_to(stream)
+                stream = await self._successor(tasks)
+        finally:
+            self._current = None
+            self._leaving.clear()
+            for task in tasks:
+                task.cancel()
+            self._dispatcher.set_safety(None)
+            self._dispatcher.dispatch(SafetyDown())
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _successor(self, tasks: set[asyncio.Task[None]]) -> SafetyStream:
+        """Once the current service drains and another one is there. Raises what breaks a stream that is needed."""
+        opening = asyncio.create_task(self._open_successor(), name="safety successor")
+        try:
+            while not opening.done():
+                done, _ = await asyncio.wait({opening, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done & tasks:
+                    tasks.discard(task)
+                    task.result()
+            return opening.result()
+        except BaseException:
+            opening.cancel()
+            (opened,) = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(opened, SafetyStream):
+                await opened.close()
+            raise
+
+    async def _open_successor(self) -> SafetyStream:
+        await self._drains.wait()
+        self._drains.clear()
+        backoff = Backoff()
+        while True:
+            try:
+                return await SafetyStream.open(self._address)
+            except _BREAKS as error:
+                log.info("the safety service drains, and has no successor yet", cause=cause_of(error))
+            await asyncio.sleep(backoff.next_seconds(0.0))
+
+    def _switch_to(self, stream: SafetyStream) -> None:
+        old, self._current = self._current, stream
+        if old is not None:
+            self._leaving.append(old)
+            old.leave_to(stream)
+        self._tell_policy(stream)
+        self.tried.set()
+        log.info("safety service up", address=self._address, policy_revision=stream.policy.revision)
+
+    async def _serve(self, stream: SafetyStream) -> None:
+        """Returns when it has left and is done. Raises when it breaks."""
+        writer = asyncio.create_task(stream.write_frames(), name="safety writer")
+        try:
+            while not stream.is_done:
+                self._on_frame(stream, await stream.read())
+        except (*_BREAKS, asyncio.CancelledError):  # gRPC cancels the reader of a call that is cancelled
+            raise_if_cancelled()
+            if not stream.is_done:
+                raise
+        finally:
+            if stream in self._leaving:
+                self._leaving.remove(stream)
+            writer.cancel()
+            await asyncio.gather(writer, stream.close(), return_exceptions=True)
+
+    def _on_frame(self, stream: SafetyStream, frame: safety_service_pb2.ScreenResponse) -> None:
+        if frame.HasField("policy"):
+            stream.take_policy(frame.policy)
+            if stream is self._current:
+                self._tell_policy(stream)
+        stream.note(frame)
+        for verdict in frame.prompts:
+            self._dispatcher.dispatch(convert.verdict_from_proto(verdict))
+        if frame.slots or frame.halts or frame.closed_slots:
+            self._dispatcher.dispatch(convert.screened_from_proto(frame))
+        if stream.is_leaving and self._current is not None:
+            stream.leave_to(self._current)
+        if frame.draining and stream is self._current:
+            self._drains.set()
+
+    def _tell_policy(self, stream: SafetyStream) -> None:
+        policy = stream.policy
+        prefilter, prompt_filter = stream.answers.prefilter, PromptFilter.from_policy(policy)
+        self._dispatcher.dispatch(SafetyUp(policy.screens_prompts, policy.screens_answers, prefilter, prompt_filter))
+
+
+def _split(answers: ScreenAnswers, leaving: SafetyStream) -> tuple[ScreenAnswers, ScreenAnswers]:
+    """(the rest, what a stream that leaves still has to hear)."""
+    own = leaving.answers
+    entries = list(zip(answers.slots, answers.deltas, strict=True))
+    parts = [
+        ScreenAnswers(
+            slots=[slot for slot, _ in entries if (slot in own) == is_own],
+            deltas=[delta for slot, delta in entries if (slot in own) == is_own],
+            close_slots=[slot for slot in answers.close_slots if (slot in own) == is_own],
+            skips=[skip for skip in answers.skips if (skip[0] in own) == is_own],
+        )
+        for is_own in (False, True)
+    ]
+    return parts[0], parts[1]

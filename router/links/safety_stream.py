@@ -1,0 +1,161 @@
+"""One stream to one safety service: what waits for it, and what it has been told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+import structlog
+
+from kvloom.transport.local_client import connect_local
+from kvloom.transport.local_stream import LocalStream
+from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
+from router.core.actions import CheckPrompt
+from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
+from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, LinkError
+
+log = structlog.get_logger()
+
+MAX_WAITING_CHARS: Final = 64 * 2**20
+MAX_CHARS_PER_FRAME: Final = 8 * 2**20
+"""At most 4 bytes a character: half of what a gRPC message may have, and a prompt may be longer than the rest."""
+
+ScreenCall = (
+    LocalStream[safety_service_pb2.ScreenResponse, safety_service_pb2.ScreenRequest]
+    | grpc.aio.StreamStreamCall[safety_service_pb2.ScreenRequest, safety_service_pb2.ScreenResponse]
+)
+
+
+class SafetyStream:
+    """What waits leaves as one frame, each answer's text joined."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: ScreenCall, policy: safety_service_pb2.PolicyState) -> None:
+        self.answers = PrefilteredAnswers()
+        self.outgoing = Outgoing()
+        self.is_leaving = False
+        """Another stream has taken its place; it goes on with what is not clear."""
+        self.policy: safety_service_pb2.PolicyState
+        self._channel = channel
+        self._call = call
+        self._prompts: list[CheckPrompt] = []
+        self._open_checks: set[int] = set()
+        self._closing: set[int] = set()
+        self._num_waiting_chars = 0
+        self._wake = asyncio.Event()
+        self.take_policy(policy)
+
+    @classmethod
+    async def open(cls, address: str) -> SafetyStream:
+        """To be closed. Raises AioRpcError, TimeoutError, LinkError."""
+        channel = grpc.aio.insecure_channel(address, options=LINK_OPTIONS)
+        call: ScreenCall | None = None
+        try:
+            local = await connect_local(address, safety_service_pb2.ScreenResponse)
+            call = local or safety_service_pb2_grpc.SafetyServiceStub(channel).Screen()
+            async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                return cls(channel, call, _policy_in(await call.read()))
+        except BaseException:
+            if call is not None:
+                call.cancel()
+            await channel.close()
+            raise
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    def take_policy(self, policy: safety_service_pb2.PolicyState) -> None:
+        self.policy = policy
+        self.answers.prefilter = Prefilter.from_policy(policy)
+
+    def check_prompt(self, check: CheckPrompt) -> None:
+        self._prompts.append(check)
+        self._open_checks.add(check.check_id)
+        self._count(len(check.text))
+
+    def flush(self, num_chars: int, closing: Iterable[int]) -> None:
+        """Something was put into `outgoing`."""
+        self._closing.update(closing)
+        self._count(num_chars)
+
+    def _count(self, num_chars: int) -> None:
+        """What waits is bounded also while a write does not get through."""
+        was_too_much = self._num_waiting_chars > MAX_WAITING_CHARS
+        self._num_waiting_chars += num_chars
+        if self._num_waiting_chars > MAX_WAITING_CHARS and not was_too_much:
+            log.error("the safety service does not keep up", num_waiting_chars=self._num_waiting_chars)
+            self._call.cancel()  # the reader ends the connection
+        self._wake.set()
+
+    def note(self, frame: safety_service_pb2.ScreenResponse) -> None:
+        """What the service has cleared, closed and judged."""
+        self._open_checks.difference_update(verdict.check_id for verdict in frame.prompts)
+        if frame.slots or frame.closed_slots:
+            self.answers.note(frame)
+            self._closing.difference_update(frame.closed_slots)
+
+    def leave_to(self, successor: SafetyStream) -> None:
+        """Let another stream go on with the answers that are clear; hang up once there is nothing else. Repeatable."""
+        self.is_leaving = True
+        self.answers.move_clear(successor.answers, self._closing)
+        if self.is_done:
+            self._call.cancel()
+
+    @property
+    def is_done(self) -> bool:
+        """It has left, and no verdict is outstanding."""
+        return self.is_leaving and not self._open_checks and not self.answers.num_open
+
+    async def read(self) -> safety_service_pb2.ScreenResponse:
+        """Raises LinkError at the end of the stream, AioRpcError."""
+        frame = await self._call.read()
+        if not isinstance(frame, safety_service_pb2.ScreenResponse):
+            raise LinkError("the safety service ended the stream")
+        return frame
+
+    async def write_frames(self) -> None:
+        """Until the stream breaks."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._prompts or self.outgoing:
+                    await self._call.write(self._take_frame())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same break
+        except Exception:
+            log.exception("writing to the safety service failed")
+        self._call.cancel()  # whatever it was: the reader ends the connection
+
+    def _take_frame(self) -> safety_service_pb2.ScreenRequest:
+        """All answers' text and as many prompts as fit."""
+        outgoing, self.outgoing = self.outgoing, Outgoing()
+        num_chars = num_prompts = 0
+        for check in self._prompts:
+            num_chars += len(check.text)
+            num_prompts += 1
+            if num_chars >= MAX_CHARS_PER_FRAME:
+                break
+        prompts, self._prompts = self._prompts[:num_prompts], self._prompts[num_prompts:]
+        self._num_waiting_chars = sum(len(check.text) for check in self._prompts)
+        return safety_service_pb2.ScreenRequest(
+            prompts=[
+                safety_service_pb2.PromptCheck(check_id=check.check_id, text=check.text, tenant=check.tenant)
+                for check in prompts
+            ],
+            slots=list(outgoing.deltas),
+            deltas=list(outgoing.deltas.values()),
+            close_slots=outgoing.close_slots,
+            skips=[
+                safety_service_pb2.Skip(slot=slot, num_chars=num_chars, last_char=last_char)
+                for slot, (num_chars, last_char) in outgoing.skips.items()
+            ],
+        )
+
+
+def _policy_in(first: object) -> safety_service_pb2.PolicyState:
+    if not isinstance(first, safety_service_pb2.ScreenResponse) or not first.HasField("policy"):
+        raise LinkError("the safety service did not tell its policy")
+    return first.policy

@@ -1,0 +1,251 @@
+"""The router's end of one shard's data plane: `ShardService.Connect`, kept up for as long as the shard is registered.
+
+Work and cancels pile up while a frame is being written and leave together with the next one. When the stream breaks,
+or stalls so long that keepalive gives up, the core is told that the shard is down, and the link tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from itertools import zip_longest
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from kvloom.discovery.registry import ShardRecord
+from kvloom.errors import KvloomError
+from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.transport.frame_writer import FrameWriter
+from kvloom.transport.local_client import connect_local
+from kvloom.transport.local_stream import LocalStream, deliver
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from router import convert
+from router.core.actions import CancelOnShard, SubmitAttempt
+from router.core.events import (
+    FrameArrived,
+    KvEventsArrived,
+    KvSnapshotArrived,
+    LoadReported,
+    QuietFrame,
+    ShardDown,
+    ShardUp,
+    StepArrived,
+)
+from router.core_driver import Dispatcher
+from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
+
+log = structlog.get_logger()
+
+MAX_WAITING_SUBMITS: Final = 16_384
+MAX_TOKENS_PER_FRAME: Final = 1_000_000
+"""A frame of this many prompt tokens takes about 3 MB: far below the limit of a gRPC message."""
+
+ConnectCall = (
+    LocalStream[shard_service_pb2.ShardServiceConnectResponse, shard_service_pb2.ShardServiceConnectRequest]
+    | grpc.aio.StreamStreamCall[
+        shard_service_pb2.ShardServiceConnectRequest, shard_service_pb2.ShardServiceConnectResponse
+    ]
+)
+
+
+class ShardLink:
+    """One shard of the registry. `run` is its only task; `registered` is the fleet watcher's word on whether to try
+    again once the connection has broken."""
+
+    def __init__(self, record: ShardRecord, router_id: str, dispatcher: Dispatcher) -> None:
+        self.record = record
+        self.registered = True
+        self.expected_incarnation_id = record.incarnation_id
+        """At that address; "": the registry cannot be read, and whoever has its name may be its next life."""
+        self._router_id = router_id
+        self._dispatcher = dispatcher
+        self.tried = asyncio.Event()
+        """The core has been told of this shard, or it could not be reached."""
+        self._connected = False
+        self._packs_token_ids = False
+        """The shard that is connected reads them so."""
+        self._submits: list[SubmitAttempt] = []
+        self._cancels: dict[int, int | None] = {}
+        """Slot → how many of its tokens had arrived; None: it goes on elsewhere."""
+        self._want_kv_snapshot = False
+        self._next_kv_number: int | None = None
+        """Of the batch of KV events that comes without a gap; None: not known."""
+        self._writer: FrameWriter[shard_service_pb2.ShardServiceConnectRequest] | None = None
+        """Of the connection that stands."""
+
+    @property
+    def connected(self) -> bool:
+        """The core counts on this shard."""
+        return self._connected
+
+    async def run(self) -> None:
+        """Connect, serve, reconnect with back-off, until the shard is neither registered nor connected."""
+        backoff = Backoff()
+        while self.registered:
+            started = self._dispatcher.now()
+            try:
+                await self._serve_one_connection()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError) as error:
+                log.info("shard link broke", shard_id=self.record.shard_id, cause=cause_of(error))
+            except Exception:
+                log.exception("shard link failed", shard_id=self.record.shard_id)
+            raise_if_cancelled()
+            self.tried.set()
+            if self.registered:
+                await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
+
+    # -- ShardPeer ----------------------------------------------------------------------------------------------------
+
+    def submit(self, attempt: SubmitAttempt) -> None:
+        if self._cancels:
+            # A slot is taken again only after its sequence's end came in: a cancel that still waits is for the old one.
+            for choice in attempt.choices:
+                self._cancels.pop(choice.slot, None)
+        self._submits.append(attempt)
+        if len(self._submits) == MAX_WAITING_SUBMITS and self._writer is not None:
+            log.error("shard takes no work", shard_id=self.record.shard_id)
+            self._writer.give_up()  # the reader ends the connection
+        self._wake_writer()
+
+    def cancel(self, cancel: CancelOnShard) -> None:
+        self._cancels.update(zip_longest(cancel.slots, cancel.num_output_tokens))
+        self._wake_writer()
+
+    def want_kv_snapshot(self) -> None:
+        self._want_kv_snapshot = True
+        self._wake_writer()
+
+    # -- one connection -----------------------------------------------------------------------------------------------
+
+    async def _serve_one_connection(self) -> None:
+        """Until the shard ends the stream in good order. Raises when the stream breaks."""
+        async with grpc.aio.insecure_channel(self.record.address, options=LINK_OPTIONS) as channel:
+            local = await connect_local(self.record.address, shard_service_pb2.ShardServiceConnectResponse)
+            call: ConnectCall = local or shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                    first = await self._greet(call)
+                await self._serve_frames(call, first)
+            finally:
+                call.cancel()
+
+    async def _greet(self, call: ConnectCall) -> shard_service_pb2.ShardServiceConnectResponse:
+        hello = shard_service_pb2.RouterHello(router_id=self._router_id)
+        await call.write(shard_service_pb2.ShardServiceConnectRequest(hello=hello))
+        first = await call.read()
+        if not isinstance(first, shard_service_pb2.ShardServiceConnectResponse) or not first.HasField("hello"):
+            raise LinkError("the shard did not say hello")
+        info = first.hello.info
+        if info.shard_id != self.record.shard_id:
+            raise LinkError(f"{self.record.address} is shard {info.shard_id}, not {self.record.shard_id}")
+        if self.expected_incarnation_id not in ("", info.incarnation_id):
+            # All fabrics have a shard-0, and the port of one that has died may be anybody's.
+            raise LinkError(f"{self.record.address} is another {info.shard_id} than the one that was announced")
+        return first
+
+    async def _serve_frames(self, call: ConnectCall, first: shard_service_pb2.ShardServiceConnectResponse) -> None:
+        shard_id = self.record.shard_id
+        self._forget_waiting()
+        self._next_kv_number = None
+        self._dispatcher.add_shard(shard_id, self)
+        self._connected = True
+        self._packs_token_ids = first.hello.reads_packed_token_ids
+        self._writer = FrameWriter(call, self._take_frame)
+        writer = asyncio.create_task(self._write_frames(self._writer, call), name=f"{shard_id} writer")
+        try:
+            self._dispatcher.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
+            log.info("shard up", shard_id=shard_id, address=self.record.address)
+            self._on_frame(first)
+            self.tried.set()
+            await deliver(call, shard_service_pb2.ShardServiceConnectResponse, self._on_frame)
+        finally:
+            self._connected = False
+            self._writer = None
+            self._dispatcher.remove_shard(shard_id)
+            writer.cancel()
+            self._dispatcher.dispatch(ShardDown(shard_id))
+            log.info("shard down", shard_id=shard_id)
+            await asyncio.gather(writer, return_exceptions=True)
+
+    def _on_frame(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> None:
+        """The cache and the load are those of the frame's step: known before the step's ends let the core place what
+        was waiting."""
+        shard_id = self.record.shard_id
+        step = convert.step_from_frame(frame.step) if frame.HasField("step") else None
+        if self._is_steady(frame) and step is not None and step.is_plain:
+            read_rest = functools.partial(convert.news_from_frame, shard_id, frame)
+            self._dispatcher.dispatch(QuietFrame(shard_id, step, read_rest))
+            return
+        parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived] = []
+        if frame.HasField("kv_snapshot"):
+            snapshot = frame.kv_snapshot
+            parts.append(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
+        parts += convert.news_from_frame(shard_id, frame)
+        if step is not None:
+            parts.append(StepArrived(shard_id, step))
+        if parts:
+            self._dispatcher.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
+
+    def _is_steady(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> bool:
+        """Cache and load go on as they were: no gap between batches of KV events, no snapshot, no draining."""
+        expected = self._next_kv_number
+        if frame.more_kv_events or frame.HasField("kv_snapshot"):
+            self._next_kv_number = None
+            return False
+        if frame.HasField("kv_events"):
+            number = frame.kv_events.number
+            self._next_kv_number = number + 1
+            if number != expected:
+                return False
+        load = frame.load
+        return not (load.draining or load.hand_over)
+
+    async def _write_frames(self, writer: FrameWriter[Any], call: ConnectCall) -> None:
+        try:
+            await writer.run()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same break
+        except Exception:
+            log.exception("writing to a shard failed", shard_id=self.record.shard_id)
+        call.cancel()  # whatever it was: the reader ends the connection
+
+    def _wake_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.wake()
+
+    def _take_frame(self) -> shard_service_pb2.ShardServiceConnectRequest | None:
+        """What waits, as one frame; the rest of the submits once a frame has enough tokens."""
+        if not (self._submits or self._cancels or self._want_kv_snapshot):
+            return None
+        num_submits = num_tokens = 0
+        for attempt in self._submits:
+            num_tokens += len(attempt.request.prompt_token_ids)
+            num_submits += 1
+            if num_tokens >= MAX_TOKENS_PER_FRAME:
+                break
+        taken, self._submits = self._submits[:num_submits], self._submits[num_submits:]
+        # A cancel must not overtake the submit it is for.
+        cancels: dict[int, int | None] = {}
+        if self._submits:
+            self._wake_writer()
+        else:
+            cancels, self._cancels = self._cancels, {}
+        want_kv_snapshot, self._want_kv_snapshot = self._want_kv_snapshot, False
+        return shard_service_pb2.ShardServiceConnectRequest(
+            submits=[convert.submit_to_proto(attempt, packs_token_ids=self._packs_token_ids) for attempt in taken],
+            cancel_slots=cancels.keys(),
+            unwanted=[
+                shard_service_pb2.Unwanted(slot=slot, num_output_tokens=count)
+                for slot, count in cancels.items()
+                if count is not None
+            ],
+            want_kv_snapshot=want_kv_snapshot,
+        )
+
+    def _forget_waiting(self) -> None:
+        """What was meant for an earlier connection."""
+        self._submits.clear()
+        self._cancels.clear()
+        self._want_kv_snapshot = False

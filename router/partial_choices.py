@@ -1,0 +1,78 @@
+"""Choices of a `Generate` that goes on with an answer of a router that was lost: checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.sampling import DEFAULT_TEMPERATURE
+from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.v1.router_service_pb2 import BegunChoice, GenerateRequest
+from router.core.events import ChoiceSpec
+
+
+def wanted_choices(wanted: GenerateRequest, tokenizer: ModelTokenizer, max_tokens: int) -> tuple[ChoiceSpec, ...]:
+    """Those that have not ended, each behind what has come of it; their slots are their indexes. `max_tokens`: of one
+    choice, if the request does not say. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
+    num_choices = wanted.n or 1
+    begun: dict[int, BegunChoice] = {}
+    if wanted.stop.HasField("max_tokens"):
+        max_tokens = min(max_tokens, wanted.stop.max_tokens)
+    for position, choice in enumerate(wanted.begun):
+        at = f"begun[{position}]"
+        if choice.index >= num_choices:
+            raise invalid_argument(f"{at}.index is {choice.index}, but n is {num_choices}.", f"{at}.index")
+        if choice.index in begun:
+            raise invalid_argument(f"{at}.index is {choice.index}, as that of another entry.", f"{at}.index")
+        begun[choice.index] = choice
+        if not choice.done:
+            _check_output(choice, at, tokenizer, max_tokens)
+    _check_seed(wanted)
+    choices = tuple(_spec(index, begun.get(index)) for index in range(num_choices) if not _is_done(begun.get(index)))
+    if not choices:
+        raise invalid_argument("Every choice of begun is done: there is nothing to go on with.", "begun")
+    return choices
+
+
+def num_wanted_choices(wanted: GenerateRequest) -> int:
+    """Of a request that may yet turn out to be faulty."""
+    done = {choice.index for choice in wanted.begun if choice.done}
+    return max(1, (wanted.n or 1) - len(done))
+
+
+def named_for_callers(error: KvloomError) -> KvloomError:
+    """Shards know by what text they have made of the tokens whether num_delivered_chars can be; their field has another
+    name."""
+    if not error.field.startswith("choices."):
+        return error
+    field = "begun." + error.field.removeprefix("choices.")
+    return KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
+
+
+def _is_done(choice: BegunChoice | None) -> bool:
+    return choice is not None and choice.done
+
+
+def _spec(index: int, choice: BegunChoice | None) -> ChoiceSpec:
+    if choice is None:
+        return ChoiceSpec(slot=index, index=index)
+    return ChoiceSpec(index, index, choice.token_ids[:], choice.num_delivered_chars)
+
+
+def _check_output(choice: BegunChoice, at: str, tokenizer: ModelTokenizer, max_tokens: int) -> None:
+    token_ids: Sequence[int] = choice.token_ids
+    field = f"{at}.token_ids"
+    if len(token_ids) > max_tokens:
+        raise invalid_argument(f"{field} has {len(token_ids)} tokens, but at most {max_tokens} are wanted.", field)
+    if token_ids and max(token_ids) >= tokenizer.vocab_size:
+        message = f"{field} holds {max(token_ids)}, but ids of this model are below {tokenizer.vocab_size}."
+        raise invalid_argument(message, field)
+
+
+def _check_seed(wanted: GenerateRequest) -> None:
+    """Another seed would be another answer."""
+    sampling = wanted.sampling
+    temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE
+    if temperature > 0.0 and not sampling.HasField("seed") and any(choice.token_ids for choice in wanted.begun):
+        message = "sampling.seed is required to go on with an answer: the first response has the one that was drawn."
+        raise invalid_argument(message, "sampling.seed")

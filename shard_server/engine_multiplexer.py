@@ -1,0 +1,261 @@
+"""Between one engine and all routers: takes their submits, and turns every engine step into one frame per router.
+
+Synchronous but for `run`, which consumes the engine's steps; everything happens on one event loop, so nothing is
+locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import structlog
+
+from kvloom.errors import invalid_argument, protocol_violation
+from kvloom.guide import GUIDE_FIELD
+from kvloom.text.detokenizer import TokenText
+from kvloom.v1 import generation_pb2
+from kvloom.v1.shard_service_pb2 import (
+    LoadReport,
+    ShardHello,
+    ShardInfo,
+    ShardServiceConnectRequest,
+    ShardServiceConnectResponse,
+)
+from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
+from shard_server.engines.base import Engine, FinishReason, SequenceEnd, StepOutput
+from shard_server.intake import Intake
+from shard_server.kv_mirror import KvMirror
+from shard_server.live_sequences import LiveSequences
+from shard_server.load_reporter import LoadReporter
+from shard_server.metrics import ShardMetrics
+from shard_server.refusals import engine_failed, stopping
+from shard_server.sequences import logprobs_to_proto
+
+log = structlog.get_logger()
+
+_FINISH_REASONS: Final = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: generation_pb2.FINISH_REASON_ERROR,
+}
+
+
+class EngineFront:
+    """`engine` must have started. `max_waiting`: sequences taken beyond a full batch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TokenText,
+        info: ShardInfo,
+        metrics: ShardMetrics,
+        max_waiting: int,
+        *,
+        max_pending_frames: int = MAX_PENDING_FRAMES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._engine = engine
+        self._metrics = metrics
+        self._max_pending_frames = max_pending_frames
+        self._clock = clock
+        self._kv = KvMirror()
+        self._connections: list[RouterConnection] = []
+        self._origins = itertools.count(1)
+        self._load = LoadReporter(engine.info)
+        self._live = LiveSequences(engine, metrics, clock)
+        max_sequences = engine.info.max_batch + max_waiting
+        self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock)
+        self._report_timer: asyncio.TimerHandle | None = None
+        self._last_token_step_at: float | None = None
+
+    # -- routers ------------------------------------------------------------------------------------------------------
+
+    def connect(self, router_id: str) -> RouterConnection:
+        """A new stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
+        if self._intake.engine_has_failed:
+            raise engine_failed()
+        connection = RouterConnection(router_id, next(self._origins), self._max_pending_frames)
+        hello = ShardHello(info=self.info, reads_packed_token_ids=True)
+        connection.send(
+            ShardServiceConnectResponse(hello=hello, kv_snapshot=self._kv.snapshot(), load=self.load_report())
+        )
+        self._connections.append(connection)
+        self._metrics.on_routers(len(self._connections))
+        return connection
+
+    def disconnect(self, connection: RouterConnection) -> None:
+        """The stream is over: its sequences are cancelled, their blocks freed."""
+        if connection not in self._connections:
+            return
+        self._connections.remove(connection)
+        for sequence in list(connection.by_slot.values()):
+            self._live.cancel_unwanted(sequence, sequence.num_output_tokens)
+        self._metrics.on_routers(len(self._connections))
+
+    def receive(self, connection: RouterConnection, frame: ShardServiceConnectRequest) -> None:
+        """A router's frame, submits before cancels. Raises KvloomError (PROTOCOL_VIOLATION)."""
+        if frame.HasField("hello"):
+            raise protocol_violation("Only the first frame carries a hello.")
+        for submit in frame.submits:
+            self._intake.submit(connection, submit)
+        num_arrived = {entry.slot: entry.num_output_tokens for entry in frame.unwanted}
+        for slot in frame.cancel_slots:
+            sequence = connection.by_slot.get(slot)
+            if sequence is None:  # its finish is on its way, or has arrived
+                continue
+            if slot in num_arrived:
+                self._live.cancel_unwanted(sequence, num_arrived[slot])
+            else:
+                self._live.cancel_in_engine(sequence)
+                self._live.finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
+        connection.send_step()
+        if frame.submits and len(self._connections) > 1:
+            self._report_soon()
+        if frame.want_kv_snapshot:
+            connection.send(ShardServiceConnectResponse(kv_snapshot=self._kv.snapshot()))
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self._load.draining
+
+    def set_draining(self, draining: bool, *, hand_over: bool = False) -> None:
+        """While it is set new sequences are refused; with `hand_over` routers move those that run to other shards.
+        Routers are told at once."""
+        if (draining, hand_over) != (self._load.draining, self._load.hand_over):
+            self._load.draining, self._load.hand_over = draining, hand_over
+            for connection in self._connections:
+                connection.send_step(load=self._load.report(connection.origin))
+
+    def give_back(self) -> None:
+        """The process ends: every sequence finishes with DRAINING, behind which its router goes on elsewhere."""
+        for sequence in list(self._live.by_request_id.values()):
+            self._live.cancel_in_engine(sequence)
+            self._live.finish(sequence, generation_pb2.FINISH_REASON_ERROR, stopping())
+        for connection in self._connections:
+            connection.send_step()
+
+    async def wait_idle(self) -> None:
+        """Returns when no sequence is live."""
+        await self._live.wait_idle()
+
+    def end_connections(self) -> None:
+        """Close all streams in good order, behind the frames that wait to be written."""
+        for connection in self._connections:
+            connection.end()
+
+    def load_report(self) -> LoadReport:
+        """For somebody who has submitted nothing."""
+        return self._load.report()
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Hand out steps until the engine is closed. When it dies: every sequence finishes with ENGINE_FAILED, and the
+        engine's error is raised."""
+        try:
+            async for output in self._engine.steps():
+                self._on_step(output)
+        except Exception:
+            self._intake.engine_has_failed = True
+            for sequence in list(self._live.by_request_id.values()):
+                self._live.finish(sequence, generation_pb2.FINISH_REASON_ERROR, engine_failed())
+            for connection in self._connections:
+                connection.send_step()
+            raise
+
+    def _on_step(self, output: StepOutput) -> None:
+        now = self._clock()
+        live = self._live.by_request_id
+        ends = {end.request_id: end for end in output.ends}
+        for start in output.starts:
+            sequence = live.get(start.request_id)
+            if sequence is not None:
+                self._live.start(sequence, start.num_cached_tokens, start.queue_time_seconds, now)
+        num_tokens = num_discarded = 0
+        for request_id, token_ids in _first_tokens_first(output):
+            sequence = live.get(request_id)
+            if sequence is None:
+                num_discarded += len(token_ids)
+                self._live.letting_go.note_tokens(request_id, len(token_ids))
+                continue
+            if request_id in ends or len(token_ids) != 1:
+                token_ids, delta = sequence.push_carefully(token_ids)
+            else:
+                delta = sequence.detokenizer.push(token_ids)
+            end = ends.get(request_id)
+            parts = sequence.connection.parts
+            count = len(token_ids)
+            if count != 1:
+                parts.uneven = True
+            parts.slots.append(sequence.slot)
+            parts.num_tokens.append(count)
+            parts.token_ids += token_ids
+            num_tokens += count
+            sequence.num_output_tokens += count
+            if output.logprobs and request_id in output.logprobs:
+                parts.logprobs += logprobs_to_proto(sequence.slot, output.logprobs[request_id][:count])
+            if sequence.has_stop_strings and sequence.detokenizer.stop_string is not None:
+                if end is None:
+                    self._live.cancel_in_engine(sequence)
+                self._live.finish(sequence, generation_pb2.FINISH_REASON_STOP)
+            elif end is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                delta += sequence.detokenizer.flush()
+                self._live.finish(sequence, _FINISH_REASONS[end.reason])
+            parts.deltas.append(delta)
+        for end in output.ends:
+            self._end(end)
+        kv_events = self._kv.apply(output.kv_events) if output.kv_events else None
+        is_report_due = self._load.on_step(output.load, now)
+        for connection in self._connections:
+            connection.send_step(kv_events, self._load.report(connection.origin) if is_report_due else None)
+        step_seconds = None
+        if output.request_ids:
+            if self._last_token_step_at is not None:
+                step_seconds = now - self._last_token_step_at
+            self._last_token_step_at = now if live else None
+        self._metrics.on_step(output.load, num_tokens, num_discarded, self._kv.num_cached_blocks, step_seconds)
+
+    def _report_soon(self) -> None:
+        """The other routers must hear of a submit, though the engine's step may take long."""
+        if self._report_timer is None:
+            delay_seconds = self._load.seconds_to_next(self._clock())
+            self._report_timer = asyncio.get_running_loop().call_later(delay_seconds, self._report_submits)
+
+    def _report_submits(self) -> None:
+        self._report_timer = None
+        if self._load.is_due_without_step(self._clock()):
+            for connection in self._connections:
+                connection.send_step(load=self._load.report(connection.origin))
+
+    def _end(self, end: SequenceEnd) -> None:
+        """An end whose sequence has not finished with its last tokens."""
+        self._live.letting_go.end(end.request_id)
+        sequence = self._live.by_request_id.get(end.request_id)
+        if sequence is None:
+            return
+        error = None
+        if end.refusal:
+            error = invalid_argument(f"The guide cannot be followed: {end.refusal}.", GUIDE_FIELD)
+        elif end.reason is FinishReason.ERROR:
+            log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
+            error = engine_failed()
+        elif end.reason is not FinishReason.CANCELLED:
+            self._live.flush(sequence)
+        self._live.finish(sequence, _FINISH_REASONS[end.reason], error)
+
+
+def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:
+    """A step's entries, in the order in which clients are to see them: who still waits for a first token waits most."""
+    entries = zip(output.request_ids, output.token_ids, strict=True)
+    if not output.starts:
+        return entries
+    started = {start.request_id for start in output.starts}
+    return sorted(entries, key=lambda entry: entry[0] not in started)

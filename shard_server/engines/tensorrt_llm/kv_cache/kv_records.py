@@ -1,0 +1,83 @@
+"""TensorRT-LLM's KV events as they come, made compact. Pure; runs in the thread that fetches them, because a long
+prompt's event holds a dictionary per token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvloom.text.block_hash import token_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredBlock:
+    identity: int
+    """TensorRT-LLM's block_hash: its rule differs between versions, so it only tells blocks apart."""
+    num_tokens: int
+    token_bytes: bytes | None
+    """As kvloom.text.block_hash takes them; None where the tokens alone do not name the content (images, prompt
+    tuning)."""
+    cache_salt: str | None = None
+    """Only newer versions tell."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvRecord:
+    """One event. The fields that its `kind` does not have are empty."""
+
+    event_id: int
+    rank: int
+    """Attention data-parallel rank; each has a cache and a numbering of its own."""
+    window_size: int | None
+    kind: str
+    parent: int | None = None
+    blocks: Sequence[StoredBlock] = ()
+    identities: Sequence[int] = ()
+    """Of removed or updated blocks."""
+
+
+def as_records(batch: Any) -> list[Mapping[str, Any]]:
+    """What a getter returned, as dictionaries: versions return them, JSON texts, or lists of either."""
+    if batch is None:
+        return []
+    if isinstance(batch, (str, bytes)):
+        batch = json.loads(batch)
+    if isinstance(batch, Mapping):
+        return [batch]
+    if not isinstance(batch, Iterable):
+        return []
+    return [record for item in batch for record in as_records(item)]
+
+
+def parse_events(batch: Any) -> list[KvRecord]:
+    """Raises ValueError, KeyError, TypeError for what is no event."""
+    return [_parse(event) for event in as_records(batch)]
+
+
+def _parse(event: Mapping[str, Any]) -> KvRecord:
+    data = event["data"]
+    kind = data["type"]
+    parent = None
+    blocks: Sequence[StoredBlock] = ()
+    identities: Sequence[int] = ()
+    if kind == "stored":
+        parent = data.get("parent_hash")
+        blocks = [_parse_block(block) for block in data["blocks"]]
+    elif kind == "removed":
+        identities = data["block_hashes"]
+    elif kind == "updated":
+        identities = [data["block_hash"]]
+    rank = event.get("attention_dp_rank") or 0
+    return KvRecord(event["event_id"], rank, event.get("window_size"), kind, parent, blocks, identities)
+
+
+def _parse_block(block: Mapping[str, Any]) -> StoredBlock:
+    tokens = block["tokens"]
+    content = None
+    if not block.get("mm_keys"):
+        token_ids = [token["token_id"] for token in tokens if not token.get("token_extra_id")]
+        if len(token_ids) == len(tokens) and all(isinstance(token_id, int) for token_id in token_ids):
+            content = token_bytes(token_ids)
+    return StoredBlock(block["block_hash"], len(tokens), content, block.get("cache_salt"))

@@ -1,0 +1,96 @@
+"""Whose block is it? Which root hash a chain of TensorRT-LLM's blocks begins under.
+
+The events of 1.2.1 carry tokens and no salt: two tenants' first blocks with the same tokens look alike. So every
+submitted prompt leaves a trace here, and a chain is matched against the traces:
+
+- tokens of the first block that were submitted under one root only: exact;
+- under several roots: the one under which most blocks of the chain were submitted, exact as soon as the event's blocks
+  reach beyond what the tenants have in common;
+- still equal (one common system prompt and nothing else): in the order of submission, each root once. Two tenants may
+  then be taken for one another until both have been stored: it costs speed, never correctness;
+- never submitted, or forgotten (the traces are bounded): unknown, nothing is told to routers.
+
+Newer versions tell the salt, and none of this is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import xxhash
+
+from kvloom.text.block_hash import block_hashes, token_bytes
+
+MAX_ROOTS_PER_PREFIX: Final = 256
+
+
+class RootLedger:
+    """`max_traces`: first blocks, and block hashes, that are remembered at most."""
+
+    def __init__(self, block_size: int, max_traces: int) -> None:
+        self._block_size = block_size
+        self._max_traces = max_traces
+        self._roots: OrderedDict[bytes, dict[int, int]] = OrderedDict()
+        """First block's tokens → root → how many stored chains are ascribed to it."""
+        self._submitted: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the blocks of submitted prompts."""
+
+    def remember(self, token_ids: Sequence[int], root: int) -> None:
+        """A prompt was submitted. One shorter than a block leaves no trace: give it again when it has grown."""
+        if len(token_ids) < self._block_size:
+            return
+        first = token_bytes(token_ids[: self._block_size])
+        roots = self._roots.setdefault(first, {})
+        roots.setdefault(root, 0)
+        if len(roots) > MAX_ROOTS_PER_PREFIX:
+            del roots[next(iter(roots))]
+        self._roots.move_to_end(first)
+        for hashed in block_hashes(token_ids, self._block_size, root):
+            self._submitted[hashed] = None
+            self._submitted.move_to_end(hashed)
+        while len(self._roots) > self._max_traces:
+            self._roots.popitem(last=False)
+        while len(self._submitted) > self._max_traces:
+            self._submitted.popitem(last=False)
+
+    def claim(self, chain: Sequence[bytes], cache_salt: str | None = None) -> int | None:
+        """The root of a stored chain, given its blocks' tokens; None: unknown. `release` it when it is removed."""
+        roots = self._roots.get(chain[0], {})
+        root = _root_of_salt(cache_salt)
+        if root is None:
+            if not roots:
+                return None
+            root = next(iter(roots)) if len(roots) == 1 else self._likeliest(roots, chain)
+        if root in roots:
+            roots[root] += 1
+        return root
+
+    def release(self, first: bytes, root: int) -> None:
+        """A chain's first block has gone."""
+        roots = self._roots.get(first)
+        if roots and roots.get(root):
+            roots[root] -= 1
+
+    def _likeliest(self, roots: dict[int, int], chain: Sequence[bytes]) -> int:
+        """Most blocks submitted; then fewest chains ascribed to it; then the one submitted first."""
+        return min(roots, key=lambda root: (-self._num_submitted(root, chain), roots[root]))
+
+    def _num_submitted(self, root: int, chain: Sequence[bytes]) -> int:
+        hashed = root
+        for count, tokens in enumerate(chain):
+            hashed = xxhash.xxh3_64_intdigest(tokens, seed=hashed)
+            if hashed not in self._submitted:
+                return count
+        return len(chain)
+
+
+def _root_of_salt(cache_salt: str | None) -> int | None:
+    """The inverse of request_fields.cache_salt_of; None for salts that are not ours."""
+    if cache_salt is None or len(cache_salt) != 16:
+        return None
+    try:
+        return int(cache_salt, 16)
+    except ValueError:
+        return None

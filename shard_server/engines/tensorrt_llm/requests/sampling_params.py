@@ -1,0 +1,92 @@
+"""An EngineRequest as TensorRT-LLM's SamplingParams.
+
+Differences from the torch engine, which no mapping can remove: a seed makes an answer repeatable only as far as the
+sampler and the batch allow; penalties are the sampler's own (those of the C++ sampler look at the prompt as well,
+unless `prompt_ignore_length` exists, and some samplers ignore them: hence `shard.tensorrt_llm.penalties`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shard_server.engines.base import EngineError, EngineInfo, EngineRequest
+from shard_server.engines.tensorrt_llm.api import TensorRtLlm
+from shard_server.engines.tensorrt_llm.requests.request_fields import guide_arguments
+
+_SEED_MASK = 2**63 - 1
+"""Some samplers hold seeds in signed 64 bits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingMapper:
+    """Makes one SamplingParams after another. `known`: the arguments that this version's SamplingParams takes."""
+
+    library: TensorRtLlm
+    make: Any
+    known: frozenset[str] | None
+    guided_decoding_backend: str
+
+    @classmethod
+    def of(cls, library: TensorRtLlm, guided_decoding_backend: str) -> SamplingMapper:
+        make = library.symbol("SamplingParams")
+        return cls(library, make, library.arguments_of("SamplingParams"), guided_decoding_backend)
+
+    def params_of(self, request: EngineRequest, info: EngineInfo) -> Any:
+        """Raises EngineError for what this engine cannot do."""
+        arguments = sampling_arguments(request, info)
+        if self._has("prompt_ignore_length") and _has_penalties(request):
+            # What an earlier attempt emitted was appended to the prompt, and counts as output all the same.
+            arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
+        guide = guide_arguments(request, self.guided_decoding_backend)
+        if guide:
+            arguments["guided_decoding"] = self.library.build("llmapi.GuidedDecodingParams", "guide", **guide)
+        try:
+            return self.make(**arguments)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"TensorRT-LLM refuses the sampling parameters: {error}") from error
+
+    def _has(self, argument: str) -> bool:
+        return self.known is not None and argument in self.known
+
+
+def sampling_arguments(request: EngineRequest, info: EngineInfo) -> dict[str, Any]:
+    """What every version takes."""
+    sampling = request.sampling
+    arguments: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": request.max_tokens - len(request.output_token_ids),
+        "detokenize": False,
+        # Otherwise the stop token, streamed already, is taken back at the end.
+        "include_stop_str_in_output": True,
+        **_stop_arguments(request.stop_token_ids, info.eos_token_ids),
+    }
+    if sampling.temperature > 0:
+        # Greedy is the absence of all three.
+        arguments["temperature"] = sampling.temperature
+        arguments["top_p"] = sampling.top_p
+        if sampling.top_k:
+            arguments["top_k"] = sampling.top_k
+        arguments["seed"] = sampling.seed & _SEED_MASK
+    if sampling.presence_penalty:
+        arguments["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty:
+        arguments["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.num_logprobs is not None:
+        # 0 would turn them off in some versions.
+        arguments["logprobs"] = max(1, sampling.num_logprobs)
+    return arguments
+
+
+def _stop_arguments(stops: frozenset[int], eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """Without a tokenizer the engine knows no end-of-sequence token: one is `end_id`, the others are stop tokens."""
+    ends = sorted(stops & eos_token_ids)
+    if not ends:
+        end_id = min(eos_token_ids, default=0)  # must be set, and is ignored
+        return {"end_id": end_id, "pad_id": end_id, "ignore_eos": True, "stop_token_ids": sorted(stops) or None}
+    others = sorted(stops - {ends[0]})
+    return {"end_id": ends[0], "pad_id": ends[0], "stop_token_ids": others or None}
+
+
+def _has_penalties(request: EngineRequest) -> bool:
+    return bool(request.sampling.presence_penalty or request.sampling.frequency_penalty)

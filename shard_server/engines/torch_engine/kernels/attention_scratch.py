@@ -1,0 +1,80 @@
+"""What a thread needs for attention with tiles (tile_kernels.py) besides queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.np.numpy_support import carray
+
+from shard_server.engines.torch_engine.kernels.compiled import bf16_at, bytes_at, floats_at, integers_at, jit
+
+CHUNK = 128
+"""Keys that are weighed at a time."""
+TILE = 16
+PIECE_TOKENS = 128
+"""A prompt's rows are taken in pieces: their sums stay in the cache, and threads share them."""
+
+_Array = np.ndarray[Any, Any]
+
+
+class Shape(NamedTuple):
+    block_size: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    block_stride: int
+    """Numbers from a block to the next; from a layer of a block to the next: block_size * token_size."""
+    token_size: int
+
+
+class Scratch(NamedTuple):
+    """Of one thread."""
+
+    queries: _Array
+    """uint16 [kv heads, rows, head_dim]"""
+    sums: _Array
+    """float32 [kv heads, rows, head_dim] of weighted values"""
+    tops: _Array
+    """float32 [kv heads, rows]: the largest score yet"""
+    totals: _Array
+    """float32 [kv heads, rows]: the sum of weights"""
+    scores: _Array
+    """float32 [16, CHUNK]"""
+    weights: _Array
+    """uint16 [16, CHUNK]"""
+    places: _Array
+    """int64: in the pool, of each 16 tokens of a chunk"""
+    configuration: _Array
+
+
+@jit()
+def _num_query_rows(shape: Any) -> Any:
+    return (PIECE_TOKENS * shape.group_size + TILE - 1) // TILE * TILE * shape.num_kv_heads
+
+
+@jit()
+def scratch_bytes(shape: Any) -> Any:
+    """A multiple of 64, as are all its parts. They must be zeros at first: products read what was never written."""
+    return _num_query_rows(shape) * (6 * shape.head_dim + 8) + 6 * TILE * CHUNK + 8 * CHUNK // TILE + 64
+
+
+@jit()
+def scratch_at(address: Any, shape: Any) -> Any:
+    rows, dim = _num_query_rows(shape), shape.head_dim
+    sums = address + 2 * rows * dim
+    tops = sums + 4 * rows * dim
+    totals = tops + 4 * rows
+    scores = totals + 4 * rows
+    weights = scores + 4 * TILE * CHUNK
+    places = weights + 2 * TILE * CHUNK
+    return Scratch(
+        queries=carray(bf16_at(address), (rows * dim,)),
+        sums=carray(floats_at(sums), (rows * dim,)),
+        tops=carray(floats_at(tops), (rows,)),
+        totals=carray(floats_at(totals), (rows,)),
+        scores=carray(floats_at(scores), (TILE * CHUNK,)),
+        weights=carray(bf16_at(weights), (TILE * CHUNK,)),
+        places=carray(integers_at(places), (CHUNK // TILE,)),
+        configuration=carray(bytes_at(places + 8 * CHUNK // TILE), (64,)),
+    )

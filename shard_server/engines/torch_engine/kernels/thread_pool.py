@@ -1,0 +1,67 @@
+"""Runs programs of compiled code on the threads that torch computes with.
+
+torch's OpenMP threads spin for a while after each operator: others beside them would share their cores with them. So
+programs run on the same ones, through the entry point that compilers use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from shard_server.engines.torch_engine.kernels.amx import aligned_zeros
+from shard_server.engines.torch_engine.kernels.program import (
+    BARRIER,
+    CALL_SIZE,
+    FOUND,
+    NUM_TASKS,
+    NUM_THREADS,
+    SYSTEM_CALL,
+    TASKS,
+    THREAD_NUMBER,
+    entry_point,
+)
+from shard_server.engines.torch_engine.kernels.tile_tasks import new_scratches
+
+
+class ThreadTeam:
+    """As many threads as torch has, of which the caller is one. Used from one thread at a time."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        # GNU's runtime, and Intel's and LLVM's, which have its entry points too.
+        self._parallel = getattr(library, "GOMP_parallel", None)
+        self.num_threads = torch.get_num_threads() if self._parallel is not None else 1
+        self._entry_point = entry_point()
+        self._scratches = new_scratches(self.num_threads)
+        self.scratches = self._scratches.ctypes.data
+        """Address of what products need, see tile_tasks.py"""
+        self._found = aligned_zeros(64 * self.num_threads, np.uint8)
+        self._barrier = aligned_zeros(8, np.int64)
+        self._call = np.zeros(CALL_SIZE, np.int64)
+        self._call[BARRIER] = self._barrier.ctypes.data
+        self._call[FOUND] = self._found.ctypes.data
+        if self.num_threads > 1:
+            names = {
+                THREAD_NUMBER: "omp_get_thread_num",
+                NUM_THREADS: "omp_get_num_threads",
+                SYSTEM_CALL: "syscall",
+            }
+            for place, name in names.items():
+                self._call[place] = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        self._call_address = self._call.ctypes.data
+        self._alone: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._entry_point)
+
+    def run(self, tasks: np.ndarray[Any, Any]) -> None:
+        """`tasks`: of tasks.program. Returns when all threads are through."""
+        self._call[TASKS], self._call[NUM_TASKS] = tasks.ctypes.data, len(tasks)
+        self._barrier[:] = 0
+        if self.num_threads == 1:
+            self._alone(self._call_address)
+        else:
+            self._parallel(  # pyright: ignore[reportOptionalCall]
+                ctypes.c_void_p(self._entry_point), ctypes.c_void_p(self._call_address), self.num_threads, 0
+            )

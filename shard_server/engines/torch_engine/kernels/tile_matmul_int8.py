@@ -1,0 +1,148 @@
+"""Matrix products of rows with int8 weights in AMX tiles: as tile_matmul.py, but sums are exact integers.
+
+Rows are two int8 digits each (see int8_linear.py): the sums of 16 rows' first digits and of their second ones are
+joined, and scaled, before they are given out. A weight tile is 64 of the sum by 16 columns, in words of four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shard_server.engines.torch_engine.kernels.amx import (
+    load_tile_configuration,
+    prefetch,
+    tile_dot_int8,
+    tile_load,
+    tile_store,
+    tile_zero,
+)
+from shard_server.engines.torch_engine.kernels.compiled import float_of_bf16, jit
+from shard_server.engines.torch_engine.kernels.simd_ops import joined_digits
+from shard_server.engines.torch_engine.kernels.tile_matmul import PANEL, TILE, configure, give_out
+
+INT8_DEPTH = 64
+"""Of the sum, that one tile product takes."""
+_TILE_BYTES = 1024
+_CACHED_BYTES = 2**18
+_SECOND = TILE * PANEL
+"""Where the sums of second digits begin."""
+_LIMIT, _BASE = np.float32(127), np.float32(254)
+_SMALLEST = np.float32(1e-12)
+"""Stands for the largest value of a row that is all zeros."""
+_ROUNDING = np.float32(12582912)
+"""1.5 * 2**23: added and taken away, it leaves the nearest integer, ties to even."""
+
+
+@jit()
+def split_row(x: Any, first: Any, second: Any) -> Any:
+    """bf16 bits [columns] → int8 digits [at least columns; zeros behind them], and a scale (float32):
+    (first + second / 254) * scale is the row, rounded."""
+    scale = max(_largest(x), _SMALLEST) / _LIMIT
+    _split(x, np.float32(1) / scale, first, second)
+    first[x.size :] = 0
+    second[x.size :] = 0
+    return scale
+
+
+@jit()
+def _largest(x: Any) -> Any:
+    """Magnitude. Without their sign, bf16 numbers are in the order of their bits."""
+    most = np.uint16(0)
+    for column in range(x.size):
+        most = max(most, np.uint16(x[column] & np.uint16(0x7FFF)))
+    return float_of_bf16(most)
+
+
+@jit()
+def _split(x: Any, factor: Any, first: Any, second: Any) -> None:
+    for column in range(x.size):
+        steps = float_of_bf16(x[column]) * factor
+        whole = (steps + _ROUNDING) - _ROUNDING
+        first[column] = np.int8(np.int32(whole))
+        second[column] = np.int8(np.int32(((steps - whole) * _BASE + _ROUNDING) - _ROUNDING))
+
+
+@jit()
+def multiply_int8(
+    digits: Any,
+    row_scales: Any,
+    depth: Any,
+    weights: Any,
+    column_scales: Any,
+    bias: Any,
+    first_panel: Any,
+    end_panel: Any,
+    kind: Any,
+    other: Any,
+    out: Any,
+    scratch: Any,
+) -> None:
+    """Columns `first_panel` * 32 to `end_panel` * 32 of the product.
+
+    `digits`: int8 [2 * rows * depth]. `weights`: int8, packed. `column_scales` and `bias`: float32 [columns]. `kind`,
+    `other` and `out`: as for tile_matmul.multiply.
+    """
+    num_rows = row_scales.size
+    row_size = out.size // num_rows
+    configure(scratch.full, TILE, TILE)
+    configure(scratch.rest, num_rows % TILE, num_rows % TILE)
+    configured_rows = 0
+    panel_size = depth * PANEL
+    sums, finished = scratch.sums, scratch.finished
+    finished_rows, finished_row, finished_panel = 0, 0, 0
+    share = panel_size // ((num_rows + TILE - 1) // TILE)
+    group = max(1, _CACHED_BYTES // panel_size)
+    for start in range(first_panel, end_panel, group):
+        end = min(start + group, end_panel)
+        for row in range(0, num_rows, TILE):
+            for panel in range(start, end):
+                rows = min(TILE, num_rows - row)
+                if num_rows > PANEL and panel + group < end_panel:
+                    prefetch(weights, (panel + group) * panel_size + row // TILE * share, share)
+                if rows != configured_rows:
+                    load_tile_configuration(scratch.full if rows == TILE else scratch.rest)
+                    configured_rows = rows
+                tile_zero(0)
+                tile_zero(1)
+                tile_zero(2)
+                tile_zero(3)
+                given = 0
+                rows_per_step = (finished_rows * INT8_DEPTH + depth - 1) // depth
+                weight = panel * panel_size
+                for k in range(row * depth, row * depth + depth, INT8_DEPTH):
+                    tile_load(4, digits, k, depth)
+                    tile_load(6, weights, weight, 64)
+                    tile_dot_int8(0, 4, 6)
+                    tile_load(7, weights, weight + _TILE_BYTES, 64)
+                    tile_dot_int8(1, 4, 7)
+                    tile_load(5, digits, k + num_rows * depth, depth)
+                    tile_dot_int8(2, 5, 6)
+                    tile_dot_int8(3, 5, 7)
+                    weight += 2 * _TILE_BYTES
+                    if given < finished_rows:
+                        until = min(finished_rows, given + rows_per_step)
+                        _join(finished, given, until, row_scales, finished_row, column_scales, bias, finished_panel)
+                        give_out(finished, given, until, kind, other, out, finished_row, row_size, finished_panel)
+                        given = until
+                tile_store(0, sums, 0, PANEL * 4)
+                tile_store(1, sums, TILE, PANEL * 4)
+                tile_store(2, sums, _SECOND, PANEL * 4)
+                tile_store(3, sums, _SECOND + TILE, PANEL * 4)
+                sums, finished = finished, sums
+                finished_rows, finished_row, finished_panel = rows, row, panel
+    _join(finished, 0, finished_rows, row_scales, finished_row, column_scales, bias, finished_panel)
+    give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
+
+
+@jit()
+def _join(
+    sums: Any, first: Any, end: Any, row_scales: Any, first_row: Any, column_scales: Any, bias: Any, panel: Any
+) -> None:
+    for row in range(first, end):
+        scale = row_scales[first_row + row]
+        for half in range(0, PANEL, TILE):
+            place = row * PANEL + half
+            column = panel * PANEL + half
+            joined_digits(sums, place, _SECOND + place, _BASE, scale, column_scales, bias, column)

@@ -1,0 +1,65 @@
+"""Which sequences of a step get drafts, and how many tokens: as many as find room in blocks and in a matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvloom.config import SpeculationConfig
+from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS, PromptLookup
+from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
+from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
+
+Drafts = dict[EngineSequence, list[int]]
+"""Tokens that may follow a sequence's known ones."""
+
+
+class Drafter:
+    """Drafts for the decoding sequences of a step, and counts what became of them."""
+
+    def __init__(self, scheduler: Scheduler, config: SpeculationConfig) -> None:
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self._scheduler = scheduler
+        self._config = config
+
+    def draft(self, batch: Sequence[Chunk]) -> Drafts:
+        """Takes blocks for the drafts, where needed: `give_back_room` after the step."""
+        if not self._config.max_draft_tokens:
+            return {}
+        decoding = [sequence for sequence, _ in batch if sequence.num_uncomputed_tokens == 1]
+        rows_left = MAX_STEP_ROWS - len(decoding)
+        drafts: Drafts = {}
+        for sequence in decoding:
+            if rows_left < 1:
+                break
+            draft = self._draft(sequence, rows_left)
+            if draft:
+                drafts[sequence] = draft
+                rows_left -= len(draft)
+        return drafts
+
+    def on_verified(self, sequence: EngineSequence, draft: Sequence[int], token_ids: Sequence[int]) -> None:
+        """`token_ids`: what was drawn instead; behind the last right draft there is one token more."""
+        num_accepted = 0
+        while num_accepted < min(len(draft), len(token_ids)) and draft[num_accepted] == token_ids[num_accepted]:
+            num_accepted += 1
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_tokens += num_accepted
+        assert sequence.lookup is not None
+        sequence.lookup.on_verified(len(draft), num_accepted)
+
+    def give_back_room(self, drafts: Drafts) -> None:
+        """Free the blocks that only wrong drafts have used."""
+        for sequence in drafts:
+            if sequence.is_running:
+                self._scheduler.give_back_room(sequence)
+
+    def _draft(self, sequence: EngineSequence, rows_left: int) -> list[int]:
+        # The token that is drawn behind the last draft counts, too.
+        limit = min(rows_left, sequence.request.max_tokens - sequence.num_output_tokens - 1)
+        if limit < 1:
+            return []
+        if sequence.lookup is None:
+            sequence.lookup = PromptLookup(self._config.max_draft_tokens, self._config.max_ngram)
+        draft = sequence.lookup.draft(sequence.token_ids, limit)
+        return draft[: self._scheduler.make_room(sequence, len(draft))] if draft else draft

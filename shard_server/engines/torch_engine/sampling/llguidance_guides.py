@@ -1,0 +1,160 @@
+"""Guided decoding: which tokens keep an answer within its guide, as bitmasks over the vocabulary (through llguidance).
+
+llguidance computes a mask in microseconds from a lazily built automaton, on the CPU, straight into numpy memory; and it
+bounds what a guide may cost by fuel that does not depend on the clock, so that every shard judges a guide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+from shard_server.engines.base import EngineError, Guide, GuideKind
+from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
+
+CACHED_GUIDES: Final = 128
+_LIMITS: Final = LLParserLimits(
+    max_items_in_row=1000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+"""A step of the automaton takes 7 ms at most, and its states 40 MB."""
+_JSON_WHITESPACE: Final = r"\n[ \t]{0,32}| "
+"""Between the parts of a JSON text: enough to indent it. JSON allows any, in which small models lose themselves until
+their tokens are used up."""
+_MAX_MESSAGE_CHARS: Final = 200
+_REGEX_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+
+
+class MatcherState:
+    """A `GuideState`."""
+
+    __slots__ = ("_end_ids", "_ends_with_eos", "_mask", "_matcher")
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, end_ids: Sequence[int], *, ends_with_eos: bool) -> None:
+        self._matcher = matcher
+        self._mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._end_ids = end_ids
+        """Tokens that end the sequence: drawn only where the guide is satisfied."""
+        self._ends_with_eos = ends_with_eos
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._ends_with_eos and self._matcher.is_stopped()
+
+    def mask(self) -> np.ndarray:
+        fill_next_token_bitmask(self._matcher, self._mask)
+        if self._matcher.is_error():
+            raise GuideError(_message(self._matcher))
+        bits = self._mask[0].view(np.uint8)
+        satisfied = self._matcher.is_accepting()
+        forbidden: list[int] = []
+        for token_id in self._end_ids:
+            if satisfied:
+                bits[token_id >> 3] |= 1 << (token_id & 7)
+            elif bits[token_id >> 3] >> (token_id & 7) & 1:
+                bits[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+                forbidden.append(token_id)
+        if forbidden and not bits.any():
+            # The only way on leads through a token that the client made a stop token: better an early end than none.
+            for token_id in forbidden:
+                bits[token_id >> 3] |= 1 << (token_id & 7)
+        return bits
+
+    def take(self, token_ids: Sequence[int]) -> bool:
+        return self._matcher.consume_tokens(list(token_ids))
+
+
+class GuideCompiler:
+    """Guides of one model's vocabulary. Thread-safe."""
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """Takes half a second, with the interpreter's lock held. Raises EngineError."""
+        self._vocab_size = vocab_size
+        eos = sorted(eos_token_ids)
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json.read_text(), n_vocab=vocab_size, eos_token=eos or None)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise EngineError(f"{tokenizer_json}: no vocabulary for guided decoding: {error}") from error
+        self._eos = eos
+        self._cache: OrderedDict[Guide, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def start(self, guide: Guide, stop_token_ids: Iterable[int], output_token_ids: Sequence[int] = ()) -> GuideState:
+        """A sequence's state behind `output_token_ids`. Compiles the guide if it is not known. Raises GuideError."""
+        stop = set(stop_token_ids)
+        end_ids = sorted(token_id for token_id in stop.union(self._eos) if token_id < self._vocab_size)
+        if output_token_ids and output_token_ids[-1] in end_ids:  # it has ended: the guide goes no further
+            output_token_ids = output_token_ids[:-1]
+        matcher = self._matcher(guide)
+        state = MatcherState(matcher, self._vocab_size, end_ids, ends_with_eos=not stop.isdisjoint(self._eos))
+        if not state.take(output_token_ids):
+            raise GuideError("the output so far does not follow the guide")
+        return state
+
+    def _matcher(self, guide: Guide) -> LLMatcher:
+        with self._lock:
+            known = self._cache.get(guide)
+            if known is not None:
+                self._cache.move_to_end(guide)
+                return known.deep_copy()
+        compiled = self._compile(guide)
+        with self._lock:
+            self._cache[guide] = compiled
+            while len(self._cache) > CACHED_GUIDES:
+                self._cache.popitem(last=False)
+            return compiled.deep_copy()
+
+    def _compile(self, guide: Guide) -> LLMatcher:
+        try:
+            grammar = _grammar(guide)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise GuideError(str(error)[:_MAX_MESSAGE_CHARS]) from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a guide that nothing satisfies shows only now
+        if matcher.is_error():
+            raise GuideError(_message(matcher))
+        return matcher
+
+
+def _grammar(guide: Guide) -> str:
+    match guide.kind:
+        case GuideKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(guide.text, defaults={"whitespace_pattern": _JSON_WHITESPACE})
+        case GuideKind.REGEX:
+            return LLMatcher.grammar_from_regex(guide.text)
+        case GuideKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(guide.text)
+        case GuideKind.CHOICE:
+            choices: list[str] = json.loads(guide.text)
+            # A regular expression takes every character as it is, a grammar's string does not.
+            return LLMatcher.grammar_from_regex("|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices))
+
+
+def _message(matcher: LLMatcher) -> str:
+    """The first line: what follows are excerpts of the guide and the state of the automaton."""
+    text = matcher.get_error().split("\n", 1)[0].strip()
+    reason = text[:_MAX_MESSAGE_CHARS] or "it cannot be compiled"
+    return _REASONS.get(reason, reason)
+
+
+_REASONS: Final = {
+    "NoExtensionBias": "no text follows it",
+    "NoExtension": "no text follows it",
+    "ParserTooComplex": "it is too complex",
+    "LexerTooComplex": "it is too complex",
+}

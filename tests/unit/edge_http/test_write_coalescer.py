@@ -1,0 +1,103 @@
+"""What belongs together leaves in one write, and first tokens leave before the rest of their engine step."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from edge_http.wire.sse import Corks, EventStream
+
+LIMIT = 1 << 20
+
+
+class Socket:
+    """Takes down which stream wrote what, in order."""
+
+    def __init__(self, name: str, writes: list[tuple[str, bytes]]) -> None:
+        self._name = name
+        self._writes = writes
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        self._writes.append((self._name, data))
+
+
+class Connected:
+    """What an EventStream asks of a request."""
+
+    version = aiohttp.HttpVersion11
+    keep_alive = True
+
+    def __init__(self, transport: Socket) -> None:
+        self.transport = transport
+
+
+@pytest.fixture
+def writes() -> list[tuple[str, bytes]]:
+    return []
+
+
+def stream(name: str, corks: Corks, writes: list[tuple[str, bytes]]) -> EventStream:
+    return EventStream(cast(web.BaseRequest, Connected(Socket(name, writes))), LIMIT, corks)
+
+
+def begin(events: EventStream) -> None:
+    """The head and the first token, corked as an answer does it."""
+    events.cork()
+    events.begin({})
+    events.send(b"", b"first", b"")
+
+
+async def test_head_and_first_token_leave_in_one_write_before_other_streams_tokens(
+    writes: list[tuple[str, bytes]],
+) -> None:
+    """A step's first tokens are in front; behind hundreds of others they would be milliseconds late."""
+    corks = Corks()
+    old, one, two = (stream(name, corks, writes) for name in ("old", "one", "two"))
+    begin(old)
+    await asyncio.sleep(0)
+    assert [name for name, _ in writes] == ["old"]
+    begin(one)
+    begin(two)
+    assert len(writes) == 1
+    old.send(b"", b"next", b"")
+    assert [name for name, _ in writes] == ["old", "one", "two", "old"]
+    assert writes[1][1].startswith(b"HTTP/1.1 200 OK")
+    assert b"first" in writes[1][1]
+    await asyncio.sleep(0)
+    assert len(writes) == 4
+
+
+async def test_an_event_that_is_framed_already_pulls_the_corks_too(writes: list[tuple[str, bytes]]) -> None:
+    """Resumable answers write their events in frames."""
+    corks = Corks()
+    old, new = stream("old", corks, writes), stream("new", corks, writes)
+    old.begin({})
+    begin(new)
+    old.write_framed(b"5\r\nhello\r\n")
+    assert [name for name, _ in writes] == ["old", "new", "old"]
+
+
+async def test_a_whole_short_answer_leaves_in_one_write(writes: list[tuple[str, bytes]]) -> None:
+    """Each write is a system call, and a wake-up of the client; other streams that are corked do not tear it apart."""
+    corks = Corks()
+    one, two = stream("one", corks, writes), stream("two", corks, writes)
+    begin(one)
+    begin(two)
+    for events in (one, two):
+        events.cork()
+        events.send(b"", b"[DONE]", b"")
+        events.end()
+    assert not writes
+    await asyncio.sleep(0)
+    assert [name for name, _ in writes] == ["one", "two"]
+    assert all(data.endswith(b"0\r\n\r\n") for _, data in writes)

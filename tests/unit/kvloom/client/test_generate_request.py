@@ -1,0 +1,102 @@
+"""What the SDK refuses before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvloom
+from kvloom.client.generate_request import build_request
+from kvloom.errors import KvloomError
+from kvloom.v1 import router_service_pb2
+from kvloom.v1.generation_pb2 import Choices, Guide
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "messages"),
+        ({"text": "a", "token_ids": [1]}, "messages"),
+        ({"text": 5}, "text"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"text": "a", "tier": "urgent"}, "tier"),
+        ({"token_ids": ["a"]}, "token_ids"),
+        ({"token_ids": [2**32]}, "token_ids"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": 4}]}, "messages[1]"),
+        ({"text": "a", "max_tokens": -1}, "max_tokens"),
+        ({"text": "a", "max_tokens": 0}, "max_tokens"),
+        ({"text": "a", "temperature": 3.0}, "temperature"),
+        ({"text": "a", "temperature": "hot"}, "temperature"),
+        ({"text": "a", "top_p": 0.0}, "top_p"),
+        ({"text": "a", "logprobs": 21}, "logprobs"),
+        ({"text": "a", "stop": ["x"] * 17}, "stop"),
+        ({"text": "a", "stop": [""]}, "stop[0]"),
+        ({"text": "a", "stop": 5}, "stop"),
+        ({"text": "a", "n": 0}, "n"),
+        ({"text": "a", "n": 17}, "n"),
+        ({"text": "a", "seed": 2**64}, "seed"),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, Any], field: str) -> None:
+    """The caller reads which option is at fault, in the SDK's own words."""
+    with pytest.raises(KvloomError) as caught:
+        build_request({"model": "m", **options})  # pyright: ignore[reportArgumentType]
+    assert caught.value.field == field
+
+
+def test_an_unknown_option_is_a_type_error() -> None:
+    """As with any Python function; silently ignoring a misspelt option would be worse."""
+    with pytest.raises(TypeError, match="max_token"):
+        build_request({"model": "m", "text": "a", "max_token": 3})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_tier_is_sent_along() -> None:
+    """What can wait says so."""
+    assert build_request({"model": "m", "text": "a", "tier": "batch"}).tier == router_service_pb2.TIER_BATCH
+
+
+def test_options_that_are_none_count_as_not_given() -> None:
+    """Callers pass their own optional parameters through."""
+    request = build_request({"model": "m", "text": "a", "seed": None, "stop": None})  # pyright: ignore[reportArgumentType]
+    assert not request.sampling.HasField("seed")
+
+
+def test_an_empty_list_of_token_ids_is_an_input() -> None:
+    """The router, not the SDK, says that a prompt must not be empty."""
+    assert build_request({"model": "m", "token_ids": []}).WhichOneof("input") == "token_ids"
+
+
+def test_the_package_names_its_public_things_and_no_others() -> None:
+    """`kvloom.Client` works without importing submodules; typos fail as usual."""
+    assert kvloom.Client.__name__ == "Client"
+    assert kvloom.Delta(0).text == ""
+    with pytest.raises(AttributeError):
+        _ = kvloom.Clinet  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("form", "guide"),
+    [
+        ({"json_object": True}, Guide(json_object=True)),
+        ({"json_schema": {"type": "null"}}, Guide(json_schema='{"type": "null"}')),
+        ({"json_schema": '{"type": "null"}'}, Guide(json_schema='{"type": "null"}')),
+        ({"regex": "a+"}, Guide(regex="a+")),
+        ({"choice": ["a", "b"]}, Guide(choice=Choices(texts=["a", "b"]))),
+        ({"grammar": 'start: "a"'}, Guide(grammar='start: "a"')),
+    ],
+)
+def test_every_form_of_guide_can_be_asked_for(form: dict[str, Any], guide: Guide) -> None:
+    """Callers write plain Python."""
+    assert build_request({"model": "m", "text": "x", "guide": form}).sampling.guide == guide
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"regex": "a", "choice": ["b"]}, {"yaml": "x"}, {"regex": 3}, {"choice": [1]}, {"regex": ""}]
+)
+def test_an_unusable_guide_is_named(form: dict[str, Any]) -> None:
+    """Before it has gone anywhere."""
+    with pytest.raises(KvloomError) as caught:
+        build_request({"model": "m", "text": "x", "guide": form})
+    assert caught.value.field == "guide"

@@ -1,0 +1,47 @@
+"""What is counted without prometheus_client must look to a scraper as if that had counted it."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from kvloom.process.fast_metrics import CountFamily, DistributionFamily
+
+BOUNDS: Final = (0.005, 0.01, 1, 2.5, 1024)
+VALUES: Final = (0, 0.004, 0.005, 0.0051, 1, 1.0, 3.25, 1024, 5000.5)
+_CREATED: Final = re.compile(r"(_created(?:\{.*\})?) .*")
+
+
+def exposition(registry: CollectorRegistry) -> str:
+    """Without the times at which series were made."""
+    return _CREATED.sub(r"\1", prometheus_client.generate_latest(registry).decode())
+
+
+def test_counts_and_distributions_read_as_prometheus_clients_own() -> None:
+    """Dashboards must not notice: names, labels, buckets, sums and _created series."""
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    counter = Counter("kvloom_things", "Things.", ("kind", "size"), registry=theirs)
+    histogram = Histogram("kvloom_seconds", "Seconds.", ("kind",), buckets=BOUNDS, registry=theirs)
+    counts = CountFamily("kvloom_things", "Things.", ("kind", "size"), ours)
+    distributions = DistributionFamily("kvloom_seconds", "Seconds.", ("kind",), BOUNDS, ours)
+    assert exposition(ours) == exposition(theirs)
+    for kind, size in (("a", "1"), ("b", ""), ("a", "1")):
+        counter.labels(kind, size).inc(3)
+        counts.labels(kind, size).total += 3
+    for number, value in enumerate(VALUES):
+        kind = 'quoted "' if number % 3 else "x"
+        histogram.labels(kind).observe(value)
+        distributions.labels(kind).observe(value)
+    assert exposition(ours) == exposition(theirs)
+
+
+def test_a_counter_without_labels_is_there_from_the_beginning() -> None:
+    """A scraper that sees it only after the first count cannot tell a rate."""
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    Counter("kvloom_events", "Events.", registry=theirs)
+    CountFamily("kvloom_events", "Events.", (), ours).labels()
+    assert exposition(ours) == exposition(theirs)
+    assert "kvloom_events_total 0.0" in exposition(ours)

@@ -1,0 +1,324 @@
+"""Overload: who is refused and when, who goes first, and how what piled up is released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.core.actions import Action, RequestEnded, SubmitAttempt
+from router.core.dispatch.overload import DrainRate, OverloadConfig, retry_after_seconds
+from router.core.events import ClientGone, RequestCancelled, ShardDown, Tick, Tier
+from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
+
+SHEDS = OverloadConfig(sheds_early=True)
+
+
+def saturated(seconds_per_request: float, **config: Any) -> CoreRig:
+    """One shard, one request at a time, one after the other; two run or wait there, others wait in the router."""
+    rig = CoreRig(overload=SHEDS, policy="least_requests", **config)
+    rig.add_shard(max_batch=1)
+    running = [submitted(rig.submit(f"old{i}", slots=(i,)))[1][0] for i in range(2)]
+    for i in range(2, 14):
+        rig.submit(f"old{i}", slots=(i,))
+    for _ in range(8):
+        rig.now += seconds_per_request
+        slot = running.pop(0)
+        rig.start("s0", slot)
+        running.append(submitted(rig.finish("s0", slot))[1][0])
+    return rig
+
+
+def error_of(actions: list[Action]) -> KvloomError:
+    error = sent(actions).finishes[0].error
+    assert error is not None
+    return error
+
+
+def test_who_would_wait_too_long_is_refused_on_arrival() -> None:
+    """Four wait, one leaves a second: the fifth can be told at once that it would wait for more than three seconds."""
+    rig = saturated(1.0, max_queue_seconds=100.0)
+    assert rig.core.num_queued_requests == 4
+    assert not has(rig.submit("patient", slots=(90,), timeout_seconds=50.0), RequestEnded)
+    actions = rig.submit("urgent", slots=(91,), timeout_seconds=3.0)
+    assert error_of(actions).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert only(actions, RequestEnded).num_attempts == 0
+    assert rig.core.num_queued_requests == 5
+
+
+def test_the_bound_on_waiting_holds_by_prediction_too() -> None:
+    """max_queue_seconds is not only found out by waiting for it."""
+    rig = saturated(1.0, max_queue_seconds=8.5)
+    for i in range(4):
+        assert not has(rig.submit(f"fits{i}", slots=(90 + i,)), RequestEnded)
+    error = error_of(rig.submit("over", slots=(99,)))
+    assert error.reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert " 9." in error.message
+    assert 4.5 <= error.retry_after_seconds <= 13.5
+
+
+def test_without_early_shedding_only_the_bound_counts() -> None:
+    """It can be turned off."""
+    rig = CoreRig(overload=OverloadConfig(), policy="least_requests", max_queued_requests=3)
+    rig.add_shard(max_batch=1)
+    for i in range(5):
+        assert not has(rig.submit(f"r{i}", slots=(i,), timeout_seconds=0.001), RequestEnded)
+    assert error_of(rig.submit("r5", slots=(5,))).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+
+
+def test_an_idle_fleet_refuses_nobody() -> None:
+    """What was measured long ago must not keep anybody out: prediction is about those who wait now."""
+    rig = saturated(5.0)
+    rig.handle(ClientGone("c"))
+    for slot in list(rig.core._fleet.shards["s0"].attempts):
+        rig.finish("s0", slot)
+    assert has(rig.submit("next", slots=(50,), timeout_seconds=0.5), SubmitAttempt)
+
+
+def test_a_queue_that_does_not_move_is_no_reason_for_hope() -> None:
+    """A shard that hangs shows as a rate near zero."""
+    rig = CoreRig(overload=SHEDS, policy="least_requests")
+    rig.add_shard(max_batch=1)
+    for i in range(4):
+        rig.submit(f"r{i}", slots=(i,))
+    rig.now += 20.0
+    rig.handle(Tick())
+    assert error_of(rig.submit("late", slots=(9,))).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+
+
+def test_who_cannot_be_answered_in_time_is_not_sent() -> None:
+    """Work for a client that will not be there is taken from those who will: its place in the queue ends when what is
+    left of its time is less than an answer takes."""
+    rig = saturated(1.0, max_queue_seconds=100.0)
+    for _ in range(20):  # answers that take five seconds from the first to the sixth token
+        rig.handle(ClientGone("c"))
+        for slot in list(rig.core._fleet.shards["s0"].attempts):
+            rig.finish("s0", slot)
+        _, [slot] = submitted(rig.submit("measured", slots=(70,)))
+        rig.start("s0", slot)
+        rig.now += 5.0
+        rig.step("s0", *[(slot, [5, 6, 7, 8, 9], "x")])
+        rig.finish("s0", slot)
+    for i in range(3):
+        rig.submit(f"r{i}", slots=(i,), timeout_seconds=30.0)
+    deadline = rig.core._lifecycle.requests["r2"].queue_deadline - rig.now
+    assert 24.0 < deadline < 26.0
+    rig.now += 26.0
+    ends = [a for a in rig.handle(Tick()) if isinstance(a, RequestEnded)]
+    assert [(end.request_id, end.error_reason) for end in ends] == [("r2", ErrorReason.ERROR_REASON_QUEUE_TIMEOUT)]
+
+
+def test_cancelled_and_abandoned_requests_leave_the_queue_unpaid() -> None:
+    """Neither a cancel nor a client that goes away costs a shard anything."""
+    rig = CoreRig(policy="least_requests")
+    rig.add_shard(max_batch=1)
+    for i in range(2):
+        rig.submit(f"running{i}", slots=(i,))
+    rig.submit("cancelled", slots=(5,))
+    rig.submit("abandoned", slots=(6,), client_id="other")
+    rig.submit("parked", slots=(7,), client_id="other", tier=Tier.BATCH)
+    before = len([a for a in rig.log if isinstance(a, SubmitAttempt)])
+    rig.handle(RequestCancelled("cancelled"))
+    rig.handle(ClientGone("other"))
+    for slot in list(rig.core._fleet.shards["s0"].attempts):
+        rig.finish("s0", slot)
+    assert len([a for a in rig.log if isinstance(a, SubmitAttempt)]) == before == 2
+    assert rig.core.is_idle
+
+
+# -- tiers ------------------------------------------------------------------------------------------------------------
+
+
+def names(actions: list[Action]) -> list[str]:
+    return [a.request.request_id for a in actions if isinstance(a, SubmitAttempt)]
+
+
+def test_the_backlog_drains_by_tier() -> None:
+    """What can wait goes only when nothing urgent does, however long it has been there."""
+    for policy in ("least_requests", "ect"):
+        rig = CoreRig(policy=policy, portions=None)
+        rig.add_shard(max_batch=1, max_model_len=10**6, num_blocks=10**4)
+        big = list(range(40_000))  # keeps the shard busy under a policy that holds requests back
+        running = [submitted(rig.submit("first", slots=(0,), prompt_token_ids=big))[1][0]]
+        second = rig.submit("second", slots=(1,), prompt_token_ids=[*big, 1])
+        for i in range(3):
+            rig.submit(f"batch{i}", slots=(10 + i,), tier=Tier.BATCH)
+        for i in range(3):
+            rig.submit(f"urgent{i}", slots=(20 + i,))
+        order = names(second)
+        running += [a.choices[0].slot for a in second if isinstance(a, SubmitAttempt)]
+        while running:
+            rig.now += 8.0  # nobody may wait for more than a minute
+            slot = running.pop(0)
+            for actions in (rig.start("s0", slot), rig.finish("s0", slot)):
+                order += names(actions)
+                running += [a.choices[0].slot for a in actions if isinstance(a, SubmitAttempt)]
+        assert sorted(order[:-3]) == ["second", "urgent0", "urgent1", "urgent2"], policy
+        assert order[-3:] == ["batch0", "batch1", "batch2"], policy
+
+
+def test_a_full_queue_sheds_the_lower_tier_first() -> None:
+    """An urgent request takes the place of the youngest that can wait; never the other way round."""
+    rig = CoreRig(max_queued_requests=2, policy="least_requests")
+    rig.add_shard(max_batch=1)
+    for i in range(2):
+        rig.submit(f"running{i}", slots=(i,))
+    for i in range(2):
+        rig.submit(f"batch{i}", slots=(10 + i,), tier=Tier.BATCH, tenant="a")
+    assert [f.slot for f in sent(rig.submit("urgent0", slots=(20,), tenant="a")).finishes] == [11]
+    assert [f.slot for f in sent(rig.submit("urgent1", slots=(21,), tenant="a")).finishes] == [10]
+    refused = sent(rig.submit("batch2", slots=(12,), tier=Tier.BATCH, tenant="b")).finishes
+    assert [f.slot for f in refused] == [12]
+    assert rig.core.num_queued_requests == 2
+
+
+def test_who_waits_for_a_large_shard_keeps_nobody_from_an_idle_small_one() -> None:
+    """A full queue refuses no batch request, and loses none to one, that can be sent at once because nobody who waits
+    fits the shard that is free."""
+    for max_queued_requests, newcomer in ((1, "a"), (2, "b")):
+        rig = CoreRig(max_queued_requests=max_queued_requests, policy="least_requests")
+        rig.add_shard("large", max_batch=1, max_model_len=100)
+        rig.add_shard("small", max_batch=1, max_model_len=50)
+        long = {"prompt_token_ids": [1] * 60, "tier": Tier.BATCH, "tenant": "a"}
+        for i in range(2):
+            rig.submit(f"running{i}", slots=(i,), **long)
+        for i in range(max_queued_requests):
+            rig.submit(f"waiting{i}", slots=(10 + i,), **long)
+        assert rig.core.num_queued_requests == max_queued_requests
+        shard_id, _ = submitted(rig.submit("short", slots=(20,), tier=Tier.BATCH, tenant=newcomer))
+        assert shard_id == "small"
+        assert rig.core.num_queued_requests == max_queued_requests
+
+
+def test_the_lower_tier_is_told_that_it_waits_for_the_higher() -> None:
+    """Its wait is predicted from what urgent requests leave of the fleet."""
+    rig = saturated(1.0, max_queue_seconds=40.0)
+    for i in range(4):
+        rig.submit(f"more{i}", slots=(60 + i,))
+    guard = rig.core._overload
+    urgent = guard.wait_seconds("m", Tier.INTERACTIVE, rig.now)
+    batch = guard.wait_seconds("m", Tier.BATCH, rig.now)
+    assert urgent is not None
+    assert batch is not None
+    assert batch > 2 * urgent
+    assert error_of(rig.submit("batch", slots=(80,), tier=Tier.BATCH)).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+
+
+# -- outages ----------------------------------------------------------------------------------------------------------
+
+
+def outage(ramp_start_requests: int | None = 4) -> CoreRig:
+    overload = OverloadConfig(outage_patience_seconds=3.0, ramp_start_requests=ramp_start_requests)
+    rig = CoreRig(policy="least_requests", overload=overload)
+    rig.add_shard(max_batch=16)
+    for i in range(40):
+        rig.submit(f"r{i}", slots=(i,))
+    return rig
+
+
+def test_admitted_requests_wait_out_a_short_outage() -> None:
+    """A shard that restarts costs those who are already there a moment, not an error; new ones are told at once."""
+    rig = outage()
+    assert not has(rig.handle(ShardDown("s0")), RequestEnded)
+    assert rig.core.num_queued_requests == 40
+    assert error_of(rig.submit("new", slots=(99,))).reason == ErrorReason.ERROR_REASON_NO_SHARD_READY
+    rig.now += 2.0
+    rig.handle(Tick())
+    rig.add_shard("s1", max_batch=16)
+    rig.now += 2.0
+    assert not has(rig.handle(Tick()), RequestEnded)
+
+
+def test_a_long_outage_is_an_error() -> None:
+    """Patience has an end, at which everybody is told why."""
+    rig = outage()
+    rig.handle(ShardDown("s0"))
+    deadline = rig.core.next_deadline()
+    assert deadline is not None
+    assert deadline == rig.now + 3.0
+    rig.now = deadline
+    ends = [a for a in rig.handle(Tick()) if isinstance(a, RequestEnded)]
+    reasons = [end.error_reason for end in ends]
+    assert reasons.count(ErrorReason.ERROR_REASON_SHARD_LOST) == 32
+    assert reasons.count(ErrorReason.ERROR_REASON_NO_SHARD_READY) == 8
+    assert rig.core.is_idle
+
+
+def test_a_shard_that_is_back_before_anybody_looked_at_the_clock_is_waited_for() -> None:
+    """A router that stood still finds patience over and the outage, too: nobody is told that there is no shard by the
+    event that brings one."""
+    rig = outage(ramp_start_requests=None)
+    rig.handle(ShardDown("s0"))
+    rig.now += 4.0
+    mark = len(rig.log)
+    rig.add_shard("s1", max_batch=16)
+    assert not has(rig.log[mark:], RequestEnded)
+    assert has(rig.log[mark:], SubmitAttempt)
+    assert not has(rig.handle(Tick()), RequestEnded)
+
+
+def test_who_is_given_up_late_keeps_nobody_from_a_free_shard() -> None:
+    """A router that stood still finds a request overdue for which there is no shard, by the arrival of one that can
+    wait: that one must not wait behind it for the next event, which may be its own deadline."""
+    rig = CoreRig(policy="least_requests", overload=OverloadConfig(outage_patience_seconds=3.0))
+    rig.add_shard("wide", max_model_len=200)
+    rig.submit("long", slots=(1,), max_tokens=150)
+    rig.add_shard("narrow", max_model_len=100)
+    rig.handle(ShardDown("wide"))
+    rig.now += 4.0
+    actions = rig.submit("batch", slots=(2,), tier=Tier.BATCH)
+    assert only(actions, RequestEnded).request_id == "long"
+    assert submitted(actions)[0] == "narrow"
+
+
+def test_a_shard_that_comes_back_is_not_run_over() -> None:
+    """It is sent little at first and twice as much with every round of first tokens, until it has what others have."""
+    rig = outage()
+    rig.handle(ShardDown("s0"))
+    mark = len(rig.log)
+    rig.add_shard("s0", max_batch=16)
+    waiting = [a.choices[0].slot for a in rig.log[mark:] if isinstance(a, SubmitAttempt)]
+    assert len(waiting) == 4
+    rounds = []
+    while waiting:
+        rounds.append(len(waiting))
+        started, waiting = waiting, []
+        for slot in started:
+            waiting += [a.choices[0].slot for a in rig.start("s0", slot) if isinstance(a, SubmitAttempt)]
+    assert rounds[:3] == [4, 8, 16]
+    assert sum(rounds) == 32  # two batches
+
+
+def test_a_shard_that_nobody_waits_for_needs_no_ramp() -> None:
+    """At the start, and when a fleet grows in peace, there is no herd."""
+    rig = CoreRig(policy="least_requests", overload=OverloadConfig(ramp_start_requests=1))
+    rig.add_shard(max_batch=4)
+    assert sum(has(rig.submit(f"r{i}", slots=(i,)), SubmitAttempt) for i in range(10)) == 8
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_advice_to_retry_spreads_a_herd() -> None:
+    """A thousand that are refused in one moment must not come back in one moment."""
+    delays = [retry_after_seconds(f"request-{i}", 20.0) for i in range(1000)]
+    assert min(delays) >= 10.0
+    assert max(delays) <= 30.0
+    for begin in range(10, 30, 2):
+        assert 60 < sum(begin <= delay < begin + 2 for delay in delays) < 140
+    assert retry_after_seconds("x", 20.0) == retry_after_seconds("x", 20.0)
+    assert max(retry_after_seconds(f"r{i}", 1e9) for i in range(100)) <= 60.0
+
+
+def test_rate_is_that_of_a_queue_not_of_demand() -> None:
+    """Requests that went at once say nothing about what the fleet could do."""
+    rate = DrainRate()
+    for i in range(100):
+        rate.note(float(i), 1, has_waiting=False)
+    assert rate.per_second() is None
+    rate.note(100.0, 0, has_waiting=True)
+    for i in range(40):
+        rate.note(100.0 + (i + 1) / 4, 1, has_waiting=True)
+    measured = rate.per_second()
+    assert measured is not None
+    assert 3.8 < measured < 4.2

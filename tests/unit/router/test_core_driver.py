@@ -1,0 +1,136 @@
+"""The dispatcher keeps events in one order whatever peers do, and ticks when the core asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from kvloom.errors import KvloomError
+from router.core.actions import (
+    Action,
+    FleetChanged,
+    PlacementDecided,
+    RequestEnded,
+    RequestsMoved,
+    SendStep,
+    ShardHealthChanged,
+)
+from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
+from router.core.frames import Step
+from router.core_driver import Dispatcher
+from router.usage_records import Credit
+
+
+class ScriptedCore:
+    """Answers each kind of event as it is told, and remembers the order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.answers: dict[type, Callable[[], list[Action]]] = {}
+        self.deadline: float | None = None
+        self.fleet = FleetChanged((), draining=False)
+        self.ticked = asyncio.Event()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.events.append(event)
+        if isinstance(event, Tick) and self.deadline is not None and now >= self.deadline:
+            self.deadline = None
+            self.ticked.set()
+        return self.answers.get(type(event), list)()
+
+    def has_request(self, request_id: str) -> bool:
+        return False
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    @property
+    def deadlines_stand(self) -> bool:
+        return False
+
+
+class Silent:
+    def placement_decided(self, decision: PlacementDecided) -> None: ...
+
+    def request_ended(self, ended: RequestEnded) -> None: ...
+
+    def request_refused(self, error: KvloomError) -> None: ...
+
+    def tokens_credited(self, credit: Credit) -> None: ...
+
+    def fleet_changed(self) -> None: ...
+
+    def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
+
+    def requests_moved(self, moved: RequestsMoved) -> None: ...
+
+
+class Reacting:
+    """A client that answers a step with an event, from within."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.steps: list[Step] = []
+
+    def send_step(self, step: Step) -> None:
+        self.steps.append(step)
+        self.dispatcher.dispatch(ClientGone("c"))
+
+    def send_fleet(self, fleet: FleetChanged) -> None: ...
+
+
+async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
+    """The core is not re-entrant: all actions of one event come before the next event."""
+    core = ScriptedCore()
+    dispatcher = Dispatcher(core, Silent())
+    client = Reacting(dispatcher)
+    dispatcher.add_client("c", client)
+    core.answers[DrainStarted] = lambda: [SendStep("c", Step(slots=[1])), SendStep("c", Step(slots=[2]))]
+    dispatcher.dispatch(DrainStarted())
+    assert [step.slots for step in client.steps] == [[1], [2]]
+    assert [type(event) for event in core.events] == [DrainStarted, ClientGone, ClientGone]
+
+
+async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
+    """Whoever brought the event hears of it; what others have queued is handled all the same."""
+    core = ScriptedCore()
+    dispatcher = Dispatcher(core, Silent())
+    client = Reacting(dispatcher)
+    dispatcher.add_client("c", client)
+
+    def fail() -> list[Action]:
+        raise ArithmeticError("a bug")
+
+    core.answers[DrainStarted] = lambda: [SendStep("c", Step(slots=[1]))]
+    core.answers[ShardDown] = fail
+    with pytest.raises(ArithmeticError):
+        dispatcher.dispatch(ShardDown("s"))
+    dispatcher.dispatch(DrainStarted())
+    assert [type(event) for event in core.events] == [ShardDown, DrainStarted, ClientGone]
+
+
+async def test_clients_are_known_by_one_id() -> None:
+    """News for one that has gone is dropped, for its ClientGone is on its way; one that is there keeps its id."""
+    core = ScriptedCore()
+    dispatcher = Dispatcher(core, Silent())
+    core.answers[DrainStarted] = lambda: [SendStep("nobody", Step(slots=[1]))]
+    dispatcher.dispatch(DrainStarted())
+    dispatcher.add_client("twin", Reacting(dispatcher))
+    with pytest.raises(ValueError, match="in use"):
+        dispatcher.add_client("twin", Reacting(dispatcher))
+
+
+async def test_it_ticks_once_the_deadline_has_come() -> None:
+    """Deadlines expire although nothing else happens; an earlier one is not missed for a later timer."""
+    core = ScriptedCore()
+    dispatcher = Dispatcher(core, Silent())
+    core.deadline = dispatcher.now() + 60
+    dispatcher.dispatch(DrainStarted())
+    core.deadline = dispatcher.now() + 0.02
+    dispatcher.dispatch(DrainStarted())
+    async with asyncio.timeout(5):
+        await core.ticked.wait()
+    assert sum(isinstance(event, Tick) for event in core.events) <= 3, "it does not spin"
+    dispatcher.close()

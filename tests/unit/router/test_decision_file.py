@@ -1,0 +1,143 @@
+"""The decision file stays within its bounds on disk and in memory, whatever the disk does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.process.service import StartError
+from router.decisions.file import DecisionWriter, Entry, RotatingFile
+
+HEADER = b"# head\n"
+
+
+def line(number: int, size: int = 20) -> bytes:
+    return f"{number}".encode().ljust(size - 1, b".") + b"\n"
+
+
+@given(sizes=st.lists(st.integers(8, 130), max_size=40), batch=st.integers(1, 7))
+@settings(max_examples=50)
+def test_files_stay_within_their_size_and_each_has_a_header(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], batch: int
+) -> None:
+    """Two files of at most max_bytes, whose lines are the latest ones, in order and whole."""
+    path = tmp_path_factory.mktemp("decisions") / "log"
+    file = RotatingFile(path, max_bytes=120)
+    lines = [line(number, size) for number, size in enumerate(sizes)]
+    entries: list[Entry] = [(HEADER if number == 0 else b"", text) for number, text in enumerate(lines)]
+    num_left_out = sum(file.append(entries[start : start + batch]) for start in range(0, len(entries), batch))
+    file.close()
+    fitting = [text for text in lines if len(HEADER) + len(text) <= 120]
+    assert num_left_out == len(lines) - len(fitting)
+    files = [file for file in (path.with_name("log.1"), path) if file.exists()]
+    contents = [file.read_bytes() for file in files]
+    assert all(len(content) <= 120 and (not content or content.startswith(HEADER)) for content in contents)
+    kept = [text for content in contents for text in content.splitlines(keepends=True) if text != HEADER]
+    assert kept == fitting[len(fitting) - len(kept) :]
+    assert len(kept) >= min(1, len(fitting))
+
+
+def test_a_restart_appends_behind_a_torn_line(tmp_path: Path) -> None:
+    """What an earlier run wrote stays; the half line that it was killed in stays a line of its own."""
+    path = tmp_path / "log"
+    path.write_bytes(b"old\nhalf")
+    file = RotatingFile(path, max_bytes=1000)
+    file.open()
+    file.append([(HEADER, line(1))])
+    file.append([(b"", line(2))])
+    file.close()
+    assert path.read_bytes() == b"old\nhalf\n" + HEADER + line(1) + line(2)
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    """Block hashes tell whoever knows a text that it was sent."""
+    file = RotatingFile(tmp_path / "log", max_bytes=1000)
+    file.open()
+    file.close()
+    assert (tmp_path / "log").stat().st_mode & 0o077 == 0
+
+
+def test_after_a_failure_it_begins_anew_with_the_header(tmp_path: Path) -> None:
+    """A disk that comes back must not leave lines whose header was lost with the failed write."""
+    folder = tmp_path / "later"
+    file = RotatingFile(folder / "log", max_bytes=1000)
+    with pytest.raises(FileNotFoundError):
+        file.append([(HEADER, line(1))])
+    folder.mkdir()
+    file.append([(b"", line(2))])
+    file.close()
+    assert (folder / "log").read_bytes() == HEADER + line(2)
+
+
+class Dropped:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, count: int) -> None:
+        self.count += count
+
+
+async def test_what_waits_is_written_before_the_end(tmp_path: Path) -> None:
+    """A graceful stop loses nothing."""
+    dropped = Dropped()
+    writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped)
+    writer.open()
+    running = asyncio.create_task(writer.run())
+    assert writer.put(HEADER, line(1))
+    writer.close()
+    async with asyncio.timeout(5):
+        await running
+    assert not writer.put(b"", line(2))
+    assert (tmp_path / "log").read_bytes() == HEADER + line(1)
+    assert dropped.count == 1
+
+
+async def test_lines_are_dropped_and_counted_when_the_disk_is_slow(tmp_path: Path) -> None:
+    """Memory is bounded; what is being written counts until it is."""
+    dropped = Dropped()
+    writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped, max_waiting_bytes=50)
+    assert writer.put(HEADER, line(1))
+    assert writer.put(b"", line(2))
+    assert not writer.put(b"", line(3))
+    running = asyncio.create_task(writer.run())
+    async with asyncio.timeout(5):
+        while not writer.put(b"", line(4)):  # noqa: ASYNC110  (the writer tells nobody that there is room again)
+            await asyncio.sleep(0.005)
+        writer.close()
+        await running
+    assert (tmp_path / "log").read_bytes() == HEADER + line(1) + line(2) + line(4)
+    assert dropped.count >= 1
+
+
+async def test_a_disk_that_fails_stops_neither_the_router_nor_the_log(tmp_path: Path) -> None:
+    """A full disk costs lines, and they are counted; when it is well again the log goes on."""
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    dropped = Dropped()
+    writer = DecisionWriter(RotatingFile(folder / "log", 30), dropped)
+    writer.open()
+    running = asyncio.create_task(writer.run())
+    (folder / "log.1").mkdir()  # rotation cannot replace it
+    (folder / "log.1" / "x").touch()
+    writer.put(HEADER, line(1))
+    writer.put(b"", line(2))
+    async with asyncio.timeout(5):
+        while not dropped.count:  # noqa: ASYNC110  (what is waited for has no event)
+            await asyncio.sleep(0.005)
+        (folder / "log.1" / "x").unlink()
+        (folder / "log.1").rmdir()
+        writer.put(b"", line(3))
+        writer.close()
+        await running
+    assert (folder / "log").read_bytes() == HEADER + line(3)
+
+
+async def test_a_path_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    """A typing error in the configuration must not be found out when the log is needed."""
+    writer = DecisionWriter(RotatingFile(tmp_path / "missing" / "log", 1000), Dropped())
+    with pytest.raises(StartError, match=r"router\.decision_log\.path: .*missing.*No such file"):
+        writer.open()

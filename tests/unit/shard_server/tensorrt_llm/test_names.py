@@ -1,0 +1,214 @@
+"""The library is not installed where this is written: every name of it that the adapter uses must be a real one."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.config import (
+    ShardConfig,
+    TensorRtCacheTransceiverConfig,
+    TensorRtKvCacheConfig,
+    TensorRtLlmConfig,
+    TensorRtLoraConfig,
+    TensorRtSpeculationConfig,
+)
+from shard_server.engines.base import EngineRequest, Sampling
+from shard_server.engines.tensorrt_llm import api, known_names
+from shard_server.engines.tensorrt_llm.api import argument_names, load_tensorrt_llm
+from shard_server.engines.tensorrt_llm.llm_options import llm_options
+from shard_server.engines.tensorrt_llm.requests import sampling_params
+from tests.conftest import REPOSITORY
+from tests.fakes.fake_tensorrt_llm import configs, installed_tensorrt_llm
+from tests.fakes.fake_tensorrt_llm.llm import FakeLlm
+from tests.fakes.fake_tensorrt_llm.outputs import Aborter, CompletionOutput, Logprob, RequestOutput
+from tests.unit.shard_server.tensorrt_llm.test_sampling import INFO
+
+PACKAGE = REPOSITORY / "shard_server" / "engines" / "tensorrt_llm"
+PROTOCOLS = {
+    "LLM": api.Llm,
+    "RequestOutput": api.RequestOutput,
+    "CompletionOutput": api.CompletionOutput,
+    "Logprob": api.Logprob,
+}
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "known_names.py":
+            yield path, ast.parse(path.read_text())
+
+
+def public(names: set[str] | frozenset[str]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_protocols_list_only_real_attributes(name: str):
+    """The type checker lets the adapter use nothing else of these objects."""
+    protocol = PROTOCOLS[name]
+    members = public(
+        set(protocol.__annotations__) | {key for key in vars(protocol) if inspect.isfunction(vars(protocol)[key])}
+    )
+    assert members
+    assert members <= known_names.OBJECTS[name]
+
+
+OBJECTS_BY_VARIABLE = {
+    "llm": known_names.OBJECTS["LLM"],
+    "output": known_names.OBJECTS["RequestOutput"],
+    "completion": known_names.OBJECTS["CompletionOutput"],
+    "params": known_names.ARGUMENTS["DisaggregatedParams"],
+}
+OTHER_OUTPUTS = {"engine.py", "outbox.py"}
+"""Where `output` is a StepOutput of ours."""
+
+
+def test_every_attribute_of_the_librarys_objects_is_a_real_one():
+    """By the variables that hold them: `llm`, `output`, `completion`, and what ends in `.output` or `._llm`."""
+    found: dict[str, set[str]] = {}
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            holder = node.value
+            name = (
+                holder.id if isinstance(holder, ast.Name) else holder.attr if isinstance(holder, ast.Attribute) else ""
+            )
+            name = name.removeprefix("_")
+            if name in OBJECTS_BY_VARIABLE and not (name == "output" and path.name in OTHER_OUTPUTS):
+                found.setdefault(name, set()).add(node.attr)
+    assert found.keys() == OBJECTS_BY_VARIABLE.keys()
+    for name, attributes in found.items():
+        assert attributes <= OBJECTS_BY_VARIABLE[name], name
+
+
+def test_no_attribute_of_the_library_is_reached_untyped():
+    """`getattr` with a made-up name would pass the type checker."""
+    allowed = {"adapter", "model_fields"}  # EngineRequest's future field, and pydantic's
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            ):
+                name = node.args[1]
+                if isinstance(name, ast.Constant):
+                    assert name.value in allowed | {"LLM"}, f"{path.name}: {name.value}"
+
+
+def test_every_symbol_is_a_real_one():
+    """`library.symbol("llmapi.KvCacheConfg")` would only fail on a machine with the library."""
+    found: set[str] = set()
+    for _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                head = node.value.split(".")[0]
+                if head in ("llmapi", "executor", "lora_helper") and "." in node.value and " " not in node.value:
+                    found.add(f"tensorrt_llm.{node.value}")
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("symbol", "find", "arguments_of")
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                found.add(f"tensorrt_llm.{node.args[0].value}")
+    assert len(found) > 10
+    assert found <= known_names.SYMBOLS
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [
+        ("kv_cache/kv_records.py", known_names.EVENT_KEYS | known_names.EVENT_TYPES),
+        ("kv_cache/kv_events.py", known_names.EVENT_KEYS | known_names.EVENT_TYPES),
+        ("stats.py", known_names.STATS_KEYS),
+    ],
+)
+def test_every_key_of_events_and_statistics_is_a_real_one(module: str, known: frozenset[str]):
+    """A misspelt key reads as "nothing", for ever."""
+    tree = ast.parse((PACKAGE / module).read_text())
+    keys: set[str] = set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, str)
+        ):
+            keys.add(node.slice.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            keys |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+        if isinstance(node, ast.Compare):
+            keys |= {
+                item.value
+                for item in node.comparators
+                if isinstance(item, ast.Constant) and isinstance(item.value, str)
+            }
+    assert keys
+    assert keys <= known
+
+
+def test_every_argument_of_the_constructors_is_a_real_one(tmp_path: Path):
+    """With everything switched on, one after another."""
+    for method in ("ngram", "eagle3", "mtp", "draft_target"):
+        config = TensorRtLlmConfig(
+            overlap_scheduler=False,
+            guided_decoding_backend="xgrammar",
+            kv_cache=TensorRtKvCacheConfig(host_cache_bytes=1),
+            speculation=TensorRtSpeculationConfig(method=method, draft_model="draft"),
+            lora=TensorRtLoraConfig(enabled=True),
+            cache_transceiver=TensorRtCacheTransceiverConfig(backend="UCX", max_tokens_in_buffer=5),
+        )
+        with installed_tensorrt_llm():
+            options = llm_options(load_tensorrt_llm(), tmp_path, ShardConfig(tensorrt_llm=config, num_blocks=9), 512)
+        assert options.keys() <= known_names.ARGUMENTS["LLM"]
+        for value in options.values():
+            known = known_names.ARGUMENTS.get(type(value).__name__)
+            assert known is None or set(vars(value)) <= known
+    request = EngineRequest("a", [1], Sampling(1.0, 0.9, 5, 3, 0.5, 0.5, 2), 9, frozenset({2, 7}))
+    arguments = sampling_params.sampling_arguments(request, INFO)
+    assert arguments.keys() <= known_names.ARGUMENTS["SamplingParams"]
+
+
+def test_every_keyword_of_a_call_to_the_library_is_a_real_one():
+    """Of `library.build("llmapi.X", ...)`, and of the LLM's methods."""
+    known = known_names.ARGUMENTS
+    methods = {"generate_async": "LLM.generate_async", "get_stats": "LLM.get_stats"}
+    checked = 0
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            keywords = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+            if node.func.attr == "build" and isinstance(node.args[0], ast.Constant):
+                assert keywords <= known[node.args[0].value.split(".")[-1]], path.name
+                checked += 1
+            elif node.func.attr in methods:
+                assert keywords <= known[methods[node.func.attr]], path.name
+                checked += 1
+    assert checked >= 6
+
+
+def test_the_fake_has_no_name_that_the_library_lacks():
+    """What only the fake knows would let a made-up name pass the tests above it."""
+    request_output = RequestOutput(1, [1], configs.SamplingParams(), Aborter(None))
+    assert (
+        public(set(vars(request_output)) | set(vars(RequestOutput))) - {"misused", "responses", "abort_called"}
+        <= (known_names.OBJECTS["RequestOutput"])
+    )
+    for fake, name in ((CompletionOutput, "CompletionOutput"), (Logprob, "Logprob")):
+        assert {field.name for field in dataclasses.fields(fake)} <= known_names.OBJECTS[name]
+    for name, known in known_names.ARGUMENTS.items():
+        fake = getattr(configs, name, None)
+        if fake is not None:
+            arguments = argument_names(fake)
+            assert arguments is not None
+            assert arguments <= known, name
+    arguments = public(set(inspect.signature(FakeLlm.generate_async).parameters) - {"self"})
+    assert arguments <= known_names.ARGUMENTS["LLM.generate_async"]

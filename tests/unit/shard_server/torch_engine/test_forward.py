@@ -1,0 +1,97 @@
+"""The compiled forward pass: where it runs, and that it is the model that torch's operators compute."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from tests.fakes.int8_products import skip_unless_exact
+from tests.fakes.tiny_llama import write_tiny_llama
+
+MODULE = "shard_server.engines.torch_engine.kernels.compiled_forward"
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 333}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied, biases": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "norms of heads, windows": {**QWEN3, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+}
+
+
+def load(
+    model_dir: Path, num_threads: int = 1, reasons: list[str] | None = None, **options: Any
+) -> tuple[ModelRunner, bool]:
+    """And whether compiled kernels run."""
+    told: list[str] = [] if reasons is None else reasons
+    settings = {"dtype": "bfloat16", "block_size": 16, "num_blocks": 64, "max_model_len": 512} | options
+    runner = ModelRunner(model_dir, num_threads=num_threads, on_progress=told.append, **settings)
+    return runner, "compiled kernels (some seconds when they are compiled first)" in told
+
+
+def steps(runner: ModelRunner) -> list[torch.Tensor]:
+    """Prompts, chunks and decodes; the workspace grows on the way, and is used again by fewer rows."""
+    tokens = random.Random(1).choices(range(320), k=300)
+    tables = [list(range(20)), list(range(20, 40))]
+    logits = [runner.run([ScheduledSequence(tokens[:10], 0, tables[0], True)])]
+    logits.append(runner.run([ScheduledSequence(tokens[:200], 0, tables[1], False)]))
+    mixed = [ScheduledSequence([7], 10, tables[0], True), ScheduledSequence(tokens[200:], 200, tables[1], True, 2)]
+    logits.append(runner.run(mixed))
+    logits += [runner.run([ScheduledSequence([5], 11 + i, tables[0], True)]) for i in range(3)]
+    return logits
+
+
+@pytest.mark.parametrize("int8_weights", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_computes_what_torchs_operators_compute(tmp_path: Path, shape: str, int8_weights: bool):
+    """To the precision of bf16, with the same bits on one thread and three."""
+    if int8_weights:
+        skip_unless_exact()
+    model_dir = write_tiny_llama(tmp_path, head_dim=64, **SHAPES[shape])
+    before = torch.get_num_threads()
+    try:
+        reference, is_compiled = load(model_dir, compiled_kernels=False, int8_weights=int8_weights)
+        assert not is_compiled
+        runner, is_compiled = load(model_dir, int8_weights=int8_weights)
+        if not is_compiled:
+            pytest.skip("no AMX")
+        assert runner.batch_invariant
+        logits = steps(runner)
+        for rows, expected in zip(logits, steps(reference), strict=True):
+            assert rows.shape == expected.shape
+            assert rows.dtype == torch.float32
+            if len(rows):
+                assert torch.cosine_similarity(rows, expected).min() > 0.998
+        threaded, _ = load(model_dir, 3, int8_weights=int8_weights)
+        assert all(torch.equal(rows, others) for rows, others in zip(logits, steps(threaded), strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_it_cannot_run_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In float32, with odd blocks, heads or sizes, without numba: torch computes, slower, and the log says why."""
+    model_dir = write_tiny_llama(tmp_path / "wide", head_dim=64)
+    if not load(model_dir)[1]:
+        pytest.skip("no AMX")
+    small_heads = write_tiny_llama(tmp_path / "small heads")
+    odd_sizes = write_tiny_llama(tmp_path / "odd sizes", head_dim=64, intermediate_size=100)
+    cases = [
+        (model_dir, {"dtype": "float32"}, "bfloat16"),
+        (model_dir, {"block_size": 5}, "multiples of 16"),
+        (small_heads, {}, "heads of 64"),
+        (odd_sizes, {}, "multiples of 32"),
+    ]
+    monkeypatch.delitem(sys.modules, MODULE)
+    for place, options, reason in cases:
+        told: list[str] = []
+        runner, is_compiled = load(place, 0, told, **options)
+        assert not is_compiled
+        assert any("left out" in line and reason in line for line in told), told
+        assert runner.run([ScheduledSequence([1, 2, 3], 0, [0], True)]).shape == (1, 320)
+    monkeypatch.setitem(sys.modules, "shard_server.engines.torch_engine.kernels.thread_pool", None)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    assert not load(model_dir)[1]

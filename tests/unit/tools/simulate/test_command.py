@@ -1,0 +1,267 @@
+"""`kvloom simulate` and `kvloom bench routing` end to end on tiny traces."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from router.core.placement import POLICIES
+from tests.unit.tools.simulate.test_traces import session, turn, write_lines
+from tools.failures import CommandError
+from tools.simulate.command import simulate_command
+from tools.simulate.fleet.fleet_model import PROFILES
+from tools.simulate.fleet.profiles import load_profile
+from tools.simulate.rows import combine
+from tools.simulate.runs import RunReport
+from tools.simulate.statistics import Slo, summarise
+from tools.simulate.study.command import study_command
+from tools.simulate.study.page import render, write_table
+from tools.simulate.study.plan import StudyPlan
+from tools.simulate.study.results import StudyResults
+from tools.simulate.table import print_table
+from tools.simulate.workload import SimulationResult
+
+FIELDS = {
+    *("policy", "hit_rate", "ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "tpot_mean", "goodput", "requests"),
+    *("failed", "prefill_imbalance", "in_flight_imbalance", "router_microseconds", "seeds"),
+}
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """Forty conversations of three calls."""
+    lines = [
+        {
+            "timestamp": 3000 * (index // 20),
+            "input_length": 2048 * (1 + index // 40),
+            "output_length": 20,
+            "hash_ids": [1000 * (index % 40) + block for block in range(4 * (1 + index // 40))],
+        }
+        for index in range(120)
+    ]
+    return write_lines(tmp_path / "mooncake.jsonl", lines)
+
+
+@pytest.fixture
+def weka(tmp_path: Path) -> Path:
+    requests = [turn(0, list(range(1, 40))), turn(9, list(range(1, 60)), think=8.0)]
+    return write_lines(tmp_path / "weka.jsonl.gz", [session(requests) for _ in range(10)])
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(simulate_command, [*map(str, arguments), "--jobs", "1"])
+
+
+def rows(*arguments: str | Path) -> list[dict[str, Any]]:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_all_policies_and_the_bound_in_json(mooncake: Path):
+    """What other programs read: a row for each policy, in seconds and shares; nothing beats the bound's hit rate."""
+    found = rows("--trace", mooncake, "--shards", "3", "--policy", "all")
+    assert [row["policy"] for row in found] == [*POLICIES, "bound"]
+    for row in found:
+        assert row.keys() >= FIELDS
+        assert 0 <= row["hit_rate"] <= found[-1]["hit_rate"]
+        assert row["requests"] == 108
+        assert row["failed"] == 0
+        assert 0 < row["ttft_p50"] <= row["ttft_p90"] <= row["ttft_p99"]
+
+
+def test_the_same_seed_gives_the_same_figures(mooncake: Path):
+    """A figure that cannot be had again proves nothing. Only the router's CPU time is of this machine."""
+
+    def figures(seed: str) -> list[dict[str, Any]]:
+        found = rows("--trace", mooncake, "--shards", "2", "--policy", "ect,round_robin", "--seed", seed)
+        return [{**row, "router_microseconds": 0} for row in found]
+
+    assert figures("3") == figures("3") != figures("4")
+
+
+def test_several_seeds_in_processes_of_their_own(mooncake: Path):
+    """Means with spread, whichever process finishes first."""
+    arguments = ["--trace", mooncake, "--shards", "2", "--policy", "least_requests", "--seeds", "2", "--json"]
+    result = CliRunner().invoke(simulate_command, [*map(str, arguments), "--jobs", "2"])
+    assert result.exit_code == 0, result.output
+    (row, _) = json.loads(result.stdout)
+    singles = [rows(*arguments[:-3], "--seed", str(seed))[0]["ttft_mean"] for seed in (0, 1)]
+    assert row["ttft_mean"] == pytest.approx(sum(singles) / 2)
+    assert row["spread"]["ttft_mean"] == pytest.approx(abs(singles[0] - singles[1]) / 2)
+
+
+def test_a_closed_loop_has_users(weka: Path):
+    """Weka's traces: sessions hit their own prefixes."""
+    ect, bound = rows("--trace", weka, "--users", "3", "--shards", "2")
+    assert ect["requests"] == 18
+    assert 0.3 < ect["hit_rate"] <= bound["hit_rate"]
+
+
+def test_every_option_of_the_fleet_is_passed_on(mooncake: Path):
+    """A flag that changes nothing is a lie: each of these must change the figures or be felt."""
+    base = ["--trace", mooncake, "--shards", "2", "--rate", "8", "--policy", "gaie"]
+
+    def ttft(*flags: str) -> float:
+        return rows(*base, *flags)[0]["ttft_mean"]
+
+    plain = ttft()
+    for flags in (
+        ("--capacity-blocks", "60"),
+        ("--staleness", "2"),
+        ("--routers", "2"),
+        ("--speed-factors", "1,3"),
+        ("--profile", "8b"),
+        ("--max-requests", "60"),
+    ):
+        assert ttft(*flags) != plain, flags
+    assert rows(*base, "--slo-ttft", "0.001")[0]["goodput"] == 0
+    ttft("--engine-order", "shortest_prefill", "--peer-fetch", "100")
+
+
+def test_capacity_is_a_rate_that_is_borne(mooncake: Path):
+    """The row shows the figures at that rate."""
+    flags = ["--trace", mooncake, "--shards", "2", "--policy", "least_requests", "--capacity"]
+    row, bound = rows(*flags)
+    assert row["load_unit"] == "rate"
+    assert row["goodput"] >= 0.9
+    at_capacity = rows(
+        "--trace", mooncake, "--shards", "2", "--policy", "least_requests", "--rate", str(row["capacity"])
+    )
+    assert at_capacity[0]["goodput"] == row["goodput"]
+    assert bound["capacity"] > row["capacity"] / 2
+
+
+def test_the_table_shows_what_a_reader_looks_for(mooncake: Path):
+    """Without --json: one line for each policy, and nothing but the table."""
+    result = invoke("--trace", mooncake, "--shards", "2", "--policy", "round_robin")
+    assert result.exit_code == 0
+    assert re.search(r"^round_robin +\d+\.\d%", result.stdout, re.MULTILINE)
+    assert re.search(r"^bound", result.stdout, re.MULTILINE)
+    assert not result.stderr
+
+
+def test_a_narrow_terminal_gets_fewer_columns():
+    """Cut-off figures are worse than none."""
+    nothing = SimulationResult((), (), 0, 0)
+    row = combine("ect", [summarise(nothing, num_shards=1, num_measured_calls=0, slo=Slo())])
+    row |= {"ttft_mean": 1.5, "spread": {"ttft_mean": 0.25}}
+    for width, shown, hidden in ((60, "goodput", "router"), (200, "router", "failed")):
+        output = io.StringIO()
+        print_table([row], "title", Console(file=output, width=width))
+        assert shown in output.getvalue()
+        assert hidden not in output.getvalue()
+        assert "1.500 ±0.250" in output.getvalue()
+        assert "…" not in output.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_plot_is_drawn(mooncake: Path, tmp_path: Path, suffix: str):
+    """TTFT distributions and timelines, in a file that other programs open."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot.{suffix}"
+    rows("--trace", mooncake, "--shards", "2", "--policy", "ect", "--plot", path)
+    assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--policy", "best"), "no such policy"),
+        (("--users", "3"), "--users is for weka"),
+        (("--profile", "9b"), "--profile 9b"),
+        (("--plot", "plot.gif"), r"\.svg or \.png"),
+        (("--plot", "nowhere/plot.svg"), "no such directory"),
+        (("--speed-factors", "1"), "expected 8"),
+        (("--speed-factors", "1,x"), "not numbers"),
+        (("--block-size", "16"), "--block-size is for azure"),
+        (("--format", "weka"), "line 1: "),
+        (("--format", "weka", "--rate", "2"), "--rate is for mooncake"),
+    ],
+)
+def test_wrong_use_is_one_line(mooncake: Path, flags: tuple[str, ...], problem: str):
+    """Never a stack trace."""
+    result = invoke("--trace", mooncake, *flags)
+    assert result.exit_code != 0
+    assert isinstance(result.exception, SystemExit)
+    assert re.search(problem, result.output)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_profile_comes_from_a_file(tmp_path: Path):
+    """Other models and machines, as JSON or TOML; a wrong key is named."""
+    path = tmp_path / "p.json"
+    path.write_bytes(msgspec.json.encode(PROFILES["8b"]))
+    assert load_profile(str(path)) == PROFILES["8b"]
+    path = tmp_path / "p.toml"
+    fields = msgspec.to_builtins(PROFILES["8b"]).items()
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in fields))
+    assert load_profile(str(path)) == PROFILES["8b"]
+    path.write_text("name = 'x'\nspeed = 3\n")
+    with pytest.raises(CommandError, match=r"p\.toml: .*speed"):
+        load_profile(str(path))
+
+
+def test_a_study_is_resumed_where_it_stopped(mooncake: Path, weka: Path, tmp_path: Path):
+    """It runs for hours: what is finished is not done again, half a line from a crash is dropped, and the page keeps
+    its prose."""
+    plan = StudyPlan(str(mooncake), str(weka))
+    page = tmp_path / "page.md"
+    page.write_text("Before\n<!-- table: engine -->\nold\n<!-- end table -->\nAfter\n")
+    arguments = ["--mooncake", str(mooncake), "--weka", str(weka), "--results", str(tmp_path / "r")]
+    arguments += ["--page", str(page), "--only", "engine", "--jobs", "1"]
+    first = CliRunner().invoke(study_command, arguments)
+    assert first.exit_code == 0, first.output
+    written = page.read_text()
+    assert re.fullmatch(
+        r"Before\n<!-- table: engine -->\n\|.*\|\n\| Mooncake, FCFS \| .*\n<!-- end table -->\nAfter\n",
+        written,
+        re.DOTALL,
+    )
+    results_file = tmp_path / "r" / "results.jsonl"
+    kept = results_file.read_bytes()
+    results_file.write_bytes(kept + b'{"key": "half')
+    assert CliRunner().invoke(study_command, arguments).exit_code == 0
+    assert (page.read_text(), results_file.read_bytes()) == (written, kept)
+    table = plan.table("engine", None)
+    assert len(kept.splitlines()) == len(table.jobs())
+    assert render(table, StudyResults(tmp_path / "r")) in written
+
+
+def test_results_of_another_trace_are_not_taken(mooncake: Path, weka: Path, tmp_path: Path):
+    """A table must be of the trace that it names."""
+    plan = StudyPlan(str(mooncake), str(weka))
+    table = plan.table("mooncake", None)
+    results = StudyResults(tmp_path)
+    job = table.jobs()[0]
+    nothing = SimulationResult((), (), 0, 0)
+    report = RunReport(summarise(nothing, num_shards=1, num_measured_calls=0, slo=Slo()))
+    results.keep(job, report)
+    assert StudyResults(tmp_path).find_run(job) == report
+    mooncake.write_text(mooncake.read_text() + "\n")
+    assert StudyResults(tmp_path).find_run(job) is None
+
+
+def test_every_table_of_the_study_can_be_planned():
+    """A name that --only offers must lead to simulations."""
+    plan = StudyPlan("m", "w")
+    for name in plan.names:
+        assert plan.table(name, 3.0).jobs(), name
+
+
+def test_a_page_without_the_place_is_refused(tmp_path: Path):
+    """Before the simulations; and never by writing into another table."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: a -->\n<!-- table: b -->\n<!-- end table -->\n")
+    write_table(page, "b", "| x |")
+    assert page.read_text() == "<!-- table: a -->\n<!-- table: b -->\n| x |\n<!-- end table -->\n"
+    with pytest.raises(CommandError, match="table: a"):
+        write_table(page, "a", "| x |")

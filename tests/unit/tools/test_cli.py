@@ -1,0 +1,269 @@
+"""The command's face: flags with their twins, documentation that lists them, settings in their order."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import click
+import pytest
+
+from kvloom.config import KvloomConfig
+from tests.conftest import REPOSITORY
+from tools.cli.commands import main
+from tools.cli.launch import absolute_model, apply_flags
+from tools.cli.lazy_group import LazyGroup
+from tools.failures import CommandError
+from tools.models.resolve import resolve_model
+from tools.options import load_config_file
+from tools.supervisor.processes import pick_free_ports, plan_stages
+from tools.supervisor.shared_port import SharedPort
+
+PAGE = (REPOSITORY / "docs" / "cli.md").read_text()
+EXPLAINED_ONCE = {"--data-dir", "--config", "--help", "--json"}
+
+
+def leaf_commands(command: click.Command, path: str) -> list[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        return [(path, command)]
+    context = click.Context(command)
+    found = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
+    return [leaf for name, child in found if child for leaf in leaf_commands(child, f"{path} {name}")]
+
+
+@pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
+def test_every_flag_is_in_the_documentation(path: str, command: click.Command):
+    """A flag that the page does not name is a flag that nobody finds; the same for its environment twin."""
+    section = next((part for part in PAGE.split("\n## ") if part.startswith(" ".join(path.split()[:2]))), "")
+    assert section, f"docs/cli.md has no section on {path}"
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.opts[0] not in EXPLAINED_ONCE:
+            assert parameter.opts[0] in section
+            assert parameter.envvar is None or f"`{parameter.envvar}`" in section
+
+
+@pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
+def test_flags_are_kebab_case_and_explained(path: str, command: click.Command):
+    """One style throughout, and a --help that answers."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert re.fullmatch(r"--[a-z]+(-[a-z]+)*", parameter.opts[0])
+    assert command.help
+
+
+def test_flags_go_over_the_file(tmp_path: Path):
+    """Who types a flag means it, also when a file says otherwise; what is not given stays as in the file."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[edge]\nport = 1000\n[shard]\nnum_shards = 5\nengine = 'sim'\n")
+    config = load_config_file(path)
+    apply_flags(
+        config,
+        shards=3,
+        engine=None,
+        sim_step_ms=None,
+        sim_prefill_tokens_per_second=None,
+        http_port=0,
+        router_port=None,
+        redis_url=None,
+        no_deterministic=True,
+        edges=2,
+        routers=None,
+        colocate=True,
+    )
+    assert (config.edge.num_edges, config.edge.colocate, config.router.num_routers) == (2, True, 1)
+    assert (config.shard.num_shards, config.shard.engine, config.edge.port) == (3, "sim", 0)
+    assert not config.shard.torch.deterministic
+    assert config.router.port == KvloomConfig().router.port
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path):
+    """A configuration that lies beside its policy must work from any working directory."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text(
+        "[safety]\npolicy_file = 'policy.toml'\n[model]\npath = '/models/x'\n[router.decision_log]\npath = 'a.jsonl'\n"
+    )
+    config = load_config_file(path)
+    assert config.safety.policy_file == str(tmp_path / "policy.toml")
+    assert config.router.decision_log.path == str(tmp_path / "a.jsonl")
+    assert config.model.path == "/models/x"
+
+
+def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
+    """The user must see which key of which file is wrong."""
+    path = tmp_path / "kvloom.toml"
+    path.write_text("[edge]\nprot = 1\n")
+    with pytest.raises(CommandError, match=r"kvloom\.toml: .*prot"):
+        load_config_file(path)
+
+
+@pytest.mark.parametrize("args", [[], ["bench"]])
+def test_without_a_command_the_help_is_shown(args: list[str], capsys: pytest.CaptureFixture[str]):
+    """What everybody types first is no mistake to be reported as one."""
+    with pytest.raises(SystemExit) as exit_info:
+        main.main(args, prog_name="kvloom")
+    assert exit_info.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Usage: kvloom")
+    assert "Commands:" in shown
+    assert "error" not in shown.splitlines()[-1]
+
+
+def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`pip install kvloom` brings the SDK alone: whoever then runs a command is told what is missing, in one line. A
+    module of ours that is missing is a bug, and shows as one."""
+    (tmp_path / "command_of_a_test.py").write_text("import torch.no_such_module\n")
+    (tmp_path / "damaged_command_of_a_test.py").write_text("import tools.no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "strange_command_of_a_test.py").write_text("import no_such_package\n")
+    modules = {
+        "run": "command_of_a_test:run",
+        "fail": "damaged_command_of_a_test:run",
+        "peer": "strange_command_of_a_test:run",
+    }
+    group = LazyGroup("group", commands_at=modules)
+    with pytest.raises(SystemExit) as exit_info:
+        group.main(["run"])
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err == ('error: torch is not installed; it comes with pip install "kvloom[torch]"\n')
+    with pytest.raises(SystemExit):
+        group.main(["peer"])
+    assert capsys.readouterr().err == "error: no_such_package is not installed\n"
+    with pytest.raises(ModuleNotFoundError, match="tools"):
+        group.main(["fail"])
+    others = LazyGroup("group", commands_at={"run": "command_of_a_test:run", "up": "tools.cli.up:up"})
+    with pytest.raises(SystemExit) as exit_info:
+        others.main(["--help"])
+    assert exit_info.value.code == 0
+    shown = capsys.readouterr().out
+    assert "run  torch is not installed" in shown
+    assert "up   Start the fabric" in shown
+
+
+def test_a_model_directory_is_served_under_its_own_name(tmp_path: Path):
+    """Clients type this name: it must be predictable."""
+    model = tmp_path / "My-Llama"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    assert resolve_model(str(model), tmp_path / "cache", lambda _: None)[:2] == ("my-llama", model)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF\x03\x00\x00\x00 and then nothing"])
+def test_a_damaged_gguf_file_is_refused_with_its_name(tmp_path: Path, content: bytes):
+    """A download that broke off is the commonest bad model file."""
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=r"could not be prepared: .*broken\.gguf"):
+        resolve_model(str(path), tmp_path / "cache", lambda _: None)
+
+
+def test_a_path_given_to_up_survives_the_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A detached fabric runs in another directory than the command that started it."""
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_model("model.gguf") == str(tmp_path / "model.gguf")
+    assert absolute_model("smollm2-135m-instruct") == "smollm2-135m-instruct"
+    assert absolute_model(None) is None
+
+
+def test_a_port_in_use_is_noticed_and_a_fresh_one_is_free():
+    """A claim that another process's listener does not stop would put two fabrics behind one port."""
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError):
+        SharedPort("127.0.0.1", server.getsockname()[1])
+    ports = pick_free_ports(4)
+    assert len(set(ports)) == 4
+    for port in ports:
+        SharedPort("127.0.0.1", port).close()
+
+
+def test_a_claimed_port_is_open_to_those_who_were_told_and_to_no_other_fabric():
+    """SO_REUSEPORT alone would let a second fabric join in silently, and take half of the first one's traffic."""
+    claimed = SharedPort("127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError):
+            SharedPort("127.0.0.1", claimed.port)
+        with claimed.listener(), claimed.listener(), pytest.raises(OSError):
+            SharedPort("127.0.0.1", claimed.port)
+        with pytest.raises(OSError):
+            socket.create_server(("127.0.0.1", claimed.port))
+    finally:
+        claimed.close()
+    SharedPort("127.0.0.1", claimed.port).close()
+
+
+def test_only_one_socket_of_a_port_listens_for_a_process_that_is_not_there_yet():
+    """It would take its share of the clients, and they would wait, though others could serve them at once; while there
+    are no others, waiting is better than being refused."""
+    claimed = SharedPort("127.0.0.1", 0)
+
+    def listens(one: socket.socket) -> bool:
+        return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+    try:
+        with claimed.listener() as first, claimed.listener() as second:
+            assert (listens(first), listens(second)) == (True, False)
+            assert claimed.is_served()
+            assert not claimed.is_served(besides=first)
+            first.close()
+            assert not claimed.is_served()
+            with claimed.listener() as third:
+                assert listens(third)
+                second.listen()
+                assert claimed.is_served(besides=third)
+    finally:
+        claimed.close()
+
+
+def test_connections_that_wait_in_a_socket_outlive_the_process_that_served_it():
+    """This is what a restart rests on: the supervisor keeps the socket, the successor takes what waits."""
+    claimed = SharedPort("127.0.0.1", 0)
+    try:
+        with claimed.listener() as listener:
+            of_the_process = listener.dup()
+            with socket.create_connection(("127.0.0.1", claimed.port), timeout=5.0) as client:
+                of_the_process.close()
+                client.sendall(b"hello")
+                served, _ = listener.accept()
+                with served:
+                    assert served.recv(5) == b"hello"
+    finally:
+        claimed.close()
+
+
+def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
+    """Shards announce themselves in Redis, so it must be there; an external one is not ours to start."""
+    config = KvloomConfig()
+    config.redis.url = "redis://127.0.0.1:7000/0"
+    config.shard.num_shards = 3
+    path = tmp_path / "config.json"
+    stages = plan_stages(config, path, embed_redis=True, start_timeout_seconds=1)
+    assert [[spec.role for spec in stage] for stage in stages] == [
+        ["redis"],
+        ["safety", "router", "shard", "shard", "shard", "edge"],
+    ]
+    names = [spec.name for stage in stages for spec in stage]
+    assert len(set(names)) == len(names)
+    external = plan_stages(config, path, embed_redis=False, start_timeout_seconds=1)
+    assert [spec.role for stage in external for spec in stage].count("redis") == 0
+
+
+@pytest.mark.parametrize(
+    ("num_edges", "num_routers", "colocate", "expected"),
+    [
+        (1, 1, False, ["safety", "router", "shard-0", "edge"]),
+        (2, 2, False, ["safety", "router-0", "router-1", "shard-0", "edge-0", "edge-1"]),
+        (2, 1, True, ["safety", "shard-0", "edge-0", "edge-1"]),
+    ],
+)
+def test_several_edges_and_routers_are_numbered_and_colocated_routers_are_no_processes(
+    tmp_path: Path, num_edges: int, num_routers: int, colocate: bool, expected: list[str]
+):
+    """Logs and commands go by these names; an only one keeps the name that it always had."""
+    config = KvloomConfig()
+    config.shard.num_shards = 1
+    config.edge.num_edges, config.edge.colocate, config.router.num_routers = num_edges, colocate, num_routers
+    (stage,) = plan_stages(config, tmp_path / "config.json", embed_redis=False, start_timeout_seconds=1)
+    assert [spec.name for spec in stage] == expected

@@ -1,0 +1,105 @@
+"""The state file and the logs: what commands see of a fabric that another process runs, or that was killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tools.cli.logs import LogTail
+from tools.failures import EXIT_NOT_RUNNING, CommandError
+from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.state import FabricState, RunFolder, own_start_time
+from tools.supervisor.supervised import ProcessStatus
+
+
+def state(**changes: float) -> FabricState:
+    fields = {"supervisor_pid": os.getpid(), "supervisor_started": own_start_time()} | changes
+    return FabricState(
+        **fields,  # pyright: ignore[reportArgumentType]
+        http_url="http://127.0.0.1:1",
+        router_address="127.0.0.1:2",
+        model="m",
+        processes=[ProcessStatus(role="edge", name="edge", pid=None, state="restarting")],
+    )
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    """The file is the only way from the supervisor to the other commands."""
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        folder.write(state())
+        assert folder.read_running() == state()
+        assert RunFolder(tmp_path).require_running() == state()
+    assert folder.read_running() is None
+
+
+def test_a_pid_that_passed_to_another_process_is_not_a_running_fabric(tmp_path: Path):
+    """After a crash and a reboot, `down` must not end a stranger."""
+    folder = RunFolder(tmp_path)
+    with folder.locked():
+        folder.write(state(supervisor_started=own_start_time() - 1))
+        assert folder.read_running() is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"supervisor_pid": "x"}'])
+def test_a_damaged_state_file_means_that_nothing_runs(tmp_path: Path, content: bytes):
+    """A full disk must not turn `status` into a stack trace."""
+    folder = RunFolder(tmp_path)
+    folder.run_dir.mkdir()
+    (folder.run_dir / "state.json").write_bytes(content)
+    assert folder.read_running() is None
+    with pytest.raises(CommandError, match="kvloom is not running") as failure:
+        folder.require_running()
+    assert failure.value.exit_code == EXIT_NOT_RUNNING
+
+
+def test_a_data_directory_is_used_by_one_fabric_at_a_time(tmp_path: Path):
+    """Two supervisors would overwrite each other's state and logs."""
+    with (
+        RunFolder(tmp_path).locked(),
+        pytest.raises(CommandError, match="already running"),
+        RunFolder(tmp_path).locked(),
+    ):
+        pass
+    with RunFolder(tmp_path).locked():
+        pass
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path):
+    """The reason must name the path, which may come from a file or the environment."""
+    (tmp_path / "file").touch()
+    with pytest.raises(CommandError, match="cannot use the data directory"), RunFolder(tmp_path / "file").locked():
+        pass
+
+
+def test_following_a_log_goes_on_across_rotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """`logs --follow` must not fall silent, or repeat itself, when the file it reads is moved away."""
+    path = tmp_path / "x.log"
+    log = BoundedLog(path, max_bytes=40)
+    log.write(b"one\ntwo\nthree\n")
+    tail = LogTail(path, "x | ")
+    tail.print_last(2)
+    for i in range(10):
+        log.write(b"line %d\n" % i)
+        tail.print_news()
+    tail.print_news()
+    log.close()
+    tail.close()
+    assert capsys.readouterr().out.splitlines() == [
+        f"x | {line}" for line in ["two", "three", *(f"line {i}" for i in range(10))]
+    ]
+
+
+def test_half_a_line_is_shown_once_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Pipes deliver pieces of lines; readers want lines."""
+    path = tmp_path / "x.log"
+    log = BoundedLog(path)
+    tail = LogTail(path, "")
+    for piece in (b"hel", b"lo\nwor"):
+        log.write(piece)
+        tail.print_news()
+    log.close()
+    tail.close()
+    assert capsys.readouterr().out == "hello\n"

@@ -1,0 +1,235 @@
+"""The supervisor against stand-in processes: real ones, without the weight of the services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.supervisor.backoff import Backoff
+from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.supervisor import Supervisor
+
+TIMEOUT_SECONDS = 20.0
+
+
+def stand_in(name: str, *args: str, role: str = "shard", stop_timeout_seconds: float = 10.0) -> ChildSpec:
+    argv = (sys.executable, "-m", "tests.fakes.stand_in_process", "--name", name, *args)
+    return ChildSpec(
+        role=role, name=name, argv=argv, start_timeout_seconds=10.0, stop_timeout_seconds=stop_timeout_seconds
+    )
+
+
+def breakable(flag: Path, more_code: str = "", *, starts_first: bool = False) -> ChildSpec:
+    """A process that cannot start while there is such a file."""
+    code = (
+        "import pathlib, signal, sys, time\n"
+        f"if pathlib.Path({str(flag)!r}).exists(): sys.exit('error: broken')\n"
+        f"{more_code}\n"
+        'print(\'{"event":"ready","address":"x"}\', flush=True)\n'
+        "time.sleep(60)\n"
+    )
+    return ChildSpec(role="shard", name="a", argv=(sys.executable, "-S", "-c", code), starts_first=starts_first)
+
+
+class World:
+    """A supervisor whose changes and events can be awaited."""
+
+    def __init__(self, tmp_path: Path, *stages: list[ChildSpec], stop_order: tuple[str, ...] = ("shard",)) -> None:
+        self.events: list[str] = []
+        self._changed = asyncio.Event()
+        self.supervisor = Supervisor(
+            stages,
+            stop_order=stop_order,
+            log_dir=tmp_path,
+            on_change=self._changed.set,
+            on_event=self.events.append,
+            make_backoff=lambda: Backoff(first_seconds=0.01, max_seconds=0.05),
+        )
+
+    async def until(self, holds: Callable[[list[ProcessStatus]], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while not holds(self.supervisor.statuses):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def assert_gone(pid: int) -> None:
+    """SIGKILL and reaping take the kernel a moment."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            process.wait(timeout=TIMEOUT_SECONDS)
+    except psutil.NoSuchProcess:
+        return
+
+
+def file_sizes(folder: Path, pattern: str) -> list[int]:
+    return [file.stat().st_size for file in folder.glob(pattern)]
+
+
+async def test_start_returns_once_all_have_announced_themselves(tmp_path: Path):
+    """`ready` must mean that every process serves, and status must know where."""
+    world = World(tmp_path, [stand_in("a"), stand_in("b")])
+    await world.supervisor.start()
+    try:
+        assert world.supervisor.all_ready
+        statuses = world.supervisor.statuses
+        assert [(s.name, s.state, s.address, s.metrics_address) for s in statuses] == [
+            ("a", "ready", "127.0.0.1:1", "127.0.0.1:2"),
+            ("b", "ready", "127.0.0.1:1", "127.0.0.1:2"),
+        ]
+    finally:
+        await world.supervisor.stop()
+    for status in statuses:
+        assert status.pid is not None
+        assert_gone(status.pid)
+
+
+async def test_a_process_that_cannot_start_fails_the_start_with_its_own_words(tmp_path: Path):
+    """The user must read why, not that "something" failed."""
+    world = World(tmp_path, [stand_in("good"), stand_in("bad", "--fail", "the model file is damaged")])
+    with pytest.raises(ChildFailedError, match=r"^bad ended with status 1: the model file is damaged$"):
+        await world.supervisor.start()
+    await world.supervisor.stop()
+    assert all(status.pid is None for status in world.supervisor.statuses)
+
+
+async def test_a_process_that_never_gets_ready_fails_the_start(tmp_path: Path):
+    """A hanging start must end with a reason."""
+    spec = ChildSpec(role="shard", name="slow", argv=stand_in("slow", "--never-ready").argv, start_timeout_seconds=0.5)
+    world = World(tmp_path, [spec])
+    with pytest.raises(ChildFailedError, match=r"slow was not ready after 0\.5 s"):
+        await world.supervisor.start()
+    world.supervisor.force_stop()
+    await world.supervisor.stop()
+
+
+async def test_a_command_that_does_not_exist_fails_the_start(tmp_path: Path):
+    """A broken installation must be named."""
+    world = World(tmp_path, [ChildSpec(role="shard", name="x", argv=(str(tmp_path / "nothing"),))])
+    with pytest.raises(ChildFailedError, match=r"cannot run .*nothing"):
+        await world.supervisor.start()
+    await world.supervisor.stop()
+
+
+async def test_a_killed_process_is_reported_and_started_again(tmp_path: Path):
+    """One crash must not take the fabric down, nor pass unseen; a second one is treated alike."""
+    world = World(tmp_path, [stand_in("a")])
+    await world.supervisor.start()
+    try:
+        for restarts in (1, 2):
+            pid = world.supervisor.statuses[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await world.until(lambda s, n=restarts: s[0].restarts == n and s[0].state == "ready")
+            assert world.supervisor.statuses[0].pid != pid
+            assert any("a was killed by SIGKILL" in event for event in world.events)
+    finally:
+        await world.supervisor.stop()
+
+
+async def test_a_process_that_fails_after_a_crash_is_tried_again_and_again(tmp_path: Path):
+    """Whatever made the restart fail may pass: giving up would need a person."""
+    flag = tmp_path / "broken"
+    world = World(tmp_path, [breakable(flag)])
+    await world.supervisor.start()
+    try:
+        flag.touch()
+        pid = world.supervisor.statuses[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await world.until(lambda s: s[0].restarts >= 3)
+        flag.unlink()
+        await world.until(lambda s: s[0].state == "ready")
+        assert any("a ended with status 1: broken" in event for event in world.events)
+    finally:
+        await world.supervisor.stop()
+
+
+async def test_roles_stop_one_after_another_in_the_given_order(tmp_path: Path):
+    """The door closes before the rooms behind it, so that running requests can end."""
+    record = tmp_path / "order"
+    roles = ("edge", "router", "shard", "redis")
+    specs = [stand_in(role, "--record", str(record), role=role) for role in reversed(roles)]
+    world = World(tmp_path, specs, stop_order=roles)
+    await world.supervisor.start()
+    await world.supervisor.stop()
+    assert record.read_text().split() == list(roles)
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_bound(tmp_path: Path):
+    """A hung process must not make Ctrl-C hang."""
+    world = World(tmp_path, [stand_in("deaf", "--ignore-sigterm", stop_timeout_seconds=0.3)])
+    await world.supervisor.start()
+    async with asyncio.timeout(5):
+        await world.supervisor.stop()
+    assert world.supervisor.statuses[0].pid is None
+
+
+async def test_a_second_ctrl_c_kills_what_is_still_stopping(tmp_path: Path):
+    """The user must be able to say: now."""
+    world = World(tmp_path, [stand_in("deaf", "--ignore-sigterm", stop_timeout_seconds=300)])
+    await world.supervisor.start()
+    stopping = asyncio.create_task(world.supervisor.stop())
+    await world.until(lambda s: s[0].state == "stopping")
+    world.supervisor.force_stop()
+    async with asyncio.timeout(5):
+        await stopping
+
+
+async def test_grandchildren_end_with_their_process(tmp_path: Path):
+    """`down` leaves no process, also none that a service started and forgot."""
+    pid_file = tmp_path / "grandchild.pid"
+    world = World(tmp_path, [stand_in("a", "--grandchild", str(pid_file))])
+    await world.supervisor.start()
+    async with asyncio.timeout(10):
+        await world.supervisor.stop()
+    assert_gone(int(pid_file.read_text()))
+
+
+def test_killing_the_supervisor_leaves_no_child(tmp_path: Path):
+    """After `kill -9` of the supervisor, a new `up` must find free ports."""
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from tests.unit.tools.test_supervisor import World, stand_in
+
+async def main():
+    world = World(Path({str(tmp_path)!r}), [stand_in("a", "--ignore-sigterm"), stand_in("b")])
+    await world.supervisor.start()
+    print(*[status.pid for status in world.supervisor.statuses], flush=True)
+    await world.supervisor.watch()
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as supervisor:
+        try:
+            assert supervisor.stdout is not None
+            pids = [int(pid) for pid in supervisor.stdout.readline().split()]
+            assert len(pids) == 2
+        finally:
+            supervisor.kill()
+    for pid in pids:
+        assert_gone(pid)
+
+
+async def test_a_flood_of_output_is_kept_bounded_and_does_not_block_the_process(tmp_path: Path):
+    """A process must never hang on a full pipe, nor the supervisor keep all it says."""
+    started = time.monotonic()
+    world = World(tmp_path, [stand_in("loud", "--print-bytes", str(25 * 2**20))])
+    await world.supervisor.start()
+    await world.supervisor.stop()
+    assert time.monotonic() - started < TIMEOUT_SECONDS
+    sizes = file_sizes(tmp_path, "loud.log*")
+    assert len(sizes) == 2
+    assert max(sizes) <= 10 * 2**20

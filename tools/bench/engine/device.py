@@ -1,0 +1,315 @@
+"""`kvloom bench engine --shape`: the runner with random weights of a real model's shape, on one device, against what
+the device's memory and matrix units could do."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
+from shard_server.engines.torch_engine.config import LlamaConfig
+from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device
+from shard_server.engines.torch_engine.memory import kv_block_bytes
+from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+from shard_server.engines.torch_engine.sampling.sampler import Draws
+
+_BLOCK_SIZE: Final = 16
+_CONTEXT_TOKENS: Final = 512
+"""Behind which every sequence of a decoding batch gets its tokens."""
+_WARM_UPS: Final = 3
+_DECODE_STEPS: Final = 20
+_PREFILL_RUNS: Final = 5
+_PARITY_LAYERS: Final = 2
+_PARITY_TOKENS: Final = 48
+_PUBLISHED: Final = {
+    "H200": (4.8e12, 989e12),
+    "H100": (3.35e12, 989e12),
+    "A100": (2.039e12, 312e12),
+    "L40S": (0.864e12, 362e12),
+}
+"""Bytes a second of memory and bf16 operations a second (dense), by what the device's name holds: its data sheet."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured, and how large."""
+
+    config: LlamaConfig
+    batches: tuple[int, ...]
+    prefill_tokens: int
+    probe_size: int
+    """Side of the square matrices whose product tells the matrix rate."""
+
+
+def _llama(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        model_type="llama",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // 4,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        qk_norm=False,
+        layer_windows=(None,) * num_layers,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        eos_token_ids=frozenset(),
+    )
+
+
+SHAPES: Final = {
+    "llama-3-8b": Shape(_llama(128_256, 4096, 14_336, 32, 32), (1, 32, 256), 2048, 8192),
+    "tiny": Shape(_llama(512, 64, 160, 2, 4), (1, 3), 64, 128),
+}
+"""tiny: to see whether the command works."""
+
+
+def run_device_bench(
+    shape_name: str, device_name: str, on_progress: Callable[[str], None] = lambda _message: None
+) -> dict[str, Any]:
+    """Medians. Raises EngineError when the device cannot be used."""
+    device = find_device(device_name)
+    shape = SHAPES[shape_name]
+    on_progress("memory and matrix rate of the device")
+    limits = _limits(device, shape.probe_size)
+    report: dict[str, Any] = {
+        "shape": shape_name,
+        "device": device_name,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "limits": limits,
+    }
+    for mode, is_invariant in (("fast", False), ("deterministic", True)):
+        on_progress(f"{mode}: random weights, {shape_name}")
+        runner = _runner(shape, device, is_invariant, on_progress)
+        bench = _DeviceBench(runner, shape, device, limits)
+        report[mode] = {"batch_invariant": runner.batch_invariant, **bench.measure(on_progress)}
+        del runner, bench
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    on_progress("logits against transformers")
+    report["parity"] = _parity(shape, device)
+    return report
+
+
+class _DeviceBench:
+    def __init__(self, runner: DeviceRunner, shape: Shape, device: torch.device, limits: dict[str, Any]) -> None:
+        self._runner = runner
+        self._shape = shape
+        self._device = device
+        self._limits = limits
+        config = shape.config
+        sizes = {name: one[0] * one[1] for name, one in expected_shapes(config).items() if len(one) == 2}
+        self._linear_weights = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
+        self._head_weights = sizes["lm_head.weight"]
+        self._kv_token_bytes = kv_block_bytes(config, 1, torch.bfloat16)
+
+    def measure(self, on_progress: Callable[[str], None]) -> dict[str, Any]:
+        decode: list[dict[str, Any]] = []
+        for batch in self._shape.batches:
+            on_progress(f"decode, batch {batch}")
+            row = self._decode(batch)
+            if row is not None:
+                decode.append(row)
+        on_progress(f"prefill, {self._shape.prefill_tokens} tokens")
+        return {"decode": decode, "prefill": self._prefill()}
+
+    def _decode(self, batch: int) -> dict[str, Any] | None:
+        """None where the KV of the batch does not fit."""
+        width = -(-(_CONTEXT_TOKENS + _WARM_UPS + _DECODE_STEPS) // _BLOCK_SIZE)
+        if width * batch > self._runner.num_blocks:
+            return None
+        tables = [range(index * width, (index + 1) * width) for index in range(batch)]
+
+        def step(number: int) -> None:
+            position = _CONTEXT_TOKENS + number
+            logits = self._runner.run([ScheduledSequence([1], position, table, True) for table in tables])
+            draws = Draws(logits)
+            assert draws.wants_rows_together == (self._device.type != "cpu")
+
+        seconds = _median_seconds(step, _DECODE_STEPS, self._device)
+        num_bytes = 2 * self._linear_weights + batch * self._kv_token_bytes * (_CONTEXT_TOKENS + _DECODE_STEPS // 2)
+        return {
+            "batch": batch,
+            "step_ms": round(seconds * 1e3, 3),
+            "tokens_per_second": round(batch / seconds, 1),
+            **self._shares("bandwidth", num_bytes / seconds),
+        }
+
+    def _prefill(self) -> dict[str, Any]:
+        num_tokens, config = self._shape.prefill_tokens, self._shape.config
+        table = range(-(-num_tokens // _BLOCK_SIZE))
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator).tolist()
+        seconds = _median_seconds(
+            lambda _: self._runner.run([ScheduledSequence(ids, 0, table, True)]), _PREFILL_RUNS, self._device
+        )
+        # Of attention the half that is seen: scores, and sums of values.
+        attention = 2 * 2 * config.num_layers * config.query_size * num_tokens**2 / 2
+        operations = 2 * (self._linear_weights - self._head_weights) * num_tokens + attention
+        return {
+            "tokens": num_tokens,
+            "tokens_per_second": round(num_tokens / seconds, 1),
+            **self._shares("matrix_rate", operations / seconds),
+        }
+
+    def _shares(self, what: str, rate: float) -> dict[str, float]:
+        return {
+            f"of_{kind}_{what}": round(rate / self._limits[f"{kind}_{what}"], 3)
+            for kind in ("measured", "published")
+            if f"{kind}_{what}" in self._limits
+        }
+
+
+def _runner(
+    shape: Shape, device: torch.device, wants_batch_invariance: bool, on_progress: Callable[[str], None]
+) -> DeviceRunner:
+    config = shape.config
+    width = -(-(max(_CONTEXT_TOKENS, shape.prefill_tokens) + 64) // _BLOCK_SIZE)
+    on_cpu = width * max(shape.batches)
+    options = DeviceOptions(
+        device,
+        torch.bfloat16,
+        _BLOCK_SIZE,
+        num_blocks=0 if device.type == "cuda" else on_cpu,
+        max_model_len=width * _BLOCK_SIZE,
+        max_rows=max(shape.batches),
+        wants_batch_invariance=wants_batch_invariance,
+    )
+    return DeviceRunner(config, random_weights(config, torch.bfloat16, device), options, on_progress)
+
+
+def random_weights(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Of such sizes that activations stay of the size of one."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+    for name, size in expected_shapes(config).items():
+        weight = torch.randn(size, generator=generator, dtype=dtype, device=device)
+        weights[name] = torch.ones_like(weight) if len(size) == 1 else weight.mul_(size[1] ** -0.5)
+    return weights
+
+
+def _limits(device: torch.device, size: int) -> dict[str, Any]:
+    """What a copy and a product reach here, and what the data sheet says."""
+    source = torch.empty(size * size * 8, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    copy_seconds = _median_seconds(lambda _: target.copy_(source), 10, device)
+    left = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    product_seconds = _median_seconds(lambda _: left @ left, 10, device)
+    limits: dict[str, Any] = {
+        "measured_bandwidth": 2 * source.nbytes / copy_seconds,
+        "measured_matrix_rate": 2 * size**3 / product_seconds,
+    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for known, (bandwidth, matrix_rate) in _PUBLISHED.items():
+        if known in name:
+            limits |= {"published_bandwidth": bandwidth, "published_matrix_rate": matrix_rate}
+    return limits
+
+
+def _parity(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """The largest difference of a logit from transformers', in float32, of the first layers: a prompt in two parts,
+    then tokens one by one."""
+    try:
+        import transformers
+    except ImportError:
+        return {"skipped": "transformers is not installed"}
+    config = dataclasses.replace(
+        shape.config, num_layers=_PARITY_LAYERS, layer_windows=(None,) * _PARITY_LAYERS, max_position_embeddings=256
+    )
+    weights = random_weights(config, torch.float32, device)
+    reference_config = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=False,
+    )
+    with device:
+        reference = transformers.LlamaForCausalLM(reference_config)
+    reference.load_state_dict(weights)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, config.vocab_size, (_PARITY_TOKENS,), generator=generator).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids], device=device)).logits[0]
+    runner = DeviceRunner(config, weights, DeviceOptions(device, torch.float32, _BLOCK_SIZE, num_blocks=8, max_rows=4))
+    table: Sequence[int] = [5, 1, 4]
+    runner.run([ScheduledSequence(ids[:10], 0, table, False)])
+    half = _PARITY_TOKENS // 2
+    rows = [runner.run([ScheduledSequence(ids[10:half], 10, table, True)]).clone()]
+    rows += [runner.run([ScheduledSequence(ids[i : i + 1], i, table, True)]).clone() for i in range(half, len(ids))]
+    actual = torch.cat(rows)
+    difference = (actual - expected[half - 1 :]).abs().max()
+    agreement = (actual.argmax(-1) == expected[half - 1 :].argmax(-1)).float().mean()
+    return {
+        "layers": config.num_layers,
+        "largest_logit_difference": float(f"{float(difference):.2e}"),
+        "same_likeliest_token": round(float(agreement), 3),
+    }
+
+
+def _median_seconds(run: Callable[[int], object], num_runs: int, device: torch.device) -> float:
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds: list[float] = []
+    for number in range(_WARM_UPS + num_runs):
+        synchronise()
+        begin = time.perf_counter()
+        run(number)
+        synchronise()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[_WARM_UPS:])
+
+
+def device_table(report: dict[str, Any]) -> str:
+    """In Markdown."""
+    limits = report["limits"]
+    lines = [
+        f"{report['name']}, torch {report['torch']}, {report['shape']}, bf16, random weights",
+        f"a copy reaches {limits['measured_bandwidth'] / 1e9:,.0f} GB/s, a matrix product "
+        f"{limits['measured_matrix_rate'] / 1e12:,.1f} TFLOP/s",
+        "",
+        "| | fast | deterministic |",
+        "|---|---|---|",
+    ]
+    modes = [report["fast"], report["deterministic"]]
+    lines.append(
+        "| batch-invariant | " + " | ".join("yes" if mode["batch_invariant"] else "no" for mode in modes) + " |"
+    )
+    for index, row in enumerate(modes[0]["decode"]):
+        cells = [_cell(mode["decode"][index], "bandwidth") for mode in modes]
+        lines.append(f"| decode, batch {row['batch']} | {' | '.join(cells)} |")
+    cells = [_cell(mode["prefill"], "matrix_rate") for mode in modes]
+    lines.append(f"| prefill, {modes[0]['prefill']['tokens']} tokens | {' | '.join(cells)} |")
+    parity = report["parity"]
+    lines += ["", f"against transformers: {', '.join(f'{key} {value}' for key, value in parity.items())}"]
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any], what: str) -> str:
+    shares = [
+        f"{row[f'of_{kind}_{what}']:.0%} of the {kind} {what.replace('_', ' ')}"
+        for kind in ("published", "measured")
+        if f"of_{kind}_{what}" in row
+    ]
+    return f"{row['tokens_per_second']:,.0f} tokens/s ({', '.join(shares)})"

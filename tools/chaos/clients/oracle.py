@@ -1,0 +1,112 @@
+"""What the right answers are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from kvloom.client.client import Client
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from shard_server.engines.sim_tokens import WORD_TOKEN_IDS, sequence_key, token_at
+from shard_server.submits import choice_seed
+from tools.chaos.clients.questions import Question
+from tools.chaos.clients.transcript import Expected, ExpectedChoice
+from tools.failures import CommandError
+
+_FINISH_REASONS: Final = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
+
+
+class Oracle(Protocol):
+    async def expected(self, question: Question) -> Expected: ...
+
+
+async def prompt_ids_of(question: Question, tokenizer: ModelTokenizer) -> list[int]:
+    if question.is_chat:
+        prompt, _ = await tokenizer.encode_chat([ChatMessage("user", question.prompt)])
+        return prompt.tolist()
+    return (await tokenizer.encode(question.prompt)).tolist()
+
+
+class SimOracle:
+    """The simulated engine's answers, worked out without it."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = {token_id: tokenizer.decode([token_id]) for token_id in WORD_TOKEN_IDS}
+
+    @property
+    def words(self) -> Sequence[str]:
+        """What answers are made of."""
+        return list(self._pieces.values())
+
+    async def expected(self, question: Question) -> Expected:
+        prompt = await prompt_ids_of(question, self._tokenizer)
+        return Expected(
+            tuple(self._choice(question, prompt, choice_seed(question.seed, i)) for i in range(question.n)),
+            num_prompt_tokens=len(prompt),
+        )
+
+    def _choice(self, question: Question, prompt: Sequence[int], seed: int) -> ExpectedChoice:
+        key = sequence_key(prompt, seed)
+        token_ids = [token_at(key, position) for position in range(question.max_tokens)]
+        return cut_at_stop(token_ids, [self._pieces[token_id] for token_id in token_ids], question.stop)
+
+
+def cut_at_stop(token_ids: Sequence[int], pieces: Sequence[str], stop: Sequence[str]) -> ExpectedChoice:
+    """The answer ends with the token that completes a stop string, its text before that."""
+    text = ""
+    lengths: list[int] = []
+    for count, piece in enumerate(pieces, 1):
+        text += piece
+        found = min((at for at in map(text.find, stop) if at >= 0), default=None)
+        if found is not None:
+            lengths = [min(length, found) for length in (*lengths, len(text))]
+            return ExpectedChoice(text[:found], tuple(token_ids[:count]), "stop", tuple(lengths))
+        lengths.append(len(text))
+    return ExpectedChoice(text, tuple(token_ids), "length", tuple(lengths))
+
+
+class RecordedOracle:
+    """Answers that an engine gave before anything was disturbed."""
+
+    def __init__(self, answers: Mapping[Question, Expected]) -> None:
+        self._answers = answers
+
+    async def expected(self, question: Question) -> Expected:
+        return self._answers[question]
+
+    @classmethod
+    async def record(
+        cls, client: Client, model: str, questions: Sequence[Question], tokenizer: ModelTokenizer
+    ) -> RecordedOracle:
+        """Ask everything once. Raises KvloomError, CommandError."""
+        return cls({question: await _record_one(client, model, question, tokenizer) for question in questions})
+
+
+async def _record_one(client: Client, model: str, question: Question, tokenizer: ModelTokenizer) -> Expected:
+    prompt = await prompt_ids_of(question, tokenizer)
+    token_ids: list[list[int]] = [[] for _ in range(question.n)]
+    lengths: list[list[int]] = [[] for _ in range(question.n)]
+    texts = [""] * question.n
+    reasons = [""] * question.n
+    async for delta in client.generate(
+        model=model,
+        token_ids=prompt,
+        max_tokens=question.max_tokens,
+        temperature=question.temperature,
+        seed=question.seed,
+        n=question.n,
+        stop=question.stop,
+    ):
+        index = delta.index
+        texts[index] += delta.text
+        token_ids[index].extend(delta.token_ids)
+        lengths[index].extend(itertools.repeat(len(texts[index]), len(delta.token_ids)))
+        if delta.finish is not None:
+            reasons[index] = _FINISH_REASONS.get(delta.finish.reason, "")
+    if not all(reasons):
+        raise CommandError("an undisturbed answer did not end well: there is nothing to compare with")
+    choices = [ExpectedChoice(texts[i], tuple(token_ids[i]), reasons[i], tuple(lengths[i])) for i in range(question.n)]
+    return Expected(tuple(choices), len(prompt))

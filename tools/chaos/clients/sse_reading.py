@@ -1,0 +1,100 @@
+"""Server-sent events of an answer, put into its transcript. No I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from tools.chaos.clients.transcript import End, Transcript
+
+_EVENT: Final = re.compile(rb"(?:id: (\d+)\n)?data: (.*)", re.DOTALL)
+
+
+class EventReader:
+    """Takes the bytes of one connection. `done`: the answer is over; `notice`: the code of an error that is about the
+    connection only, so that the stream may be taken up again."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._transcript = transcript
+        self._rest = b""
+        self.done = False
+        self.notice = ""
+
+    def feed(self, piece: bytes, now: float, max_events: int | None = None) -> None:
+        """`max_events`: of the whole answer; what comes behind is not looked at."""
+        *whole, self._rest = (self._rest + piece).split(b"\n\n")
+        for event in whole:
+            if self.done or self._transcript.num_events == max_events:
+                return
+            self._take(event, now)
+
+    def _take(self, event: bytes, now: float) -> None:
+        transcript = self._transcript
+        match = _EVENT.fullmatch(event)
+        if match is None:
+            transcript.event_fault = transcript.event_fault or f"not an event: {event[:80]!r}"
+            return
+        number, payload = match.groups()
+        if number is None:
+            self.notice = _error_of(json.loads(payload))[0]
+            return
+        due = transcript.num_events + 1
+        if int(number) != due:
+            fault = (
+                f"event {int(number)} came again" if int(number) < due else f"events {due} to {int(number) - 1} lost"
+            )
+            transcript.event_fault = transcript.event_fault or fault
+        transcript.num_events = int(number)
+        if payload == b"[DONE]":
+            transcript.end, self.done = End.COMPLETE, True
+        else:
+            self._take_chunk(json.loads(payload), now)
+
+    def _take_chunk(self, chunk: dict[str, Any], now: float) -> None:
+        transcript = self._transcript
+        if "error" in chunk:
+            transcript.code, transcript.message = _error_of(chunk)
+            transcript.end, self.done = End.ERROR, True
+            return
+        for choice in chunk["choices"]:
+            take_choice(transcript, choice, choice.get("delta", choice))
+            transcript.note_news(now)
+        take_usage(transcript, chunk.get("usage"))
+
+
+def take_choice(transcript: Transcript, choice: dict[str, Any], holder: dict[str, Any]) -> None:
+    """`holder`: the part that has the text."""
+    seen = transcript.choices[choice["index"]]
+    seen.text += holder.get("content") or holder.get("text") or ""
+    if choice.get("finish_reason") is not None:
+        seen.finish_reason = choice["finish_reason"]
+
+
+def take_usage(transcript: Transcript, usage: dict[str, Any] | None) -> None:
+    if usage:
+        transcript.num_prompt_tokens = usage["prompt_tokens"]
+        transcript.num_output_tokens = usage["completion_tokens"]
+
+
+def take_body(transcript: Transcript, body: dict[str, Any], now: float) -> None:
+    """An answer that was not streamed."""
+    transcript.request_ids.append(body["id"])
+    for choice in body["choices"]:
+        take_choice(transcript, choice, choice.get("message", choice))
+    take_usage(transcript, body.get("usage"))
+    transcript.note_news(now)
+    transcript.end = End.COMPLETE
+
+
+def error_in(body: bytes) -> tuple[str, str]:
+    """Code and message of an error's body; "" for what is none of ours."""
+    try:
+        return _error_of(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", body[:200].decode(errors="replace")
+
+
+def _error_of(chunk: dict[str, Any]) -> tuple[str, str]:
+    error = chunk["error"]
+    return error.get("code") or error.get("type") or "", error.get("message") or ""

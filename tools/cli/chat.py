@@ -1,0 +1,176 @@
+"""`kvloom chat`: talk to a model in the terminal, through the Python SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from kvloom.client.client import Client
+from kvloom.client.generate_request import GenerateOptions
+from kvloom.client.generation import Delta
+from kvloom.errors import KvloomError
+from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.text.tokenizer import ChatMessage
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
+from tools.cli.router_client import choose_router_address, first_model
+from tools.failures import CommandError
+from tools.options import config_option, data_dir_option, option
+
+HELP_LINE = "Type a message; Ctrl-C stops an answer, /new forgets the conversation, Ctrl-D ends."
+INTERRUPTED_STATUS = 130
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@option("--model", scope="chat", help="Name of a served model.  [default: the first one]")
+@option("--system", scope="chat", help="System prompt.")
+@option("--max-tokens", scope="chat", type=click.IntRange(min=1), help="Length of an answer at most.")
+@option("--temperature", scope="chat", type=click.FloatRange(0, 2), help="0 is greedy.  [default: 1]")
+@option("--seed", scope="chat", type=click.IntRange(0, 2**64 - 1), help="Same seed, same answer.")
+@option("--router-address", metavar="HOST:PORT", help="[default: that of the fabric in the data directory]")
+@data_dir_option
+@config_option
+def chat(
+    prompt: str | None,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
+    router_address: str | None,
+    data_dir: Path | None,
+    config_file: Path | None,
+) -> None:
+    """Stream the answer to PROMPT, or hold a conversation when there is none.
+
+    The answer goes to stdout; time to first token, speed, shard and cached tokens go to stderr.
+    """
+    address = choose_router_address(router_address, data_dir, config_file)
+    with asyncio.Runner() as runner:
+        client = runner.run(_connect(address))
+        try:
+            options = GenerateOptions(model=model or runner.run(first_model(client)))
+            if max_tokens is not None:
+                options["max_tokens"] = max_tokens
+            if temperature is not None:
+                options["temperature"] = temperature
+            if seed is not None:
+                options["seed"] = seed
+            conversation = Conversation(runner, client, options, system)
+            if prompt is None:
+                _converse(conversation)
+            elif conversation.ask(prompt):
+                raise SystemExit(INTERRUPTED_STATUS)
+        except KvloomError as error:
+            raise CommandError(error.message) from error
+        finally:
+            runner.run(client.close())
+
+
+class Conversation:
+    def __init__(self, runner: asyncio.Runner, client: Client, options: GenerateOptions, system: str | None) -> None:
+        self._runner = runner
+        self._client = client
+        self._options = options
+        self._system = [ChatMessage("system", system)] if system else []
+        self._messages: list[ChatMessage] = []
+
+    def forget(self) -> None:
+        self._messages.clear()
+
+    def ask(self, prompt: str) -> bool:
+        """Stream the answer to stdout; True when a Ctrl-C stopped it. What was said by then counts as the answer.
+        Raises KvloomError, and then the prompt was never asked."""
+        question = ChatMessage("user", prompt)
+        answer = Answer()
+        interrupted = False
+        try:
+            self._runner.run(self._stream(question, answer))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            # Also a broken answer's line ends, so that what follows begins on its own.
+            print(flush=True)
+        print(answer.summary(interrupted), file=sys.stderr, flush=True)
+        self._messages += [question, ChatMessage("assistant", answer.text)]
+        return interrupted
+
+    async def _stream(self, question: ChatMessage, answer: Answer) -> None:
+        options = self._options.copy()
+        options["messages"] = [*self._system, *self._messages, question]
+        deltas = self._client.generate(**options)
+        try:
+            async for delta in deltas:
+                answer.add(delta)
+                print(delta.text, end="", flush=True)
+                raise_if_cancelled()  # Ctrl-C
+        finally:
+            # Ends the request at the router at once, rather than when the generator is collected.
+            await deltas.aclose()
+
+
+class Answer:
+    """One answer as it comes in, and what there is to tell about it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._asked = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._asked
+        self._num_tokens = 0
+        self._start: SequenceStart | None = None
+        self._finish: SequenceFinish | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        if delta.token_ids:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+            self._num_tokens += len(delta.token_ids)
+        self._start = delta.start or self._start
+        self._finish = delta.finish or self._finish
+
+    def summary(self, interrupted: bool) -> str:
+        parts = ["stopped"] if interrupted else []
+        if self._first is not None:
+            parts.append(f"first token after {1000 * (self._first - self._asked):.0f} ms")
+            parts.append(f"{self._num_tokens} tokens")
+        if self._first is not None and self._last > self._first:
+            parts.append(f"{(self._num_tokens - 1) / (self._last - self._first):.1f} tokens/s")
+        if self._start is not None:
+            parts.append(self._start.shard_id)
+        if self._finish is not None:
+            parts.append(f"{self._finish.num_cached_tokens} of {self._finish.num_prompt_tokens} prompt tokens cached")
+        return f"[{', '.join(parts)}]"
+
+
+def _converse(conversation: Conversation) -> None:
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        # Importing it gives input() line editing and history.
+        import readline  # noqa: F401
+
+        print(HELP_LINE, file=sys.stderr)
+    while True:
+        try:
+            prompt = input("> " if at_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return
+        if prompt == "/new":
+            conversation.forget()
+        elif prompt:
+            try:
+                conversation.ask(prompt)
+            except KvloomError as error:
+                print(f"error: {error.message}", file=sys.stderr)
+
+
+async def _connect(address: str) -> Client:
+    return await Client(address, client_id="chat").__aenter__()

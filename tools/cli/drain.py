@@ -1,0 +1,105 @@
+"""`kvloom drain` and `kvloom undrain`: take a shard out of service without losing what runs there, and put it back."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+import grpc
+
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from tools.failures import CommandError
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.state import RunFolder
+
+POLL_SECONDS: Final = 0.1
+CALL_TIMEOUT_SECONDS: Final = 5.0
+_LOST: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+
+
+@click.command()
+@click.argument("shard")
+@option(
+    "--deadline-seconds",
+    scope="drain",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Move what still runs then to other shards.  [default: wait until it ends]",
+)
+@data_dir_option
+@config_option
+def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, config_file: Path | None) -> None:
+    """Give SHARD (a name in `kvloom status`) no new requests, and return when nothing runs there any more.
+
+    What no other shard has room for stays where it is. The shard drains until `kvloom undrain`, or until its process is
+    started again, also when this command is interrupted.
+    """
+    address = find_shard(RunFolder(choose_data_dir(data_dir, load_config_file(config_file))), shard)
+    asyncio.run(_drain(shard, address, deadline_seconds))
+    print(f"{shard} is drained")
+
+
+@click.command()
+@click.argument("shard")
+@data_dir_option
+@config_option
+def undrain(shard: str, data_dir: Path | None, config_file: Path | None) -> None:
+    """Give SHARD (a name in `kvloom status`) requests again."""
+    address = find_shard(RunFolder(choose_data_dir(data_dir, load_config_file(config_file))), shard)
+    asyncio.run(_undrain(shard, address))
+    print(f"{shard} takes requests again")
+
+
+def find_shard(folder: RunFolder, name: str) -> str:
+    """Its address. Raises CommandError, which names those that there are."""
+    shards = {process.name: process for process in folder.require_running().processes if process.role == "shard"}
+    if name not in shards:
+        raise CommandError(f"there is no shard {name!r}; there are: {', '.join(sorted(shards))}")
+    if not shards[name].address:
+        raise CommandError(f"{name} does not serve now ({shards[name].state})")
+    return shards[name].address
+
+
+async def _drain(shard: str, address: str, deadline_seconds: float | None) -> None:
+    """Tells on stderr whenever the counts change."""
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+            request = shard_service_pb2.DrainRequest(draining=True, deadline_seconds=deadline_seconds)
+            answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
+            if answer.HasField("error"):
+                raise CommandError(answer.error.message)
+            told = None
+            counts = (answer.num_running, answer.num_waiting)
+            while any(counts):
+                if counts != told:
+                    print(f"{shard}: {counts[0]} running, {counts[1]} waiting", file=sys.stderr)
+                    told = counts
+                await asyncio.sleep(POLL_SECONDS)
+                info = await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
+                if not info.load.draining:
+                    raise CommandError(f"{shard} takes requests again: it was undrained, or started anew")
+                counts = (info.load.num_running, info.load.num_waiting)
+    except grpc.aio.AioRpcError as error:
+        raise _unreachable(shard, address, error) from error
+
+
+async def _undrain(shard: str, address: str) -> None:
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+            request = shard_service_pb2.DrainRequest(draining=False)
+            answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        raise _unreachable(shard, address, error) from error
+    if answer.HasField("error"):
+        raise CommandError(answer.error.message)
+
+
+def _unreachable(shard: str, address: str, error: grpc.aio.AioRpcError) -> CommandError:
+    if error.code() in _LOST:
+        return CommandError(f"{shard} does not answer at {address}")
+    return CommandError(f"{shard}: {error.details()}")

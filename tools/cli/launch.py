@@ -1,0 +1,164 @@
+"""From what the user asked for to a running fabric: settings completed, ports and model found, processes started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import redis
+
+from kvloom.config import KvloomConfig, ModelConfig, dump_config
+from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from tools.failures import CommandError
+from tools.models.registry import ModelRegistry
+from tools.models.resolve import resolve_model
+from tools.supervisor.fabric import Fabric
+from tools.supervisor.processes import pick_free_ports
+from tools.supervisor.reporters import LogReporter, Reporter
+from tools.supervisor.shared_port import SharedPort
+from tools.supervisor.state import RunFolder
+
+
+def apply_flags(
+    config: KvloomConfig,
+    *,
+    shards: int | None,
+    engine: Literal["torch", "sim"] | None,
+    sim_step_ms: float | None,
+    sim_prefill_tokens_per_second: float | None,
+    http_port: int | None,
+    router_port: int | None,
+    redis_url: str | None,
+    no_deterministic: bool,
+    edges: int | None,
+    routers: int | None,
+    colocate: bool,
+) -> None:
+    """What was given goes over what the file says."""
+    if shards is not None:
+        config.shard.num_shards = shards
+    if engine is not None:
+        config.shard.engine = engine
+    if sim_step_ms is not None:
+        config.shard.sim.step_ms = sim_step_ms
+    if sim_prefill_tokens_per_second is not None:
+        config.shard.sim.prefill_tokens_per_second = sim_prefill_tokens_per_second
+    if http_port is not None:
+        config.edge.port = http_port
+    if router_port is not None:
+        config.router.port = router_port
+    if redis_url is not None:
+        config.redis.url = redis_url
+    if no_deterministic:
+        config.shard.torch.deterministic = False
+    if edges is not None:
+        config.edge.num_edges = edges
+    if routers is not None:
+        config.router.num_routers = routers
+    if colocate:
+        config.edge.colocate = True
+
+
+def absolute_model(model: str | None) -> str | None:
+    """A path is taken from where the command was given, also when a daemon opens it."""
+    if model is None or model == BUILTIN_MODEL_NAME:
+        return model
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    config: KvloomConfig
+    folder: RunFolder
+    model: str | None
+    """As given with --model. None: what `config.model` says."""
+    model_cache_dir: Path
+    start_timeout_seconds: float
+
+    def run(self, reporter: Reporter) -> None:
+        """Until a signal stops it. Raises CommandError when the fabric cannot come up."""
+        with self.folder.locked(), contextlib.ExitStack() as stack:
+            reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
+            try:
+                embed_redis = not self.config.redis.url
+                if not embed_redis:
+                    _check_redis(self.config.redis.url)
+                http_port = stack.enter_context(self._claimed_ports())
+                self._fill_in_model(reporter)
+                self.config.data_dir = str(self.folder.data_dir)
+                dump_config(self.config, self.folder.config_path)
+                fabric = Fabric(
+                    self.config,
+                    self.folder,
+                    reporter,
+                    http_port=http_port,
+                    embed_redis=embed_redis,
+                    start_timeout_seconds=self.start_timeout_seconds,
+                )
+                asyncio.run(fabric.run())
+            except CommandError as error:
+                reporter.note(f"error: {error.message}")
+                raise
+
+    @contextlib.contextmanager
+    def _claimed_ports(self) -> Iterator[SharedPort]:
+        """A restarted process comes back where it was, so every port is fixed here. Those that several processes listen
+        on (of one role, or with their successors) are held for as long as the fabric runs. Yields the HTTP port."""
+        config = self.config
+        if config.edge.colocate and config.router.num_routers > 1:
+            raise CommandError("--routers does not go with --colocate: each edge has a router inside")
+        if config.edge.port == config.router.port != 0:
+            raise CommandError(f"--http-port and --router-port are both {config.edge.port}")
+        with contextlib.ExitStack() as stack:
+            http = stack.enter_context(_claimed(config.edge.host, config.edge.port, "--http-port"))
+            grpc = stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port"))
+            safety = stack.enter_context(_claimed(config.safety.host, config.safety.port, "safety.port"))
+            config.edge.port, config.router.port, config.safety.port = http.port, grpc.port, safety.port
+            config.redis.url = config.redis.url or f"redis://127.0.0.1:{pick_free_ports(1)[0]}/0"
+            yield http
+
+    def _fill_in_model(self, reporter: Reporter) -> None:
+        wanted = self.config.model
+        if self.model is None and not wanted.path and wanted.name != BUILTIN_MODEL_NAME:
+            raise CommandError(f"model.path is not set for model {wanted.name} (built in: {BUILTIN_MODEL_NAME})")
+        source = self.model or wanted.path or BUILTIN_MODEL_NAME
+        reporter.step(f"model {source}")
+        sha256 = wanted.sha256 if source == wanted.path else ""
+        registry = ModelRegistry(self.folder.data_dir / "models.json")
+        found = resolve_model(source, self.model_cache_dir, reporter.step, registry, sha256)
+        # A name in the file is the name that its own path is served under.
+        keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path, sha256=wanted.sha256)
+        self.config.model = ModelConfig(
+            name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
+        )
+
+
+@contextlib.contextmanager
+def _claimed(host: str, port: int, flag: str) -> Iterator[SharedPort]:
+    try:
+        claimed = SharedPort(host, port)
+    except OSError as error:
+        why = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise CommandError(f"cannot listen on {host}:{port}: {why} (choose with {flag})") from error
+    with contextlib.closing(claimed):
+        yield claimed
+
+
+def _check_redis(url: str) -> None:
+    """Without this, a wrong URL would show as shards that nobody finds."""
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=5.0) as client:
+            client.ping()
+    except (redis.RedisError, ValueError) as error:
+        raise CommandError(f"cannot use the Redis server at {_without_password(url)}: {error}") from error
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest

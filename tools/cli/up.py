@@ -1,0 +1,114 @@
+"""`kvloom up`: start a whole fabric on this machine; `kvloom down`: stop the one in the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from tools.cli.launch import Launch, absolute_model, apply_flags
+from tools.failures import CommandError
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.detach import run_detached
+from tools.supervisor.reporters import foreground_reporter
+from tools.supervisor.state import RunFolder
+
+PORT = click.IntRange(0, 65535)
+
+
+@click.command()
+@option("--shards", type=click.IntRange(1, 1024), help="How many engine shards.  [default: 2]")
+@option("--edges", type=click.IntRange(1, 256), help="How many HTTP edges; they share the port.  [default: 1]")
+@option("--routers", type=click.IntRange(1, 256), help="How many routers; they share the port.  [default: 1]")
+@option("--colocate", is_flag=True, help="A router inside each edge's process: one hop less for every token.")
+@option("--engine", type=click.Choice(["torch", "sim"]), help="What computes the tokens.  [default: torch]")
+@option("--sim-step-ms", type=click.FloatRange(min=0), help="Duration of one step of the sim engine.  [default: 20]")
+@option(
+    "--sim-prefill-tokens-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Prefill speed of the sim engine.  [default: 20000]",
+)
+@option(
+    "--no-deterministic",
+    is_flag=True,
+    help="Let the last bits of the torch engine's results depend on the batch: faster prefill.",
+)
+@option(
+    "--model",
+    metavar="NAME|PATH",
+    help=f"Built-in model, model directory, or .gguf file.  [default: {BUILTIN_MODEL_NAME}]",
+)
+@option(
+    "--model-cache-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where converted models are kept.  [default: DATA_DIR/models]",
+)
+@option("--http-port", type=PORT, help="Port of the HTTP API and chat page; 0 picks one.  [default: 8080]")
+@option("--router-port", type=PORT, help="Port of the gRPC API; 0 picks one.  [default: 8081]")
+@data_dir_option
+@config_option
+@option("--redis-url", metavar="URL", help="An external Redis-protocol server instead of the embedded one.")
+@option(
+    "--start-timeout-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="How long a process may take to start.",
+)
+@option("--detach", is_flag=True, help="Return when the fabric is ready and leave it running.")
+def up(
+    data_dir: Path | None,
+    config_file: Path | None,
+    model_cache_dir: Path | None,
+    start_timeout_seconds: float,
+    detach: bool,
+    **flags: Any,
+) -> None:
+    """Start the fabric: Redis, safety service, router, engine shards, HTTP edge.
+
+    Prints `ready: URL` once all of it serves. Ctrl-C stops everything.
+    """
+    config = load_config_file(config_file)
+    model = flags.pop("model")
+    apply_flags(config, **flags)
+    folder = RunFolder(choose_data_dir(data_dir, config))
+    launch = Launch(
+        config=config,
+        folder=folder,
+        model=absolute_model(model),
+        model_cache_dir=(model_cache_dir or folder.data_dir / "models").expanduser().absolute(),
+        start_timeout_seconds=start_timeout_seconds,
+    )
+    if detach:
+        # Another fabric must be noticed before its files are touched.
+        with folder.locked():
+            pass
+        run_detached(launch.run, folder.log_dir / "kvloom.out")
+    else:
+        with foreground_reporter() as reporter:
+            launch.run(reporter)
+
+
+@click.command()
+@data_dir_option
+@config_option
+@option(
+    "--timeout-seconds",
+    scope="down",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="How long to wait until everything has stopped.",
+)
+def down(data_dir: Path | None, config_file: Path | None, timeout_seconds: float) -> None:
+    """Stop the fabric that runs with this data directory; returns when all its processes have gone."""
+    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    state = folder.require_running()
+    os.kill(state.supervisor_pid, signal.SIGTERM)
+    if not folder.wait_until_gone(state, timeout_seconds):
+        raise CommandError(f"kvloom (pid {state.supervisor_pid}) still runs after {timeout_seconds:g} s")
+    print(f"stopped {state.http_url}")

@@ -1,0 +1,253 @@
+"""What `kvloom doctor engine` proves about an engine on this machine: each check a sentence, in the order they run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from kvloom.text.block_hash import block_hashes, root_hash
+from kvloom.text.detokenizer import IncrementalDetokenizer
+from shard_server.engines.base import Capability, EngineError, FinishReason, Guide, GuideKind, Sampling
+from tools.doctor.session import EngineSession, Observed
+
+Check = Callable[[EngineSession], Awaitable[str]]
+"""Returns what was found. Raises CheckFailedError, CheckSkippedError, or whatever went wrong."""
+
+CONCURRENT: Final = 32
+TEXT: Final = "Write three sentences about the sea, and one about the sky above it."
+
+
+class CheckFailedError(Exception):
+    """The engine does not do what kvloom relies on; the message says what it did."""
+
+
+class CheckSkippedError(Exception):
+    """It does not apply; the message says why."""
+
+
+def need(held: bool, message: str) -> None:
+    if not held:
+        raise CheckFailedError(message)
+
+
+def need_capability(session: EngineSession, capability: Capability, why: str) -> None:
+    if capability not in session.engine.info.capabilities:
+        raise CheckSkippedError(why)
+
+
+async def greedy_request(session: EngineSession) -> str:
+    """A prompt of text, answered greedily, of exactly max_tokens tokens."""
+    prompt = session.tokenizer.encode_now(TEXT)
+    begin = time.perf_counter()
+    observed = await session.run(prompt, 16)
+    _need_whole(observed, 16)
+    limit = session.engine.info.vocab_size
+    need(all(0 <= token < limit for token in observed.token_ids), f"a token id is not below {limit}")
+    text = session.tokenizer.decode(observed.token_ids)
+    return f"{time.perf_counter() - begin:.2f} s: {text!r}"
+
+
+async def streaming_text(session: EngineSession) -> str:
+    """The deltas of a stream, joined, are the text of all its tokens, and it comes in several steps."""
+    observed = await session.run(session.tokenizer.encode_now(TEXT), 32, Sampling(temperature=1.0, seed=1))
+    _need_whole(observed, 32)
+    detokenizer = IncrementalDetokenizer(session.tokenizer)
+    deltas = [detokenizer.push(chunk) for chunk in observed.chunks]
+    joined = "".join(deltas) + detokenizer.flush()
+    whole = session.tokenizer.decode(observed.token_ids)
+    need(joined == whole, f"the deltas give {joined!r}, the tokens {whole!r}")
+    need(len(observed.chunks) > 1, "all tokens came at once: nothing was streamed")
+    return f"{len(observed.token_ids)} tokens in {len(observed.chunks)} steps"
+
+
+async def stop_token(session: EngineSession) -> str:
+    """A stop token ends the sequence, is emitted, and is its last token."""
+    prompt = session.tokenizer.encode_now(TEXT)
+    tokens = (await session.run(prompt, 16)).token_ids
+    stop = tokens[len(tokens) // 2]
+    observed = await session.run(prompt, 64, stop_token_ids=frozenset({stop}))
+    assert observed.end is not None
+    found = observed.token_ids
+    need(stop in found, f"token {stop} did not come again (is the engine greedy?): {observed.end}")
+    need(observed.end.reason is FinishReason.STOP, f"it ended with {observed.end.reason.value}")
+    need(found.index(stop) == len(found) - 1, "tokens came behind the stop token")
+    return f"stopped after {len(found)} tokens"
+
+
+async def cancellation(session: EngineSession) -> str:
+    """A cancelled sequence ends soon, as cancelled, and its blocks are free again."""
+    info = session.engine.info
+    prompt = session.prompt_of(4 * info.block_size, seed=1)
+    max_tokens = info.max_model_len - len(prompt)
+    observed = session.submit(prompt, max_tokens)
+    await session.until(lambda: len(observed.chunks) >= 2, "a second token")
+    begin = time.perf_counter()
+    session.engine.cancel(observed.request.request_id)
+    await session.until(lambda: observed.end is not None, "the end of a cancelled sequence", 30)
+    assert observed.end is not None
+    need(observed.end.reason is FinishReason.CANCELLED, f"it ended with {observed.end.reason.value}")
+    load = session.load
+    need(load.num_running == load.num_waiting == 0, f"{load.num_running} sequences still run")
+    need(
+        load.num_available_blocks == info.num_blocks,
+        f"only {load.num_available_blocks} of {info.num_blocks} blocks are free",
+    )
+    return f"ended after {(time.perf_counter() - begin) * 1e3:.0f} ms"
+
+
+async def prefix_reuse(session: EngineSession) -> str:
+    """A prompt that was served before is found in the cache, by its own tenant only."""
+    need_capability(session, Capability.PREFIX_CACHING, "prefix caching is off")
+    mine, other = _roots(session)
+    prompt = session.prompt_of(6 * session.engine.info.block_size + 3, seed=2)
+    await session.run(prompt, 4, root_hash=mine)
+    again = await session.run(prompt, 4, root_hash=mine)
+    need(again.num_cached_tokens > 0, "the second run reused nothing")
+    foreign = await session.run(prompt, 4, root_hash=other)
+    need(foreign.num_cached_tokens == 0, f"another tenant reused {foreign.num_cached_tokens} tokens")
+    return f"{again.num_cached_tokens} of {len(prompt)} tokens reused; none by another tenant"
+
+
+async def kv_events(session: EngineSession) -> str:
+    """KV events come, and name the prompt's blocks as a router does."""
+    need_capability(session, Capability.PREFIX_CACHING, "prefix caching is off")
+    mine, _ = _roots(session)
+    size = session.engine.info.block_size
+    prompt = session.prompt_of(6 * size + 3, seed=3)
+    await session.run(prompt, 4, root_hash=mine)
+    wanted = set(block_hashes(prompt, size, mine))
+    try:
+        await session.until(lambda: wanted <= session.cached_hashes, "the events of a prompt's blocks", 10)
+    except TimeoutError:
+        found = len(wanted & session.cached_hashes)
+        message = f"{found} of {len(wanted)} blocks match what a router computes; {session.num_kv_events} events came"
+        raise CheckFailedError(message) from None
+    return f"{len(wanted)} of {len(wanted)} blocks match"
+
+
+async def load_figures(session: EngineSession) -> str:
+    """Free blocks and speeds are told: placement reckons with them."""
+    load, info = session.load, session.engine.info
+    need(0 <= load.num_available_blocks <= info.num_blocks, f"{load.num_available_blocks} blocks are free?")
+    need(load.decode_step_seconds > 0, "the time of a decode step is not known after several requests")
+    return (
+        f"decode step {load.decode_step_seconds * 1e3:.1f} ms, prefill {load.prefill_tokens_per_second:.0f} tokens/s, "
+        f"{info.num_blocks} blocks of {info.block_size}"
+    )
+
+
+async def logprobs(session: EngineSession) -> str:
+    """One entry per token, likeliest first; greedy decoding picks the likeliest."""
+    need_capability(session, Capability.LOGPROBS, "the engine has none")
+    observed = await session.run(session.prompt_of(20, seed=4), 8, Sampling(temperature=0.0, num_logprobs=3))
+    need(len(observed.logprobs) == 8, f"{len(observed.logprobs)} entries for 8 tokens")
+    for token_id, entry in zip(observed.token_ids, observed.logprobs, strict=True):
+        values = [logprob for _, logprob in entry.top]
+        need(len(values) == 3 and values == sorted(values, reverse=True), f"odd alternatives: {values}")
+        need(entry.logprob <= 0, f"a logprob above 0: {entry.logprob}")
+        need(
+            entry.logprob >= values[0] - 1e-3,
+            f"greedy picked {token_id} at {entry.logprob:.3f}, the likeliest has {values[0]:.3f}",
+        )
+    return "8 entries of 3"
+
+
+async def penalties(session: EngineSession) -> str:
+    """Penalties change the answer: some samplers ignore them."""
+    need_capability(session, Capability.PENALTIES, "the engine does not offer them")
+    prompt = session.prompt_of(8, seed=5)
+    plain = await session.run(prompt, 64)
+    penalised = await session.run(prompt, 64, Sampling(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0))
+    repeats = len(plain.token_ids) - len(set(plain.token_ids))
+    if not repeats:
+        raise CheckSkippedError("the answer repeats nothing that could be penalised")
+    need(plain.token_ids != penalised.token_ids, "the strongest penalties change nothing: they are ignored")
+    return f"{repeats} repeated tokens without, {64 - len(set(penalised.token_ids))} with"
+
+
+async def guides(session: EngineSession) -> str:
+    """A guided answer is what the guide allows."""
+    need_capability(session, Capability.GUIDED, "no guided decoding here")
+    choices = ["yes", "no"]
+    observed = await session.run(
+        session.tokenizer.encode_now("Is water wet? "),
+        8,
+        guide=Guide(GuideKind.CHOICE, json.dumps(choices)),
+        stop_token_ids=session.engine.info.eos_token_ids,
+    )
+    text = session.tokenizer.decode(observed.token_ids)
+    need(text in choices, f"asked for yes or no, got {text!r}")
+    return repr(text)
+
+
+async def resumption(session: EngineSession) -> str:
+    """A sequence goes on behind the tokens that another shard has delivered."""
+    prompt = session.prompt_of(20, seed=6)
+    sampling = Sampling(temperature=1.0, seed=7)
+    whole = (await session.run(prompt, 16, sampling)).token_ids
+    rest = (await session.run(prompt, 16, sampling, output_token_ids=whole[:6])).token_ids
+    need(len(rest) == 10, f"10 tokens were left, {len(rest)} came")
+    same = whole[:6] + rest == whole
+    if Capability.SEEDED_RESUME in session.engine.info.capabilities:
+        need(same, "it promises to go on identically and does not")
+    return "identically" if same else "not identically, which is not promised"
+
+
+async def refusal(session: EngineSession) -> str:
+    """What can never run is refused at once, and the engine serves on."""
+    info = session.engine.info
+    try:
+        session.submit(session.prompt_of(info.max_model_len, seed=8), 8)
+    except EngineError as error:
+        observed = await session.run(session.prompt_of(8, seed=9), 4)
+        _need_whole(observed, 4)
+        return str(error)
+    raise CheckFailedError(f"a prompt of {info.max_model_len} tokens with 8 to come was taken")
+
+
+async def concurrency(session: EngineSession) -> str:
+    """Many ragged sequences at once lose and double nothing."""
+    wanted = [8 + 5 * number % 25 for number in range(CONCURRENT)]
+    begin = time.perf_counter()
+    observed = [
+        session.submit(session.prompt_of(10 + 13 * number % 90, seed=100 + number), count)
+        for number, count in enumerate(wanted)
+    ]
+    await session.until(lambda: all(each.end is not None for each in observed), f"{CONCURRENT} ends")
+    seconds = time.perf_counter() - begin
+    for each, count in zip(observed, wanted, strict=True):
+        _need_whole(each, count)
+    return f"{CONCURRENT} sequences, {sum(wanted) / seconds:.0f} tokens/s"
+
+
+CHECKS: Final[Sequence[tuple[str, Check]]] = (
+    ("greedy request", greedy_request),
+    ("streaming", streaming_text),
+    ("stop token", stop_token),
+    ("cancel", cancellation),
+    ("prefix reuse", prefix_reuse),
+    ("KV events", kv_events),
+    ("load", load_figures),
+    ("logprobs", logprobs),
+    ("penalties", penalties),
+    ("guided decoding", guides),
+    ("resumption", resumption),
+    ("refusal", refusal),
+    (f"{CONCURRENT} at once", concurrency),
+)
+
+
+def _need_whole(observed: Observed, max_tokens: int) -> None:
+    assert observed.end is not None
+    need(
+        observed.end.reason is FinishReason.LENGTH and len(observed.token_ids) == max_tokens,
+        f"{max_tokens} tokens were asked for; {len(observed.token_ids)} came, ended by {observed.end.reason.value} "
+        f"{observed.end.error}".rstrip(),
+    )
+
+
+def _roots(session: EngineSession) -> tuple[int, int]:
+    model = session.engine.info.model
+    return root_hash(model, cache_salt="doctor"), root_hash(model, cache_salt="another tenant")

@@ -1,0 +1,197 @@
+"""`kvloom doctor`: does this machine do what kvloom needs? Run by operators, on the machine in question."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import click
+import structlog
+
+from kvloom.config import KvloomConfig
+from kvloom.text.tokenizer import ModelTokenizer
+from shard_server.engines.base import Engine, EngineError
+from shard_server.engines.create import create_engine
+from tools.bench.interpreter import interpreter_name
+from tools.doctor.checks import CHECKS, CheckFailedError, CheckSkippedError
+from tools.doctor.session import EngineSession
+from tools.failures import CommandError
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+
+ENGINES: Final = ("torch", "sim", "tensorrt_llm")
+CHECK_SECONDS: Final = 300.0
+CLOSE_SECONDS: Final = 90.0
+_SIGNS: Final = {"ok": "✓", "failed": "✗", "skipped": "–"}
+_PACKAGES: Final = ("kvloom", "grpcio", "protobuf", "torch", "tensorrt_llm", "tensorrt")
+
+Report = Callable[["Result"], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    outcome: Literal["ok", "failed", "skipped"]
+    detail: str
+    seconds: float
+
+
+async def examine(config: KvloomConfig, report: Report) -> list[Result]:
+    """All checks on the engine that `config` names, told one after another. Never raises for what the engine does."""
+    results: list[Result] = []
+
+    def add(name: str, outcome: Literal["ok", "failed", "skipped"], detail: str, begin: float) -> None:
+        results.append(Result(name, outcome, detail, round(time.perf_counter() - begin, 3)))
+        report(results[-1])
+
+    add("versions", "ok", _versions(), time.perf_counter())
+    begin = time.perf_counter()
+    try:
+        add("GPU", "ok", await asyncio.to_thread(_gpu, config.shard.engine), begin)
+    except (CheckFailedError, CheckSkippedError) as problem:
+        add("GPU", "skipped" if isinstance(problem, CheckSkippedError) else "failed", str(problem), begin)
+    begin = time.perf_counter()
+    try:
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(config.model.path))
+        engine = create_engine(config, tokenizer)
+        await engine.start()
+    except (EngineError, OSError, ValueError) as error:
+        add("start", "failed", str(error), begin)
+        return results
+    info = engine.info
+    add("start", "ok", f"{info.engine}, {info.num_blocks} blocks, window {info.max_model_len} tokens", begin)
+    async with EngineSession(engine, tokenizer) as session:
+        for name, check in CHECKS:
+            begin = time.perf_counter()
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    add(name, "ok", await check(session), begin)
+            except CheckSkippedError as skipped:
+                add(name, "skipped", str(skipped), begin)
+            except Exception as error:
+                add(name, "failed", _reason(error), begin)
+                if isinstance(error, EngineError):
+                    break  # it is dead, or takes nothing: the other checks would say the same
+    await _close(engine, add)
+    tokenizer.close()
+    return results
+
+
+async def _close(engine: Engine, add: Callable[[str, Any, str, float], None]) -> None:
+    begin = time.perf_counter()
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await engine.close()
+        add("close", "ok", "", begin)
+    except Exception as error:
+        add("close", "failed", _reason(error), begin)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"not done within {CHECK_SECONDS:g} s"
+    return str(error) if isinstance(error, (CheckFailedError, EngineError, TimeoutError)) else repr(error)
+
+
+def _versions() -> str:
+    found = [interpreter_name()]
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _gpu(engine: str) -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        if engine == "tensorrt_llm":
+            raise CheckFailedError("nvidia-smi is not found: there is no NVIDIA driver here")
+        raise CheckSkippedError(f"no NVIDIA driver here, and the engine {engine} needs none")
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CheckFailedError(f"nvidia-smi does not answer: {error}") from error
+    if done.returncode or not done.stdout.strip():
+        raise CheckFailedError(f"nvidia-smi: {(done.stderr or done.stdout).strip()}")
+    return "; ".join(line.strip() for line in done.stdout.strip().splitlines())
+
+
+def is_healthy(results: list[Result]) -> bool:
+    return all(result.outcome != "failed" for result in results)
+
+
+@click.command("engine")
+@option("--engine", "engine_name", scope="doctor", type=click.Choice(ENGINES), help="Default: the --config file's.")
+@option("--model", scope="doctor", help="Name, directory or .gguf file.  [default: the --config file's]")
+@config_option
+@data_dir_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor_engine(
+    engine_name: str | None, model: str | None, config_file: Path | None, data_dir: Path | None, as_json: bool
+) -> None:
+    """Prove that an engine does on this machine what kvloom relies on. Status 1 when a check fails."""
+    config = load_config_file(config_file)
+    if engine_name is not None:
+        config.shard.engine = engine_name  # pyright: ignore[reportAttributeAccessIssue]
+    if config.shard.engine == "sim":
+        config.shard.sim.step_ms = min(config.shard.sim.step_ms, 2.0)
+    _log_to_stderr()
+    _choose_model(config, model, choose_data_dir(data_dir, config))
+
+    def report(result: Result) -> None:
+        if not as_json:
+            detail = f": {result.detail}" if result.detail else ""
+            click.echo(f"{_SIGNS[result.outcome]} {result.name}{detail}")
+
+    results = asyncio.run(examine(config, report))
+    healthy = is_healthy(results)
+    if as_json:
+        checks = [dataclasses.asdict(result) for result in results]
+        summary = {"engine": config.shard.engine, "model": config.model.name, "ok": healthy, "checks": checks}
+        click.echo(json.dumps(summary))
+    else:
+        num_failed = sum(result.outcome == "failed" for result in results)
+        click.echo("all is well" if healthy else f"{num_failed} of {len(results)} checks failed")
+    raise SystemExit(0 if healthy else 1)
+
+
+def _log_to_stderr() -> None:
+    """What the engine has to complain about; stdout is the report's."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.__stderr__),
+    )
+
+
+def _choose_model(config: KvloomConfig, model: str | None, data_dir: Path) -> None:
+    """Set config.model. A directory needs nothing of the torch engine, which a GPU image may not have."""
+    if model is None and config.model.path:
+        return
+    if model is not None and Path(model).expanduser().is_dir():
+        path = Path(model).expanduser().absolute()
+        config.model.name, config.model.path = path.name.lower(), str(path)
+        return
+    if config.shard.engine == "tensorrt_llm":
+        raise CommandError("--model must be a model's directory for TensorRT-LLM")
+    from tools.models.registry import ModelRegistry
+    from tools.models.resolve import resolve_model
+
+    found = resolve_model(
+        model or KvloomConfig().model.name,
+        data_dir / "models",
+        lambda message: click.echo(message, err=True),
+        ModelRegistry(data_dir / "models.json"),
+    )
+    config.model.name, config.model.path = found.name, str(found.path)

@@ -1,0 +1,53 @@
+"""A shard's prefix cache: the truth that routers' indexes are held against."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from kvloom.text.block_hash import block_hashes, root_hash
+from router.core.events import KvChange, Request
+from tools.dst.scenario import ShardShape
+
+
+@functools.lru_cache(maxsize=2048)
+def hashes_of(model: str, tenant: str, prompt: tuple[int, ...], block_size: int) -> list[int]:
+    return block_hashes(prompt, block_size, root_hash(model, "", tenant))
+
+
+def prompt_hashes(request: Request, block_size: int) -> Sequence[int]:
+    return hashes_of(request.model, request.tenant, tuple(request.prompt_token_ids), block_size)
+
+
+class BlockCache:
+    """Block hashes, least recently used first."""
+
+    def __init__(self, shape: ShardShape) -> None:
+        self._shape = shape
+        self.blocks: dict[int, None] = {}
+
+    def count_overlap(self, hashes: Iterable[int]) -> int:
+        """Leading blocks that are there."""
+        count = 0
+        for block_hash in hashes:
+            if block_hash not in self.blocks:
+                break
+            count += 1
+        return count
+
+    def store(self, hashes: Sequence[int]) -> list[KvChange]:
+        """What that did, in its order: first room is made, then the new blocks are stored."""
+        blocks = self.blocks
+        for block_hash in hashes:
+            if block_hash in blocks:
+                del blocks[block_hash]
+                blocks[block_hash] = None
+        new = [block_hash for block_hash in hashes if block_hash not in blocks]
+        if not new:
+            return []
+        removed = list(blocks)[: max(0, len(blocks) + len(new) - self._shape.num_blocks)]
+        for block_hash in removed:
+            del blocks[block_hash]
+        blocks.update(dict.fromkeys(new))
+        changes = [KvChange(removed=removed)] if removed else []
+        return [*changes, KvChange(stored=new)]

@@ -1,0 +1,180 @@
+"""A client process: it asks, reads, cancels, leaves, and comes back for the rest of its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, RequestCancelled, SlotsCancelled
+from router.core.frames import Finish, Step
+from router.links.step_outbox import StepOutbox
+from tools.dst.nodes.pipe import Pipe
+from tools.dst.script import Sampling
+from tools.dst.violation import Violation
+
+if TYPE_CHECKING:
+    from tools.dst.nodes.router_node import RouterNode
+    from tools.dst.world import World
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Answer:
+    """One choice as its client sees it."""
+
+    request: Request
+    spec: ChoiceSpec
+    num_tokens: int
+    """Had, of earlier streams too."""
+    num_chars: int
+    num_starts: int = 0
+    num_logprobs: int = 0
+    finish: Finish | None = None
+
+    @property
+    def script_key(self) -> str:
+        assert isinstance(self.request.sampling, Sampling)
+        return self.request.sampling.script_key
+
+
+class ClientStream:
+    """The stream between a client and a router, with both of its ends. The router's end is what `ClientLink` does:
+    what the client has not taken piles up in the real StepOutbox, and too large a pile ends the stream."""
+
+    def __init__(self, world: World, node: RouterNode, name: str) -> None:
+        self._world = world
+        self.node = node
+        self.client_id = name
+        latency = world.scenario.latency_seconds
+        self._to_router = Pipe(world.timeline, world.rng, self._arrive_at_router, latency)
+        self._to_client = Pipe(world.timeline, world.rng, self._arrive_at_client, latency)
+        self._outbox = StepOutbox(world.scenario.max_waiting_entries)
+        self._is_writing = False
+        self.write_seconds: float | None = 0.0002
+        """Until the client has taken a frame; None: it never does."""
+        self.is_open_at_router = True
+        self.is_open_at_client = True
+        self.open: dict[int, Answer] = {}
+        """By slot: answers that have not ended."""
+        self._next_slot = 0
+        node.clients[name] = self
+
+    # -- the client's end ---------------------------------------------------------------------------------------------
+
+    def take_slot(self) -> int:
+        self._next_slot += 1
+        return self._next_slot
+
+    def submit(self, request: Request) -> None:
+        for spec in request.choices:
+            self.open[spec.slot] = Answer(request, spec, len(spec.output_token_ids), spec.num_delivered_chars)
+        self._to_router.send(RequestArrived(request))
+
+    def cancel_slots(self, slots: list[int]) -> None:
+        self._to_router.send(SlotsCancelled(self.client_id, slots))
+
+    def cancel_request(self, request_id: str) -> None:
+        self._to_router.send(RequestCancelled(request_id))
+
+    def leave(self) -> None:
+        """The client goes without a word; the router notices."""
+        self.is_open_at_client = False
+        self._to_router.cut()
+        self._to_client.cut()
+        self._world.timeline.after(self._world.rng.random() * 0.05, self.node.post, self.lost_at_router)
+
+    def lost_at_client(self) -> None:
+        """The router went, or ended the stream: what was open is asked for once more, behind what is there."""
+        if self.is_open_at_client:
+            self.is_open_at_client = False
+            self._world.traffic.come_back(self)
+
+    # -- the router's end ---------------------------------------------------------------------------------------------
+
+    def send_step(self, step: Step) -> None:
+        if not self._outbox.add(step):
+            self._world.timeline.after(0.0, self.node.post, self._end_too_slow)
+        self._write()
+
+    def lost_at_router(self) -> None:
+        if self.is_open_at_router:
+            self.is_open_at_router = False
+            del self.node.clients[self.client_id]
+            self.node.handle(ClientGone(self.client_id))
+
+    def break_off(self) -> None:
+        """The router's process is gone."""
+        self.is_open_at_router = False
+        self._to_router.cut()
+        self._to_client.cut()
+        self._world.timeline.after(self._world.rng.random() * 0.05, self.lost_at_client)
+
+    def _end_too_slow(self) -> None:
+        if self.is_open_at_router:
+            self.lost_at_router()
+            self.break_off()
+
+    def _write(self) -> None:
+        if self._is_writing or not self._outbox or not self.is_open_at_router:
+            return
+        step = self._outbox.take()
+        assert step is not None
+        self._to_client.send(step)
+        self._is_writing = True
+        if self.write_seconds is not None:
+            self._world.timeline.after(self.write_seconds, self._written)
+
+    def _written(self) -> None:
+        self._is_writing = False
+        self._write()
+
+    def read_on(self) -> None:
+        """A client that had stopped reading reads again."""
+        self.write_seconds = 0.0002
+        self._is_writing = False
+        self._write()
+
+    # -- arrivals -----------------------------------------------------------------------------------------------------
+
+    def _arrive_at_router(self, event: RequestArrived | SlotsCancelled | RequestCancelled) -> None:
+        self.node.post(self._take_event, event)
+
+    def _take_event(self, event: RequestArrived | SlotsCancelled | RequestCancelled) -> None:
+        if not self.is_open_at_router:
+            return
+        self.node.handle(event)
+        self.node.check_integrity()
+
+    def _arrive_at_client(self, step: Step) -> None:
+        """Read a frame; the checkers look at every part of it."""
+        checks = self._world.checks
+        checks.on_client_step(self, step)
+        for start in step.starts:
+            self._answer(start.slot).num_starts += 1
+        for slot, _ in step.logprobs:
+            self._answer(slot).num_logprobs += 1
+        position = 0
+        for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
+            count = step.num_tokens[i] if step.num_tokens else 1
+            answer = self._answer(slot)
+            checks.on_client_news(answer, step.token_ids[position : position + count], delta)
+            answer.num_tokens += count
+            answer.num_chars += len(delta)
+            self._world.num_delivered_tokens += count
+            position += count
+        for finish in step.finishes:
+            answer = self._answer(finish.slot)
+            del self.open[finish.slot]
+            answer.finish = finish
+            checks.on_client_finish(answer, finish)
+            if finish.reason == FinishReason.FINISH_REASON_ERROR:
+                self._world.count_error(finish)
+                if finish.error is not None and finish.error.reason == ErrorReason.ERROR_REASON_DRAINING:
+                    self._world.traffic.go_on_elsewhere(answer)
+
+    def _answer(self, slot: int) -> Answer:
+        answer = self.open.get(slot)
+        if answer is None:
+            raise Violation("ends_once", f"{self.client_id} read news of slot {slot}, which has ended")
+        return answer

@@ -1,0 +1,139 @@
+"""A shard's engine: continuous batching of sequences whose answers are known beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.events import KvChange, Request, ShardLoad
+from router.core.frames import Finish, Start, Step
+from tools.dst.nodes.block_cache import BlockCache, prompt_hashes
+from tools.dst.scenario import ShardShape
+from tools.dst.script import Sampling, text_shown
+
+if TYPE_CHECKING:
+    from tools.dst.nodes.shard_stream import ShardStream
+    from tools.dst.world import World
+
+
+@dataclasses.dataclass(slots=True)
+class Sequence:
+    request: Request
+    tokens: Tokens[int]
+    """All that it will say, given tokens included."""
+    max_tokens: int
+    position: int
+    num_chars: int
+    has_started: bool = False
+
+
+class Engine:
+    """`sequences` by (stream, slot), in the order of their arrival; the first `max_batch` run."""
+
+    def __init__(self, world: World, shape: ShardShape, cache: BlockCache) -> None:
+        self._world = world
+        self._shape = shape
+        self._cache = cache
+        self.sequences: dict[tuple[ShardStream, int], Sequence] = {}
+
+    def step(self) -> list[KvChange]:
+        """One iteration; tokens and ends go to the streams' parts."""
+        changes: list[KvChange] = []
+        rng = self._world.rng
+        is_ragged = rng.random() < 0.3
+        for stream, slot in list(self.sequences)[: self._shape.max_batch]:
+            changes += self._run(stream, slot, num_tokens=rng.randrange(4) if is_ragged else 1)
+        return changes
+
+    def load(self, stream: ShardStream, *, draining: bool) -> ShardLoad:
+        """As it is told to one router, with its own share."""
+        counts = [0] * 8
+        for (owner, _), sequence in self.sequences.items():
+            num_prompt_tokens = len(sequence.request.prompt_token_ids)
+            own = 4 if owner is stream else None
+            kinds = (
+                ((0, 1), (3, num_prompt_tokens + sequence.position))
+                if sequence.has_started
+                else (
+                    (1, 1),
+                    (2, num_prompt_tokens),
+                )
+            )
+            for kind, amount in kinds:
+                counts[kind] += amount
+                if own is not None:
+                    counts[own + kind] += amount
+        return ShardLoad(
+            num_running=counts[0],
+            num_waiting=counts[1],
+            num_queued_prefill_tokens=counts[2],
+            num_decode_context_tokens=counts[3],
+            num_available_blocks=self._shape.num_blocks,
+            prefill_tokens_per_second=2000.0,
+            decode_step_seconds=self._world.scenario.step_seconds,
+            draining=draining,
+            num_own_running=counts[4],
+            num_own_waiting=counts[5],
+            num_own_queued_prefill_tokens=counts[6],
+            num_own_decode_context_tokens=counts[7],
+        )
+
+    def end(self, stream: ShardStream, slot: int, sequence: Sequence) -> None:
+        """It has said everything: the text that is left, and its finish."""
+        text = text_shown(sequence.tokens, len(sequence.tokens), is_final=True)
+        if len(text) > sequence.num_chars:
+            _add_entry(stream.parts, slot, (), text[sequence.num_chars :])
+        at_limit = len(sequence.tokens) >= sequence.max_tokens
+        reason = FinishReason.FINISH_REASON_LENGTH if at_limit else FinishReason.FINISH_REASON_STOP
+        stream.parts.finishes.append(Finish(slot, reason, num_output_tokens=len(sequence.tokens)))
+
+    def _run(self, stream: ShardStream, slot: int, num_tokens: int) -> list[KvChange]:
+        sequence = self.sequences[stream, slot]
+        if self._world.chance("engine_failure"):
+            del self.sequences[stream, slot]
+            error = KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "the engine failed")
+            stream.parts.finishes.append(Finish(slot, FinishReason.FINISH_REASON_ERROR, error=error))
+            return []
+        changes: list[KvChange] = []
+        if not sequence.has_started:
+            sequence.has_started = True
+            hashes = prompt_hashes(sequence.request, self._shape.block_size)
+            num_cached_tokens = self._cache.count_overlap(hashes) * self._shape.block_size
+            changes = self._cache.store(hashes[: self._shape.num_blocks])
+            stream.parts.starts.append(Start(slot, num_cached_tokens, 0.001))
+            num_tokens = max(1, num_tokens)
+        begin = sequence.position
+        end = min(begin + num_tokens, len(sequence.tokens))
+        is_final = end == len(sequence.tokens)
+        delta = text_shown(sequence.tokens, end, is_final=is_final)[sequence.num_chars :]
+        new = sequence.tokens[begin:end]
+        if new or delta:
+            _add_entry(stream.parts, slot, new, delta)
+        sampling = sequence.request.sampling
+        if isinstance(sampling, Sampling) and sampling.wants_logprobs:
+            stream.parts.logprobs.extend((slot, ("logprob", token)) for token in new)
+        sequence.position = end
+        sequence.num_chars += len(delta)
+        if is_final and not self._world.chance("late_finish"):
+            del self.sequences[stream, slot]
+            self.end(stream, slot, sequence)
+        return changes
+
+
+def _add_entry(parts: Step, slot: int, token_ids: Tokens[int], delta: str) -> None:
+    """One entry per sequence and frame: a second one joins the first, as steps that wait for the writer do."""
+    if slot in parts.slots:
+        i = parts.slots.index(slot)
+        position = sum(parts.num_tokens[: i + 1])
+        parts.token_ids[position:position] = token_ids
+        parts.num_tokens[i] += len(token_ids)
+        parts.deltas[i] += delta
+        return
+    parts.slots.append(slot)
+    parts.num_tokens.append(len(token_ids))
+    parts.token_ids.extend(token_ids)
+    parts.deltas.append(delta)

@@ -1,0 +1,227 @@
+"""A shard: streams to its routers, and an engine that runs in virtual time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FinishReason
+from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
+from router.core.dispatch.attempt_sender import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
+from router.core.dispatch.prefill_chunks import PORTION_CLIENT_ID
+from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardLoad, ShardUp
+from router.core.frames import Finish
+from tools.dst import script
+from tools.dst.nodes.block_cache import BlockCache
+from tools.dst.nodes.engine import Engine, Sequence
+from tools.dst.nodes.shard_stream import ShardStream
+from tools.dst.scenario import ShardShape
+
+if TYPE_CHECKING:
+    from tools.dst.world import World
+
+OWN_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PORTION_CLIENT_ID)
+"""Of what routers ask for in no client's name."""
+
+
+class SimShard:
+    def __init__(self, world: World, shard_id: str, shape: ShardShape) -> None:
+        self._world = world
+        self.shard_id = shard_id
+        self.shape = shape
+        self.streams: list[ShardStream] = []
+        self.is_up = False
+        self.is_hung = False
+        self.has_hung_engine = False
+        self.is_draining = False
+        self.hands_over = False
+        self.slowness = 1.0
+        self.incarnation = 0
+        self.cache = BlockCache(shape)
+        self.engine = Engine(world, shape, self.cache)
+        self._kv_number = 0
+        self._step_is_due = False
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.incarnation += 1
+        self.is_up, self.is_hung, self.is_draining, self.hands_over = True, False, False, False
+        self.has_hung_engine = False
+        self.slowness = 1.0
+        self.cache = BlockCache(self.shape)
+        self.engine = Engine(self._world, self.shape, self.cache)
+        self._kv_number = 0
+        self._step_is_due = False
+
+    def crash(self, router_notices_after: float) -> None:
+        """The process is gone; the kernel may or may not be there to say so."""
+        self.is_up = False
+        for stream in self.streams:
+            stream.break_off(router_notices_after, 0.0)
+        self.streams = []
+        self.engine.sequences.clear()
+
+    def hang(self) -> None:
+        """Connected and silent: nothing is read, computed or written."""
+        if self.is_up and not self.is_hung:
+            self.is_hung = True
+            for stream in self.streams:
+                stream.to_shard.stall()
+
+    def wake_up(self) -> None:
+        if self.is_hung:
+            self.is_hung = False
+            for stream in self.streams:
+                stream.to_shard.heal()
+            self._step_is_due = False
+            self._schedule_step()
+
+    def hang_engine(self) -> None:
+        """Nothing is computed, but frames are read, cancels are answered and loads reported."""
+        if self.is_up:
+            self.has_hung_engine = True
+
+    def wake_engine(self) -> None:
+        self.has_hung_engine = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """It makes no tokens."""
+        return self.is_hung or self.has_hung_engine
+
+    def set_draining(self, draining: bool) -> None:
+        """Routers are told at once."""
+        self.is_draining = draining
+        self.hands_over = False
+        self.tell_load()
+
+    def hand_over(self) -> None:
+        """It drains, and the deadline has passed. Routers are told at once."""
+        self.hands_over = True
+        self.tell_load()
+
+    def tell_load(self) -> None:
+        for stream in self.streams:
+            stream.send_frame(*stream.load_report(self._load(stream)))
+
+    def _load(self, stream: ShardStream) -> ShardLoad:
+        load = self.engine.load(stream, draining=self.is_draining)
+        return msgspec.structs.replace(load, hand_over=True) if self.hands_over else load
+
+    def clear_cache(self) -> None:
+        """The engine forgets its blocks."""
+        self.cache.blocks.clear()
+        self._tell_kv([KvChange(cleared=True)])
+
+    def touch_cache(self, block_hash: int) -> None:
+        """Store a block that nobody asks for: any lost event before it is noticed then."""
+        self._tell_kv(self.cache.store([block_hash]))
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def accept(self, stream: ShardStream) -> None:
+        """A router has connected: hello and snapshot."""
+        if not self.is_up or self.is_hung or not stream.is_open_at_router or not stream.node.is_alive:
+            stream.break_off(0.01, 0.0)
+            return
+        self.streams.append(stream)
+        shape = self.shape
+        description = ShardDescription(
+            self.shard_id,
+            f"{self.shard_id}-{self.incarnation}",
+            shape.model,
+            shape.block_size,
+            shape.num_blocks,
+            shape.max_batch,
+            shape.max_model_len,
+        )
+        snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))
+        stream.send_frame(ShardUp(description), snapshot, *stream.load_report(self._load(stream)))
+
+    def lose(self, stream: ShardStream) -> None:
+        """The stream broke: its sequences are cancelled, nobody is told."""
+        if stream in self.streams:
+            self.streams.remove(stream)
+            stream.to_shard.cut()
+            stream.to_router.cut()
+            for key in [key for key in self.engine.sequences if key[0] is stream]:
+                del self.engine.sequences[key]
+
+    def receive(self, stream: ShardStream, message: object) -> None:
+        if stream not in self.streams:
+            return
+        match message:
+            case SubmitAttempt():
+                self._submit(stream, message)
+            case CancelOnShard():
+                for slot in message.slots:
+                    if self.engine.sequences.pop((stream, slot), None) is not None:
+                        stream.parts.finishes.append(Finish(slot, FinishReason.FINISH_REASON_CANCELLED))
+            case WantKvSnapshot():
+                stream.send_frame(KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks)))
+            case _:
+                raise AssertionError(message)
+        if stream.parts and self._world.rng.random() < 0.5:
+            stream.send_frame()
+        self._schedule_step()
+
+    def _submit(self, stream: ShardStream, attempt: SubmitAttempt) -> None:
+        for spec in attempt.choices:
+            if attempt.request.client_id not in OWN_CLIENT_IDS:
+                self._world.checks.on_submit(self, stream, attempt, spec)
+            if self.is_draining:
+                self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
+            elif len(self.engine.sequences) >= self.shape.max_sequences:
+                self._refuse(stream, spec, ErrorReason.ERROR_REASON_QUEUE_FULL)
+            else:
+                self._add_sequence(stream, attempt, spec)
+
+    def _refuse(self, stream: ShardStream, spec: ChoiceSpec, reason: ErrorReason.ValueType) -> None:
+        error = KvloomError(reason, "refused by the shard")
+        stream.parts.finishes.append(Finish(spec.slot, FinishReason.FINISH_REASON_ERROR, error=error))
+
+    def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
+        request = attempt.request
+        if request.client_id in OWN_CLIENT_IDS:
+            tokens = PROBE_TOKEN_IDS
+        else:
+            assert isinstance(request.sampling, script.Sampling)
+            tokens = script.answer(request.sampling.script_key, spec.index)[: attempt.max_tokens]
+        sequence = Sequence(
+            request, tokens, attempt.max_tokens, position=len(spec.output_token_ids), num_chars=spec.num_delivered_chars
+        )
+        if sequence.position >= len(tokens):
+            # It had ended before it came here: what text is left, and its end.
+            self.engine.end(stream, spec.slot, sequence)
+        else:
+            self.engine.sequences[stream, spec.slot] = sequence
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _schedule_step(self) -> None:
+        has_work = self.engine.sequences or any(stream.parts for stream in self.streams)
+        if has_work and not self._step_is_due and not self.is_hung:
+            self._step_is_due = True
+            seconds = self._world.scenario.step_seconds * self.slowness * (0.5 + self._world.rng.random())
+            self._world.timeline.after(seconds, self._step, self.incarnation)
+
+    def _step(self, incarnation: int) -> None:
+        if incarnation != self.incarnation or not self.is_up or self.is_hung or not self._step_is_due:
+            return
+        self._step_is_due = False
+        changes = [] if self.has_hung_engine else self.engine.step()
+        self._tell_kv(changes)
+        self._schedule_step()
+
+    def _tell_kv(self, changes: list[KvChange]) -> None:
+        """To every router, together with its load and the news of its sequences."""
+        self._kv_number += bool(changes)
+        tells_load = self._world.is_calm or self._world.rng.random() < 0.4
+        for stream in self.streams:
+            kv = stream.kv_events(self._kv_number, changes) if changes else []
+            load = stream.load_report(self._load(stream)) if tells_load else []
+            stream.send_frame(*kv, *load)

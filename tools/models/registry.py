@@ -1,0 +1,107 @@
+"""The models that this machine knows by name: DATA_DIR/models.json, kept by `kvloom models`."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvloom.text.model_checksum import ChecksumError, check_model, model_checksum
+from tools.failures import CommandError
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    """What clients call it."""
+    version: str = ""
+    path: str
+    """A directory in Hugging Face's layout or a .gguf file."""
+    sha256: str
+    """See kvloom/text/model_checksum.py."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{self.version}" if self.version else self.name
+
+    def verify(self) -> None:
+        """Raise CommandError unless the files are those that were registered."""
+        try:
+            check_model(Path(self.path), self.sha256)
+        except ChecksumError as error:
+            raise CommandError(f"{self.label}: {error}") from error
+
+
+class ModelRegistry:
+    """Reads the file at every call, and replaces it as a whole: commands may run side by side."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def models(self) -> list[RegisteredModel]:
+        """In the order in which they were added. Raises CommandError when the file is damaged."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=list[RegisteredModel])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            raise CommandError(f"{self._path}: {error}") from error
+
+    def find(self, label: str) -> RegisteredModel | None:
+        """`label`: NAME@VERSION, or NAME alone for the one of that name that was added last."""
+        found = [model for model in self.models() if label in (model.label, model.name)]
+        return found[-1] if found else None
+
+    def require(self, label: str) -> RegisteredModel:
+        model = self.find(label)
+        if model is None:
+            raise CommandError(f"no model {label} is registered (see kvloom models list)")
+        return model
+
+    def add(self, name: str, path: Path, version: str = "") -> RegisteredModel:
+        """Takes the checksum now. Raises CommandError when the name is taken or there is no model at `path`."""
+        for value in (name, version) if version else (name,):
+            if not _NAME.fullmatch(value):
+                raise CommandError(f"{value!r} is not a name: letters, digits, '.', '_' and '-' only")
+        path = path.expanduser().absolute()
+        _check_is_model(path)
+        try:
+            model = RegisteredModel(name=name, version=version, path=str(path), sha256=model_checksum(path))
+        except ChecksumError as error:
+            raise CommandError(str(error)) from error
+        models = self.models()
+        if any(other.label == model.label for other in models):
+            raise CommandError(f"{model.label} is registered already (kvloom models remove {model.label})")
+        self._write([*models, model])
+        return model
+
+    def remove(self, label: str) -> RegisteredModel:
+        """Forgets it; its files stay. Raises CommandError."""
+        model = self.require(label)
+        self._write([other for other in self.models() if other != model])
+        return model
+
+    def _write(self, models: list[RegisteredModel]) -> None:
+        content = msgspec.json.format(msgspec.json.encode(models), indent=2) + b"\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, scratch = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            Path(scratch).replace(self._path)
+        except OSError as error:
+            raise CommandError(f"{error.filename or self._path}: {error.strerror}") from error
+
+
+def _check_is_model(path: Path) -> None:
+    if path.is_dir():
+        for name in ("config.json", "tokenizer.json"):
+            if not (path / name).is_file():
+                raise CommandError(f"{path} is not a model directory: it has no {name}")
+    elif not (path.is_file() and path.suffix.lower() == ".gguf"):
+        raise CommandError(f"{path} is not a model: expected a directory in Hugging Face's layout or a .gguf file")

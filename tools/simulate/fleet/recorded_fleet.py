@@ -1,0 +1,109 @@
+"""The fleet of a decision file as the fleet model sees it: how many shards, how large, how fast.
+
+The file has what the router learned of prefill (router/core/load/speed_model.py) and how long a decode step took; the
+model wants a roofline of one step. So:
+
+    step_floor_seconds          decode_step_seconds, as measured under the load of then
+    seconds_per_prefill_token   c1 + c0 / tokens of a usual request, so that one alone takes what was learned
+    seconds_per_attention_pair  c2
+
+A decode step takes the same with few sequences and with many: what each adds to it is in no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from router.core.load.speed_model import DEFAULT_PREFILL_TOKENS_PER_SECOND
+from router.decisions.fleet import SPEED_TOLERANCE
+from router.decisions.records import FleetLine, FleetShard
+from tools.simulate.fleet.fleet_model import Profile
+
+PROFILE_NAME: Final = "recorded"
+MIN_CHUNK_TOKENS: Final = 512
+"""The file does not tell how large the chunks of prefill were. This is kvloom's default."""
+_MIN_SECONDS: Final = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedFleet:
+    shard_ids: tuple[str, ...]
+    capacity_blocks: int
+    """Of a shard: the mean."""
+    profile: Profile
+    speed_factors: tuple[float, ...]
+    """One for each shard, relative to the profile; () when none differs much from the others."""
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shard_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UsualRequest:
+    """What the speeds of shards are compared by, and what fills in for speeds that no shard has told."""
+
+    num_computed_tokens: float
+    """At least 1."""
+    num_cached_tokens: float
+    tpot_seconds: float | None
+
+    def prefill_seconds(self, coefficients: Mapping[str, float]) -> float:
+        num_pairs = self.num_computed_tokens * (self.num_cached_tokens + self.num_computed_tokens / 2)
+        return (
+            coefficients["request"]
+            + coefficients["token"] * self.num_computed_tokens
+            + coefficients["attention_pair"] * num_pairs
+        )
+
+
+def serving_shards(line: FleetLine, model: str, block_size: int) -> list[FleetShard]:
+    """Those of the model that took new requests; when all were draining, those that were."""
+    shards = [shard for shard in line.shards if (shard.model, shard.block_size) == (model, block_size)]
+    return [shard for shard in shards if not shard.draining] or shards
+
+
+def recorded_fleet(shards: Sequence[FleetShard], usual: UsualRequest) -> RecordedFleet:
+    """`shards`: at least one, all with the same block size."""
+    coefficients = [_prefill_coefficients(shard) for shard in shards]
+    mean = {name: statistics.fmean(one[name] for one in coefficients) for name in coefficients[0]}
+    floor = _step_floor_seconds(shards, usual, mean)
+    seconds_per_token = max(_MIN_SECONDS, mean["token"] + mean["request"] / usual.num_computed_tokens)
+    capacity_blocks = max(1, round(statistics.fmean(shard.num_blocks for shard in shards)))
+    profile = Profile(
+        name=PROFILE_NAME,
+        step_floor_seconds=floor,
+        seconds_per_prefill_token=seconds_per_token,
+        seconds_per_attention_pair=mean["attention_pair"],
+        seconds_per_context_token=0.0,
+        seconds_per_decode_sequence=0.0,
+        # Shorter chunks would be as long as the floor, and prefill slower than was learned.
+        chunk_tokens=max(MIN_CHUNK_TOKENS, math.ceil(floor / seconds_per_token)),
+        capacity_tokens=capacity_blocks * shards[0].block_size,
+        max_batch=max(1, round(statistics.fmean(shard.max_batch for shard in shards))),
+    )
+    factors = _speed_factors([usual.prefill_seconds(one) for one in coefficients])
+    return RecordedFleet(tuple(shard.shard_id for shard in shards), capacity_blocks, profile, factors)
+
+
+def _prefill_coefficients(shard: FleetShard) -> dict[str, float]:
+    seconds_per_token = 1.0 / (shard.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_SECOND)
+    unlearned = {"request": 0.0, "token": seconds_per_token, "attention_pair": 0.0}
+    return {name: shard.prefill_seconds.get(name, seconds) for name, seconds in unlearned.items()}
+
+
+def _step_floor_seconds(shards: Sequence[FleetShard], usual: UsualRequest, mean: Mapping[str, float]) -> float:
+    known = [shard.decode_step_seconds for shard in shards if shard.decode_step_seconds > 0]
+    return max(_MIN_SECONDS, statistics.fmean(known) if known else usual.tpot_seconds or mean["request"])
+
+
+def _speed_factors(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Of a usual request on each shard. What is learned from some requests scatters: small differences are none."""
+    mean = statistics.fmean(seconds)
+    if mean <= 0 or max(seconds) <= min(seconds) * (1 + SPEED_TOLERANCE):
+        return ()
+    return tuple(max(one, _MIN_SECONDS) / mean for one in seconds)

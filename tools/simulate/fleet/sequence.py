@@ -1,0 +1,69 @@
+"""One sequence on a modelled shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Hashes
+
+from tools.simulate.fleet.kv_cache import Lease
+
+
+class Sequence:
+    """From its submission to its end."""
+
+    __slots__ = (
+        "admitted_at",
+        "end_step",
+        "hashes",
+        "is_cancelled",
+        "lease",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_expected_tokens",
+        "num_fetched_blocks",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "order_key",
+        "router_index",
+        "slot",
+        "submitted_at",
+    )
+
+    def __init__(
+        self,
+        *,
+        slot: int,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        hashes: Hashes[int],
+        num_expected_cached_tokens: int = 0,
+        router_index: int = 0,
+        submitted_at: float = 0.0,
+    ) -> None:
+        self.slot = slot
+        """The router's, on its stream to this shard."""
+        self.router_index = router_index
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = num_output_tokens
+        self.num_expected_tokens = max(1, num_prompt_tokens - num_expected_cached_tokens)
+        """Of prefill, as the router saw it."""
+        self.hashes = hashes
+        """Of the prompt's full blocks."""
+        self.submitted_at = submitted_at
+        self.admitted_at = 0.0
+        self.lease: Lease | None = None
+        """Its blocks, while it runs."""
+        self.num_computed_tokens = 0
+        """Of the prompt, reused ones included."""
+        self.num_cached_tokens = 0
+        """Of the prompt, not computed here: found in the cache or fetched."""
+        self.num_fetched_blocks = 0
+        """Leading blocks that are there once a fetch from another shard is through; 0: none is under way."""
+        self.end_step: int | None = None
+        """The shard's step that yields its last token; None while it is not in decode."""
+        self.is_cancelled = False
+        self.order_key = 0.0
+        """See engine_order."""
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_prompt_tokens - self.num_computed_tokens

@@ -1,0 +1,233 @@
+"""One operating-system process that `kvloom up` started: launch, output, readiness, exit, termination."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvloom.process.service import LEAVING_LINE, ReadyLine
+from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.shared_port import SharedPort
+
+_EXEC_BOUND: Final = Path(__file__).with_name("exec_bound.py")
+_CHUNK_BYTES: Final = 64 * 2**10
+_MAX_TAIL_BYTES: Final = 16 * 2**10
+_MAX_READY_LINE_BYTES: Final = 64 * 2**10
+_LAST_OUTPUT_TIMEOUT_SECONDS: Final = 2.0
+
+
+class ChildFailedError(Exception):
+    """A process did not come up, or ended; the message says how and carries its last lines."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run, and how to tell that it serves."""
+
+    role: str
+    """"edge", "router", "shard", "safety" or "redis"."""
+    name: str
+    argv: tuple[str, ...]
+    """argv[0] is a path."""
+    probe: Callable[[], Awaitable[ReadyLine | None]] | None = None
+    """Asked repeatedly until it answers. None: the process prints a ReadyLine itself."""
+    start_timeout_seconds: float = 300.0
+    stop_timeout_seconds: float = 35.0
+    """Between SIGTERM and SIGKILL."""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """On top of this process's environment."""
+    listens_on: SharedPort | None = None
+    """It gets a socket that listens there, by `--listen-fd`."""
+    starts_first: bool = False
+    """A successor may start while its predecessor still runs; else it would find its place taken."""
+
+
+def bound_command(argv: Sequence[str]) -> list[str]:
+    """`argv`, run so that it dies with this process, however this one dies (see exec_bound)."""
+    return [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *argv]
+
+
+class Child:
+    """A launched process. It leads a process group of its own, so a Ctrl-C in the terminal does not reach it and
+    whatever it starts can be ended with it. It is killed by the kernel if this process dies."""
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        log: BoundedLog,
+        listener: socket.socket | None = None,
+        on_leaving: Callable[[Child], None] | None = None,
+    ) -> None:
+        """`listener` is shared with the process and stays the caller's; `on_leaving` is called when the process says
+        that it looks at it no more. Raises OSError when it cannot be launched."""
+        self.spec = spec
+        self._on_leaving = on_leaving
+        self._log = log
+        self._tail: collections.deque[bytes] = collections.deque()
+        self._num_tail_bytes = 0
+        self._exited = asyncio.Event()
+        self._ready_line: asyncio.Future[ReadyLine] = asyncio.get_running_loop().create_future()
+        inherited = () if listener is None else (listener.fileno(),)
+        flags = () if listener is None else ("--listen-fd", str(listener.fileno()))
+        self._popen = subprocess.Popen(
+            bound_command((*spec.argv, *flags)),
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
+        )
+        self._pidfd = os.pidfd_open(self._popen.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        self._pumps = [
+            asyncio.create_task(self._pump(self._popen.stdout, is_stdout=True), name=f"{spec.name} stdout"),
+            asyncio.create_task(self._pump(self._popen.stderr, is_stdout=False), name=f"{spec.name} stderr"),
+        ]
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def running(self) -> bool:
+        return not self._exited.is_set()
+
+    async def wait_ready(self) -> ReadyLine:
+        """Raises ChildFailedError when the process ends first or takes longer than its start timeout."""
+        announced = asyncio.create_task(self._announcement(), name=f"{self.spec.name} readiness")
+        exited = asyncio.create_task(self._exited.wait(), name=f"{self.spec.name} exit")
+        try:
+            await asyncio.wait(
+                (announced, exited),
+                timeout=self.spec.start_timeout_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if announced.done():
+                return announced.result()
+            if not exited.done():
+                limit = self.spec.start_timeout_seconds
+                raise ChildFailedError(f"{self.spec.name} was not ready after {limit:g} s{self._last_lines()}")
+        finally:
+            for task in (announced, exited):
+                task.cancel()
+            await asyncio.gather(announced, exited, return_exceptions=True)
+        raise ChildFailedError(await self.obituary())
+
+    async def wait_exit(self) -> None:
+        await self._exited.wait()
+
+    async def obituary(self) -> str:
+        """How the ended process ended, with its last lines. Ends whatever it left behind in its group."""
+        await self._exited.wait()
+        self._signal_group(signal.SIGKILL)
+        await self._finish_output()
+        code = self._popen.returncode
+        how = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return f"{self.spec.name} {how}{self._last_lines()}"
+
+    async def terminate(self, force: asyncio.Event) -> None:
+        """SIGTERM; SIGKILL to the whole group after the spec's stop timeout, or as soon as `force` is set. Returns when
+        the process has gone. Repeatable."""
+        if self.running:
+            self._popen.terminate()
+        forced = asyncio.create_task(force.wait(), name=f"{self.spec.name} force")
+        exited = asyncio.create_task(self._exited.wait(), name=f"{self.spec.name} exit")
+        try:
+            await asyncio.wait(
+                (forced, exited), timeout=self.spec.stop_timeout_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in (forced, exited):
+                task.cancel()
+            await asyncio.gather(forced, exited, return_exceptions=True)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL to the whole group; returns when the process has gone. Repeatable."""
+        self._signal_group(signal.SIGKILL)
+        await self._exited.wait()
+        await self._finish_output()
+
+    async def _announcement(self) -> ReadyLine:
+        if self.spec.probe is None:
+            # Shielded: the future outlives this wait.
+            return await asyncio.shield(self._ready_line)
+        while True:
+            ready = await self.spec.probe()
+            if ready is not None:
+                return ready
+            await asyncio.sleep(0.02)
+
+    def _on_exit(self) -> None:
+        self._popen.poll()
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._exited.set()
+
+    def _signal_group(self, signum: int) -> None:
+        """The group lives as long as any process in it, its leader or a grandchild."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signum)
+
+    async def _pump(self, pipe: object, *, is_stdout: bool) -> None:
+        reader = asyncio.StreamReader(limit=_CHUNK_BYTES)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        head = b""
+        try:
+            while chunk := await reader.read(_CHUNK_BYTES):
+                self._log.write(chunk)
+                self._remember(chunk)
+                if is_stdout:
+                    head = self._look_for_news(head + chunk)
+        finally:
+            transport.close()
+
+    def _look_for_news(self, text: bytes) -> bytes:
+        """That it is ready, and that it leaves. Returns what may be the beginning of a line."""
+        *lines, rest = text.split(b"\n")
+        for line in lines:
+            if not self._ready_line.done():
+                self._look_for_ready_line(line)
+            elif line == LEAVING_LINE and self._on_leaving is not None:
+                self._on_leaving(self)
+        return rest[-_MAX_READY_LINE_BYTES:]
+
+    def _look_for_ready_line(self, line: bytes) -> None:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            ready = msgspec.json.decode(line, type=ReadyLine)
+            if ready.event == "ready":
+                self._ready_line.set_result(ready)
+
+    def _remember(self, chunk: bytes) -> None:
+        self._tail.append(chunk[-_MAX_TAIL_BYTES:])
+        self._num_tail_bytes += len(self._tail[-1])
+        while self._num_tail_bytes - len(self._tail[0]) >= _MAX_TAIL_BYTES:
+            self._num_tail_bytes -= len(self._tail.popleft())
+
+    def _last_lines(self, max_lines: int = 12) -> str:
+        """The reason it gave, if it gave one as services do; else the end of its output, indented."""
+        lines = [line for line in b"".join(self._tail).decode(errors="replace").splitlines() if line.strip()]
+        if lines and lines[-1].startswith("error: "):
+            return f": {lines[-1].removeprefix('error: ')}"
+        return "".join(f"\n  {line}" for line in lines[-max_lines:])
+
+    async def _finish_output(self) -> None:
+        """Read what is still in the pipes. Bounded, because a process that left the group may hold them open."""
+        done, pending = await asyncio.wait(self._pumps, timeout=_LAST_OUTPUT_TIMEOUT_SECONDS)
+        for pump in pending:
+            pump.cancel()
+        await asyncio.gather(*done, *pending, return_exceptions=True)

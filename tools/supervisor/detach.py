@@ -1,0 +1,77 @@
+"""Runs something in the background: the command returns when it is ready or has failed, the daemon goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from tools.failures import CommandError
+from tools.supervisor.reporters import PipeReporter, Reporter, foreground_reporter
+
+
+def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
+    """Fork a daemon that does `work` in a session of its own; show what it reports, until it is ready.
+
+    Must be called while the process has one thread (a spinner would be a second one). What the daemon writes to stdout
+    and stderr goes to `output_path`.
+    Raises CommandError with the reason when the daemon fails first; a Ctrl-C stops the daemon.
+    """
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_fd)
+        _be_daemon(work, output_path, PipeReporter(write_fd))
+    os.close(write_fd)
+    with os.fdopen(read_fd, encoding="utf-8") as news, foreground_reporter() as reporter:
+        try:
+            _relay(news, reporter)
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+            raise
+
+
+def _relay(news: IO[str], reporter: Reporter) -> None:
+    for line in news:
+        kind, text = json.loads(line)
+        if kind == "ready":
+            return reporter.ready(text)
+        if kind == "failed":
+            raise CommandError(text)
+        (reporter.step if kind == "step" else reporter.line)(text)
+    raise CommandError("kvloom ended before it was ready")
+
+
+def _be_daemon(work: Callable[[Reporter], None], output_path: Path, pipe: PipeReporter) -> None:
+    """Never returns."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir("/")
+        _redirect_streams(output_path)
+        work(pipe)
+        status = 0
+    except CommandError as error:
+        pipe.send("failed", error.message)
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send("failed", f"{type(error).__name__}: {error} (see {output_path})")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: this is a fork, the exit handlers are the parent's.
+        os._exit(status)
+
+
+def _redirect_streams(output_path: Path) -> None:
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    with output_path.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)

@@ -1,0 +1,74 @@
+"""Is the fabric ready? Asked from outside, as a client would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import grpc
+import grpc.aio
+
+from kvloom.config import KvloomConfig
+from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from tools.supervisor.supervised import ProcessState, ProcessStatus
+
+_TIMEOUT_SECONDS = 2.0
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def reachable_host(host: str) -> str:
+    """Where a client on this machine finds a server that listens on `host`."""
+    reachable = _EVERY_INTERFACE.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+def http_url(config: KvloomConfig) -> str:
+    return f"http://{reachable_host(config.edge.host)}:{config.edge.port}"
+
+
+def router_address(config: KvloomConfig) -> str:
+    return f"{reachable_host(config.router.host)}:{config.router.port}"
+
+
+def reachable_address(address: str) -> str:
+    """As `reachable_host`, of host:port."""
+    host, _, port = address.rpartition(":")
+    return f"{reachable_host(host.strip('[]'))}:{port}"
+
+
+async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int) -> bool:
+    """Every shard is known to every router that runs, and every edge takes requests."""
+    running = [status for status in statuses if status.state == ProcessState.READY]
+    routers = [status.router_address for status in running if status.router_address]
+    edges = [status.metrics_address for status in running if status.role == "edge"]
+    answers = await asyncio.gather(
+        *(fleet_is_complete(address, num_shards) for address in routers), *map(is_edge_ready, edges)
+    )
+    return all(answers)
+
+
+async def is_edge_ready(address: str) -> bool:
+    """True when the /ready of the edge that listens there answers 200."""
+    host, _, port = reachable_address(address).rpartition(":")
+    try:
+        async with asyncio.timeout(_TIMEOUT_SECONDS):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                status_line = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+    return status_line.split(b" ")[1:2] == [b"200"]
+
+
+async def fleet_is_complete(address: str, num_shards: int) -> bool:
+    """True when the router sees at least `num_shards` ready shards."""
+    async with grpc.aio.insecure_channel(reachable_address(address)) as channel:
+        stub = router_service_pb2_grpc.RouterServiceStub(channel)
+        try:
+            answer = await stub.ListModels(router_service_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return False
+    return sum(model.num_ready_shards for model in answer.models) >= num_shards

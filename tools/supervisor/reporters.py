@@ -1,0 +1,139 @@
+"""How `kvloom up` tells what it does: to a terminal, to a pipe or file, to the command that detached it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from tools.supervisor.bounded_log import BoundedLog
+
+
+class Reporter(Protocol):
+    def step(self, text: str) -> None:
+        """Something was done, or happened. May have several lines."""
+        ...
+
+    def line(self, text: str) -> None:
+        """To be shown exactly so."""
+        ...
+
+    def ready(self, url: str) -> None:
+        """The fabric serves."""
+        ...
+
+
+class PlainReporter:
+    """Lines on stdout. Goes silent when nobody reads them any more: the fabric outlives its audience."""
+
+    def step(self, text: str) -> None:
+        self.line(f"  {text}")
+
+    def line(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
+
+    def ready(self, url: str) -> None:
+        self.line(f"ready: {url}")
+
+
+class TerminalReporter:
+    """Colours, and a spinner until the fabric is ready or this reporter is closed."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._spinner = self._console.status("starting (Ctrl-C stops)", spinner="dots")
+        self._spinner.start()
+
+    def step(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._console.print(f"  {text}", style="dim", markup=False)
+
+    def line(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False)
+
+    def ready(self, url: str) -> None:
+        self.close()
+        with contextlib.suppress(OSError):
+            self._console.print(f"ready: {url}", style="bold green", markup=False)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._spinner.stop()
+
+
+class LogReporter:
+    """Passes everything on, and keeps it in a file: `kvloom logs kvloom`."""
+
+    def __init__(self, inner: Reporter, path: Path) -> None:
+        self._inner = inner
+        self._log = BoundedLog(path)
+
+    def note(self, text: str) -> None:
+        """Into the file only."""
+        self._log.write(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}\n".encode())
+
+    def step(self, text: str) -> None:
+        self.note(text)
+        self._inner.step(text)
+
+    def line(self, text: str) -> None:
+        self.note(text)
+        self._inner.line(text)
+
+    def ready(self, url: str) -> None:
+        self.note(f"ready: {url}")
+        self._inner.ready(url)
+
+
+class PipeReporter:
+    """JSON lines to the command that waits in the foreground; silent once that has gone."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def step(self, text: str) -> None:
+        self.send("step", text)
+
+    def line(self, text: str) -> None:
+        self.send("line", text)
+
+    def ready(self, url: str) -> None:
+        self.send("ready", url)
+        self.close()
+
+    def send(self, kind: str, text: str) -> None:
+        if self._fd is None:
+            return
+        try:
+            rest = json.dumps([kind, text]).encode() + b"\n"
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = None
+
+
+@contextlib.contextmanager
+def foreground_reporter() -> Iterator[Reporter]:
+    if not sys.stdout.isatty():
+        yield PlainReporter()
+        return
+    reporter = TerminalReporter()
+    try:
+        yield reporter
+    finally:
+        reporter.close()

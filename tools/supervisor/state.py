@@ -1,0 +1,104 @@
+"""The state file: what a running fabric says of itself in `DATA_DIR/run`, for `status`, `down`, `logs` and `chat`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from tools.failures import EXIT_NOT_RUNNING, CommandError
+from tools.supervisor.supervised import ProcessStatus
+
+
+class FabricState(msgspec.Struct, kw_only=True):
+    supervisor_pid: int
+    supervisor_started: float
+    """Of the supervisor's process, seconds since the epoch: a pid alone may have passed to another process."""
+    phase: str = "starting"
+    """"starting", "ready" or "stopping"."""
+    http_url: str
+    router_address: str
+    model: str
+    processes: list[ProcessStatus] = []
+
+
+class RunFolder:
+    """`DATA_DIR/run`, `DATA_DIR/logs` and the lock that lets only one fabric use a data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.run_dir = data_dir / "run"
+        self.log_dir = data_dir / "logs"
+        self.config_path = self.run_dir / "config.json"
+        self._state_path = self.run_dir / "state.json"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held by `up` for as long as it runs; the kernel drops it however `up` ends. Raises CommandError when another
+        `up` holds it or the directory cannot be written."""
+        try:
+            for directory in (self.run_dir, self.log_dir):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the config may hold a password
+            file = (self.run_dir / "lock").open("w")
+        except OSError as error:
+            raise CommandError(f"cannot use the data directory {self.data_dir}: {error.strerror}") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                state = self.read_running()
+                who = f" (pid {state.supervisor_pid}, {state.http_url})" if state else ""
+                raise CommandError(
+                    f"kvloom is already running with the data directory {self.data_dir}{who}: "
+                    "stop it with `kvloom down`, or give another --data-dir"
+                ) from error
+            try:
+                yield
+            finally:
+                self._state_path.unlink(missing_ok=True)
+
+    def write(self, state: FabricState) -> None:
+        """Readers see the old state or the new one, never a part."""
+        fresh = self._state_path.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(state))
+        fresh.replace(self._state_path)
+
+    def read_running(self) -> FabricState | None:
+        """None when no fabric runs with this data directory, also when one was killed and left its file."""
+        try:
+            state = msgspec.json.decode(self._state_path.read_bytes(), type=FabricState)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return state if self._is_alive(state) else None
+
+    def require_running(self) -> FabricState:
+        state = self.read_running()
+        if state is None:
+            raise CommandError(f"kvloom is not running (data directory {self.data_dir})", EXIT_NOT_RUNNING)
+        return state
+
+    def wait_until_gone(self, state: FabricState, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while self._is_alive(state):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    @staticmethod
+    def _is_alive(state: FabricState) -> bool:
+        try:
+            process = psutil.Process(state.supervisor_pid)
+            return process.create_time() == state.supervisor_started and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def own_start_time() -> float:
+    return psutil.Process(os.getpid()).create_time()
