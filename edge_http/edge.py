@@ -11,8 +11,8 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.recovery.journal import new_tag
 from edge_http.resume.table import ResumeTable
 from edge_http.wire.body import BodyBudget
-from edge_http.wire.fair_yield import Turns
-from edge_http.wire.sse import Corks
+from edge_http.wire.fair_yield import FairYield
+from edge_http.wire.sse import WriteCoalescer
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import RouterLink
@@ -22,7 +22,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
 
 if TYPE_CHECKING:
-    from edge_http.recovery.response_locator import Elsewhere
+    from edge_http.recovery.response_locator import ResponseLocator
 
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0
@@ -49,7 +49,7 @@ class LossReports(Protocol):
     def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None: ...
 
 
-class Place:
+class AdmissionPermit:
     """One of the places for running requests, given up at the end of the `with` block. Whoever sets `handed_over` has
     to give it up instead."""
 
@@ -59,7 +59,7 @@ class Place:
         self.give_up = give_up
         self.handed_over = False
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> AdmissionPermit:
         return self
 
     def __exit__(self, *_fault: object) -> None:
@@ -78,13 +78,13 @@ class Edge:
         self.resume = ResumeTable(config.resume, self.metrics)
         self.tag = new_tag()
         """Of this process; part of its responses' ids."""
-        self.elsewhere: Elsewhere | None = None
+        self.elsewhere: ResponseLocator | None = None
         """The way to other edges' responses; None without Redis."""
         self.losses: LossReports | None = None
         """None for a router in this process: its bills end with it."""
         self.bodies = BodyBudget(config.max_pending_body_bytes)
-        self.turns = Turns()
-        self.corks = Corks()
+        self.turns = FairYield()
+        self.write_coalescer = WriteCoalescer()
         self.num_running = 0
         self._draining = False
         self._leaving = False
@@ -111,14 +111,14 @@ class Edge:
         """Return once no request runs."""
         await self._idle.wait()
 
-    def admitted(self) -> Place:
+    def admit(self) -> AdmissionPermit:
         """Holds one of the places for running requests. Raises KvloomError (DRAINING, QUEUE_FULL)."""
         if self._draining:
             raise stopping()
         self.check_room()
         self.num_running += 1
         self._idle.clear()
-        return Place(self._give_up_place)
+        return AdmissionPermit(self._give_up_place)
 
     def check_room(self) -> None:
         """Whoever is still sending a body takes nobody's place, and is counted once it is there. Raises KvloomError

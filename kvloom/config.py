@@ -103,8 +103,8 @@ class EdgeConfig(Section):
 class PlacementConfig(Section):
     policy: str = "ect"
     """A name in router/core/placement: "ect", "round_robin", "least_requests" ..."""
-    portions: bool = True
-    """Whether the default policy has long prompts prefilled in portions, between which shorter ones go first
+    prefill_chunks: bool = True
+    """Whether the default policy has long prompts prefilled in prefill chunks, between which shorter ones go first
     (docs/routing.md). Engines must keep prefixes in their cache."""
 
 

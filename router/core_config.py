@@ -7,7 +7,7 @@ from typing import Final
 from kvloom.config import HealthConfig, KvloomConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.overload import OverloadConfig
-from router.core.dispatch.prefill_chunks import PortionSettings
+from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.fleet.shard_health import HealthSettings
 
 MAX_HELD_TOKENS: Final = 4096
@@ -22,7 +22,7 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         request_timeout_seconds=router.request_timeout_seconds,
         max_attempts=router.max_attempts,
         policy=router.placement.policy,
-        portions=PortionSettings() if router.placement.portions else None,
+        prefill_chunks=PrefillChunkSettings() if router.placement.prefill_chunks else None,
         answer_mode=config.safety.answer_mode,
         safety_required=config.safety.on_unavailable == "refuse",
         safety_patience_seconds=config.safety.patience_seconds,

@@ -108,7 +108,7 @@ class Observer(Protocol):
     def requests_moved(self, moved: RequestsMoved) -> None: ...
 
 
-class Dispatcher:
+class CoreDriver:
     """Feeds the core and carries out what it wants.
 
     A peer is added before the event that announces it and removed before the event that says it has gone, so an

@@ -19,7 +19,7 @@ class HealthReporter:
         self._is_serving = is_serving
         self._wake = asyncio.Event()
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         self._wake.set()
 
     async def run(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.sampling import DEFAULT_TEMPERATURE
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.v1.router_service_pb2 import BegunChoice, GenerateRequest
+from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
 from router.core.events import ChoiceSpec
 
 
@@ -15,28 +15,34 @@ def wanted_choices(wanted: GenerateRequest, tokenizer: ModelTokenizer, max_token
     """Those that have not ended, each behind what has come of it; their slots are their indexes. `max_tokens`: of one
     choice, if the request does not say. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
     num_choices = wanted.n or 1
-    begun: dict[int, BegunChoice] = {}
+    partial_choices: dict[int, PartialChoice] = {}
     if wanted.stop.HasField("max_tokens"):
         max_tokens = min(max_tokens, wanted.stop.max_tokens)
-    for position, choice in enumerate(wanted.begun):
-        at = f"begun[{position}]"
+    for position, choice in enumerate(wanted.partial_choices):
+        at = f"partial_choices[{position}]"
         if choice.index >= num_choices:
             raise invalid_argument(f"{at}.index is {choice.index}, but n is {num_choices}.", f"{at}.index")
-        if choice.index in begun:
+        if choice.index in partial_choices:
             raise invalid_argument(f"{at}.index is {choice.index}, as that of another entry.", f"{at}.index")
-        begun[choice.index] = choice
+        partial_choices[choice.index] = choice
         if not choice.done:
             _check_output(choice, at, tokenizer, max_tokens)
     _check_seed(wanted)
-    choices = tuple(_spec(index, begun.get(index)) for index in range(num_choices) if not _is_done(begun.get(index)))
+    choices = tuple(
+        _spec(index, partial_choices.get(index))
+        for index in range(num_choices)
+        if not _is_done(partial_choices.get(index))
+    )
     if not choices:
-        raise invalid_argument("Every choice of begun is done: there is nothing to go on with.", "begun")
+        raise invalid_argument(
+            "Every choice of partial_choices is done: there is nothing to go on with.", "partial_choices"
+        )
     return choices
 
 
 def num_wanted_choices(wanted: GenerateRequest) -> int:
     """Of a request that may yet turn out to be faulty."""
-    done = {choice.index for choice in wanted.begun if choice.done}
+    done = {choice.index for choice in wanted.partial_choices if choice.done}
     return max(1, (wanted.n or 1) - len(done))
 
 
@@ -45,21 +51,21 @@ def named_for_callers(error: KvloomError) -> KvloomError:
     name."""
     if not error.field.startswith("choices."):
         return error
-    field = "begun." + error.field.removeprefix("choices.")
+    field = "partial_choices." + error.field.removeprefix("choices.")
     return KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
 
 
-def _is_done(choice: BegunChoice | None) -> bool:
+def _is_done(choice: PartialChoice | None) -> bool:
     return choice is not None and choice.done
 
 
-def _spec(index: int, choice: BegunChoice | None) -> ChoiceSpec:
+def _spec(index: int, choice: PartialChoice | None) -> ChoiceSpec:
     if choice is None:
         return ChoiceSpec(slot=index, index=index)
     return ChoiceSpec(index, index, choice.token_ids[:], choice.num_delivered_chars)
 
 
-def _check_output(choice: BegunChoice, at: str, tokenizer: ModelTokenizer, max_tokens: int) -> None:
+def _check_output(choice: PartialChoice, at: str, tokenizer: ModelTokenizer, max_tokens: int) -> None:
     token_ids: Sequence[int] = choice.token_ids
     field = f"{at}.token_ids"
     if len(token_ids) > max_tokens:
@@ -73,6 +79,10 @@ def _check_seed(wanted: GenerateRequest) -> None:
     """Another seed would be another answer."""
     sampling = wanted.sampling
     temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE
-    if temperature > 0.0 and not sampling.HasField("seed") and any(choice.token_ids for choice in wanted.begun):
+    if (
+        temperature > 0.0
+        and not sampling.HasField("seed")
+        and any(choice.token_ids for choice in wanted.partial_choices)
+    ):
         message = "sampling.seed is required to go on with an answer: the first response has the one that was drawn."
         raise invalid_argument(message, "sampling.seed")

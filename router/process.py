@@ -16,7 +16,7 @@ from router.server import RouterServer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Doors:
+class ListenOptions:
     """Where a router listens, all on `router.host`. Port 0 picks one."""
 
     port: int
@@ -28,26 +28,26 @@ class Doors:
     """None: no /metrics."""
 
 
-def add_door_flags(parser: argparse.ArgumentParser) -> None:
+def add_listen_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--share-port", action="store_true", help="let other routers listen on router.port, too")
     parser.add_argument("--own-port", type=int, help="also listen there, alone, for edges; 0 picks one")
     parser.add_argument("--metrics-port", type=int, help="serve /metrics there; 0 picks one")
 
 
-def doors_from(options: argparse.Namespace, port: int) -> Doors:
-    return Doors(port, options.share_port, options.own_port, options.metrics_port)
+def listen_options_from(options: argparse.Namespace, port: int) -> ListenOptions:
+    return ListenOptions(port, options.share_port, options.own_port, options.metrics_port)
 
 
 async def open_router(
-    config: KvloomConfig, tokenizer: ModelTokenizer, name: str, doors: Doors
+    config: KvloomConfig, tokenizer: ModelTokenizer, name: str, listen_options: ListenOptions
 ) -> tuple[RouterServer, str, str]:
     """A router that listens, its address and that of /metrics ("": none). Raises StartError."""
     if not config.redis.url:
         raise service.StartError("redis.url is not set: the router finds its shards there")
     host = config.router.host
-    server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=doors.shares_port)
-    address = await server.start(host, doors.port, doors.own_port)
-    port = doors.metrics_port
+    server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=listen_options.shares_port)
+    address = await server.start(host, listen_options.port, listen_options.own_port)
+    port = listen_options.metrics_port
     return server, address, "" if port is None else f"{host}:{_serve_metrics(host, port)}"
 
 

@@ -19,13 +19,13 @@ from router.answers.generate import GenerateCall, caller_of
 from router.answers.resumable_answers import ResumableAnswers
 from router.answers.resume import serve_generate, serve_resume
 from router.core.events import Request, RequestCancelled
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.decisions.explain import explanation_to_proto, not_remembered
 from router.decisions.log import DecisionLog
 from router.decisions.planner import Planner, plan_to_proto
 from router.intake import MAX_NAME_CHARS, Intake
 from router.links.client_link import ClientLink
-from router.links.link_sessions import NamedLinks
+from router.links.link_sessions import LinkSessions
 
 log = structlog.get_logger()
 
@@ -35,13 +35,13 @@ PLAN_CLIENT_ID = "plan"
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: CoreDriver,
         intake: Intake,
         planner: Planner,
         decisions: DecisionLog,
         answers: ResumableAnswers,
         attempts: Attempts,
-        named_links: NamedLinks,
+        named_links: LinkSessions,
         incarnation_id: str = "",
     ) -> None:
         self._dispatcher = dispatcher

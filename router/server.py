@@ -34,12 +34,12 @@ from router.decisions.planner import Planner
 from router.health import HealthReporter
 from router.intake import Intake
 from router.links.fleet_watcher import FleetWatcher
-from router.links.link_sessions import NamedLinks
+from router.links.link_sessions import LinkSessions
 from router.links.local_link import LocalRouterLink
 from router.links.safety_link import SafetyLink
 from router.metrics import RouterMetrics
 from router.router_servicer import RouterServicer
-from router.usage_records import Credit, RecentBills
+from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
 
@@ -87,7 +87,7 @@ class RouterServer:
         self._address = ""
         self._draining = False
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
-        self._dispatcher = core_driver.Dispatcher(core, self)
+        self._dispatcher = core_driver.CoreDriver(core, self)
         self._safety_link = _safety_link(config, self._dispatcher)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
         self._watcher = FleetWatcher(self._registry, router_id, self._dispatcher)
@@ -96,8 +96,8 @@ class RouterServer:
         self._decision_writer = self._new_decision_writer()
         journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
-        self._bills = RecentBills()
-        attempts = Attempts(self._dispatcher, self._bills)
+        self._usage_records = UsageRecords()
+        attempts = Attempts(self._dispatcher, self._usage_records)
         self._answers = ResumableAnswers(
             config.router.resume, self._dispatcher, intake, attempts, ResumeMetrics(metrics_registry), router_id
         )
@@ -108,7 +108,7 @@ class RouterServer:
             self._decisions,
             self._answers,
             attempts,
-            NamedLinks(self._dispatcher, self._bills),
+            LinkSessions(self._dispatcher, self._usage_records),
             self._incarnation_id,
         )
         self._shares_port = shares_port
@@ -188,7 +188,7 @@ class RouterServer:
     async def _drain(self) -> None:
         self._draining = True
         self._dispatcher.dispatch(DrainStarted())
-        self._health.look_again()
+        self._health.refresh()
         log.info("draining", num_live_requests=self._dispatcher.num_live_requests)
         try:
             async with asyncio.timeout(self._config.router.drain_timeout_seconds):
@@ -223,7 +223,7 @@ class RouterServer:
         self._decisions.placement_decided(decision)
 
     def request_ended(self, ended: RequestEnded) -> None:
-        self._bills.note(ended)
+        self._usage_records.note(ended)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
 
@@ -235,7 +235,7 @@ class RouterServer:
 
     def fleet_changed(self) -> None:
         self._decisions.fleet_changed()
-        self._health.look_again()
+        self._health.refresh()
 
     def shard_health_changed(self, change: ShardHealthChanged) -> None:
         log.warning("shard health changed", shard_id=change.shard_id, health=change.state.value, symptom=change.symptom)
@@ -275,7 +275,7 @@ async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
-def _safety_link(config: KvloomConfig, owner: core_driver.Dispatcher) -> SafetyLink | None:
+def _safety_link(config: KvloomConfig, owner: core_driver.CoreDriver) -> SafetyLink | None:
     """Raises StartError when requests need a safety service and none is named."""
     safety = config.safety
     if safety.port:

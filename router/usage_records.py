@@ -32,13 +32,13 @@ class Credit:
     num_tokens: int
 
 
-class _Bill(msgspec.Struct, gc=False):
+class _UsageRecord(msgspec.Struct, gc=False):
     tenant: str
     model: str
     num_tokens: int
 
 
-class RecentBills:
+class UsageRecords:
     """By link and request; only of clients that name their links.
 
     There are more of them than of anything else here that outlives a request. Each takes two small objects: what is
@@ -50,10 +50,10 @@ class RecentBills:
         self._clock = clock
         self._link_ids: dict[str, str] = {}
         """By client stream."""
-        self._bills: dict[str, _Bill] = {}
+        self._usage_records: dict[str, _UsageRecord] = {}
         """Since `_began_at`."""
         self._began_at = clock()
-        self._earlier: dict[str, _Bill] = {}
+        self._earlier: dict[str, _UsageRecord] = {}
         """Of the time before."""
 
     def open(self, client_id: str, link_id: str) -> None:
@@ -70,11 +70,11 @@ class RecentBills:
             return
         self._forget_old()
         key = _key(link_id, ended.request_id)
-        for bills in (self._bills, self._earlier):
+        for bills in (self._usage_records, self._earlier):
             bills.pop(key, None)  # an earlier bearer of the name, which the client has heard the end of
-        self._bills[key] = _Bill(ended.tenant, ended.model, ended.num_output_tokens)
-        if len(self._bills) + len(self._earlier) > self._max_bills:
-            oldest = self._earlier or self._bills
+        self._usage_records[key] = _UsageRecord(ended.tenant, ended.model, ended.num_output_tokens)
+        if len(self._usage_records) + len(self._earlier) > self._max_bills:
+            oldest = self._earlier or self._usage_records
             del oldest[next(iter(oldest))]
 
     def settle(self, link_id: str, num_received_tokens: Mapping[str, int]) -> list[Credit]:
@@ -84,7 +84,7 @@ class RecentBills:
         found: list[Credit] = []
         for request_id, num_received in num_received_tokens.items():
             key = _key(link_id, request_id)
-            bill = self._bills.pop(key, None) or self._earlier.pop(key, None)
+            bill = self._usage_records.pop(key, None) or self._earlier.pop(key, None)
             if bill is not None and bill.num_tokens > num_received:
                 found.append(Credit(request_id, bill.tenant, bill.model, bill.num_tokens - num_received))
         return found
@@ -94,7 +94,7 @@ class RecentBills:
         only one is taken."""
         now = self._clock()
         if now - self._began_at >= KEEP_SECONDS:
-            self._earlier, self._bills, self._began_at = self._bills, {}, now
+            self._earlier, self._usage_records, self._began_at = self._usage_records, {}, now
 
 
 def _key(link_id: str, request_id: str) -> str:

@@ -10,7 +10,7 @@ from shard_server.metrics import ShardMetrics
 log = structlog.get_logger()
 
 
-class LettingGo:
+class CancellingSequences:
     """By the engine's request ids."""
 
     def __init__(self, metrics: ShardMetrics) -> None:

@@ -56,7 +56,7 @@ class StepParts:
 
 
 class RouterConnection:
-    """Fed by the EngineFront, emptied by the servicer's writer. Nothing here waits for the router."""
+    """Fed by the EngineMultiplexer, emptied by the servicer's writer. Nothing here waits for the router."""
 
     def __init__(self, router_id: str, origin: int, max_pending_frames: int = MAX_PENDING_FRAMES) -> None:
         self.router_id = router_id

@@ -45,7 +45,7 @@ _FINISH_REASONS: Final = {
 }
 
 
-class EngineFront:
+class EngineMultiplexer:
     """`engine` must have started. `max_waiting`: sequences taken beyond a full batch."""
 
     def __init__(
@@ -184,7 +184,7 @@ class EngineFront:
             sequence = live.get(request_id)
             if sequence is None:
                 num_discarded += len(token_ids)
-                self._live.letting_go.note_tokens(request_id, len(token_ids))
+                self._live.cancelling_sequences.note_tokens(request_id, len(token_ids))
                 continue
             if request_id in ends or len(token_ids) != 1:
                 token_ids, delta = sequence.push_carefully(token_ids)
@@ -237,7 +237,7 @@ class EngineFront:
 
     def _end(self, end: SequenceEnd) -> None:
         """An end whose sequence has not finished with its last tokens."""
-        self._live.letting_go.end(end.request_id)
+        self._live.cancelling_sequences.end(end.request_id)
         sequence = self._live.by_request_id.get(end.request_id)
         if sequence is None:
             return

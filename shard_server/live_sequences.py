@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvloom.errors import KvloomError
 from kvloom.v1 import generation_pb2
-from shard_server.cancelling_sequences import LettingGo
+from shard_server.cancelling_sequences import CancellingSequences
 from shard_server.engines.base import Engine
 from shard_server.metrics import ShardMetrics
 from shard_server.sequences import LiveSequence
@@ -25,14 +25,14 @@ class LiveSequences:
         self._clock = clock
         self.by_request_id: dict[str, LiveSequence] = {}
         """The engine's request ids."""
-        self.letting_go = LettingGo(metrics)
+        self.cancelling_sequences = CancellingSequences(metrics)
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_in_engine(self) -> int:
         """Also those that have finished, of which the engine does not know yet."""
-        return len(self.by_request_id) + len(self.letting_go)
+        return len(self.by_request_id) + len(self.cancelling_sequences)
 
     async def wait_idle(self) -> None:
         """Returns when there is none."""
@@ -67,14 +67,14 @@ class LiveSequences:
 
     def cancel_in_engine(self, sequence: LiveSequence) -> None:
         """Its answer is complete; it is to be finished besides."""
-        self.letting_go.add(sequence.request.request_id)
+        self.cancelling_sequences.add(sequence.request.request_id)
         self._engine.cancel(sequence.request.request_id)
 
     def cancel_unwanted(self, sequence: LiveSequence, num_arrived_tokens: int) -> None:
         """Nobody wants what comes behind its first `num_arrived_tokens`: it is cancelled and finished."""
         self.cancel_in_engine(sequence)
         num_late_tokens = max(0, sequence.num_output_tokens - num_arrived_tokens)
-        self.letting_go.add_unwanted(sequence.request.request_id, num_late_tokens)
+        self.cancelling_sequences.add_unwanted(sequence.request.request_id, num_late_tokens)
         self.finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
 
     def finish(

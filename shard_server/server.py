@@ -22,7 +22,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
 from shard_server.connection import MAX_PENDING_FRAMES
-from shard_server.engine_multiplexer import EngineFront
+from shard_server.engine_multiplexer import EngineMultiplexer
 from shard_server.engines.base import Engine, EngineError, EngineInfo
 from shard_server.metrics import ShardMetrics
 from shard_server.shard_servicer import ShardServicer
@@ -59,7 +59,7 @@ class ShardServer:
         self._advertised_address = advertised_address
         self._stopping = False
         self._hand_over_timer: asyncio.TimerHandle | None = None
-        self._front: EngineFront
+        self._front: EngineMultiplexer
         self._server: grpc.aio.Server
         self._local_server: LocalServer[ShardServiceConnectRequest]
         self._health: Any
@@ -82,7 +82,7 @@ class ShardServer:
 
     async def _serve_engine(self, address: str) -> None:
         info = self._engine.info
-        self._front = EngineFront(
+        self._front = EngineMultiplexer(
             self._engine,
             self._tokenizer,
             _shard_info(info, self._shard_id, self.incarnation_id),

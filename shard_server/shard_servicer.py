@@ -23,7 +23,7 @@ from kvloom.v1.shard_service_pb2 import (
     ShardServiceConnectResponse,
 )
 from shard_server.connection import RouterConnection
-from shard_server.engine_multiplexer import EngineFront
+from shard_server.engine_multiplexer import EngineMultiplexer
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
     """`set_draining` follows a Drain call, with its deadline; it raises KvloomError when it cannot (the process is
     stopping)."""
 
-    def __init__(self, front: EngineFront, set_draining: Callable[[bool, float | None], Awaitable[None]]) -> None:
+    def __init__(self, front: EngineMultiplexer, set_draining: Callable[[bool, float | None], Awaitable[None]]) -> None:
         self._front = front
         self._set_draining = set_draining
 

@@ -10,15 +10,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.server.process import add_door_flags as add_edge_flags
-from edge_http.server.process import doors_from as edge_doors_from
+from edge_http.server.process import add_listen_flags as add_edge_flags
+from edge_http.server.process import listen_options_from as edge_listen_options_from
 from edge_http.server.process import serve_edge, served_model
 from kvloom.config import load_config
 from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
 from kvloom.process.service import announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
-from router.process import add_door_flags as add_router_flags
-from router.process import doors_from as router_doors_from
+from router.process import add_listen_flags as add_router_flags
+from router.process import listen_options_from as router_listen_options_from
 from router.process import load_tokenizer, open_router
 
 
@@ -29,8 +29,8 @@ async def serve(options: argparse.Namespace) -> None:
     stop = stop_event()
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     router_port = config.router.port if options.router_port is None else options.router_port
-    doors = router_doors_from(options, router_port)
-    router, router_address, router_metrics = await open_router(config, tokenizer, options.name, doors)
+    listen_options = router_listen_options_from(options, router_port)
+    router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options)
 
     def on_ready(address: str, metrics_address: str) -> None:
         announce_ready(address, metrics_address, router_address, router_metrics)
@@ -40,8 +40,8 @@ async def serve(options: argparse.Namespace) -> None:
 
     async def serve_edge_side() -> None:
         try:
-            edge_doors = edge_doors_from(options, config)
-            await serve_edge(config, link, served_model(config, tokenizer), edge_doors, stop, on_ready)
+            edge_listen_options = edge_listen_options_from(options, config)
+            await serve_edge(config, link, served_model(config, tokenizer), edge_listen_options, stop, on_ready)
         finally:
             await link.close()
             edge_has_ended.set()

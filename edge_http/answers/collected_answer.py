@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edge_http.answers.answer import Answer
-from edge_http.openai.response_formatters import CollectedChoice, Shape
+from edge_http.openai.response_formatters import CollectedChoice, ResponseFormatter
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
 
@@ -15,7 +15,7 @@ class CollectedAnswer(Answer):
 
     __slots__ = ("_finish_reasons", "_logprobs", "_shape", "_texts")
 
-    def __init__(self, prompt_sizes: Sequence[int], n: int, shape: Shape) -> None:
+    def __init__(self, prompt_sizes: Sequence[int], n: int, shape: ResponseFormatter) -> None:
         super().__init__(prompt_sizes, n)
         self._shape = shape
         self._texts: list[list[str]] = [[] for _ in range(self.num_choices)]

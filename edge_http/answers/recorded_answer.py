@@ -52,7 +52,7 @@ class RecordedAnswer(StreamedAnswer):
         choice.num_chars += len(delta)
         StreamedAnswer.on_tokens(self, index, delta, token_ids, logprobs)
 
-    def flow(self, index: int) -> None:  # noqa: ARG002
+    def fast_writer(self, index: int) -> None:  # noqa: ARG002
         """Tokens and events have to be written down together."""
         return
 

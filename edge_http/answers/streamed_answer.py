@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from edge_http.answers.answer import Answer
-from edge_http.openai.response_formatters import Shape, encode_json
+from edge_http.openai.response_formatters import ResponseFormatter, encode_json
 from edge_http.wire.headers import explanation
 from edge_http.wire.sse import DONE, EventSink
 from kvloom.errors import KvloomError
@@ -35,7 +35,7 @@ class StreamedAnswer(Answer):
         self,
         prompt_sizes: Sequence[int],
         n: int,
-        shape: Shape,
+        shape: ResponseFormatter,
         events: EventSink,
         headers: Mapping[str, str],
         *,
@@ -67,12 +67,12 @@ class StreamedAnswer(Answer):
         except Exception:
             self._on_bug()
 
-    def flow(self, index: int) -> Callable[[str], None] | None:
-        """As FlowingSink (kvloom/router_link/fast_path.py)."""
+    def fast_writer(self, index: int) -> Callable[[str], None] | None:
+        """As FastPathSink (kvloom/router_link/fast_path.py)."""
         prefix = self._prefixes[index]
-        return None if prefix is None else self._events.flow(prefix, self._suffix, self._on_slow_reader)
+        return None if prefix is None else self._events.fast_writer(prefix, self._suffix, self._on_slow_reader)
 
-    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:  # noqa: ARG002
+    def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:  # noqa: ARG002
         self.num_output_tokens += len(token_ids)
 
     @property

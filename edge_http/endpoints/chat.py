@@ -5,24 +5,24 @@ from __future__ import annotations
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.endpoints.generation import Job, envelope_for, generate, wants_usage
+from edge_http.endpoints.generation import GenerationJob, envelope_for, generate, wants_usage
 from edge_http.openai.guide import guide_of
 from edge_http.openai.prompt import chat_prompt
 from edge_http.openai.requests import decode_chat
-from edge_http.openai.response_formatters import ChatShape
+from edge_http.openai.response_formatters import ChatFormatter
 from edge_http.openai.sampling import chat_max_tokens, chat_sampling, num_choices, stop_conditions, tier_of
 from edge_http.wire.body import digest_of, read_json_body
 from edge_http.wire.headers import session_key
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    with edge.admitted() as place:
+    with edge.admit() as place:
         job = await _read_job(edge, request)
         envelope = envelope_for(edge, job, "chatcmpl-")
-        return await generate(edge, request, place, job, ChatShape(envelope, job.model.tokenizer), envelope.id)
+        return await generate(edge, request, place, job, ChatFormatter(envelope, job.model.tokenizer), envelope.id)
 
 
-async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
+async def _read_job(edge: Edge, request: web.BaseRequest) -> GenerationJob:
     """Raises KvloomError."""
     with edge.bodies.lease() as lease:
         raw = await read_json_body(request, edge.config, lease)
@@ -36,7 +36,7 @@ async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
         max_tokens, max_tokens_field = chat_max_tokens(body)
         stop = stop_conditions(body, max_tokens)
         key = session_key(request, body.prompt_cache_key)
-        return Job(
+        return GenerationJob(
             operation="chat",
             model=model,
             prompts=[await chat_prompt(body, model.tokenizer, edge.window(model.name))],

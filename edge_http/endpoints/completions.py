@@ -5,24 +5,26 @@ from __future__ import annotations
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.endpoints.generation import Job, envelope_for, generate, wants_usage
+from edge_http.endpoints.generation import GenerationJob, envelope_for, generate, wants_usage
 from edge_http.openai.guide import guide_of
 from edge_http.openai.prompt import completion_prompts
 from edge_http.openai.requests import decode_completion
-from edge_http.openai.response_formatters import CompletionShape
+from edge_http.openai.response_formatters import CompletionFormatter
 from edge_http.openai.sampling import completion_max_tokens, completion_sampling, num_choices, stop_conditions, tier_of
 from edge_http.wire.body import digest_of, read_json_body
 from edge_http.wire.headers import session_key
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    with edge.admitted() as place:
+    with edge.admit() as place:
         job = await _read_job(edge, request)
         envelope = envelope_for(edge, job, "cmpl-")
-        return await generate(edge, request, place, job, CompletionShape(envelope, job.model.tokenizer), envelope.id)
+        return await generate(
+            edge, request, place, job, CompletionFormatter(envelope, job.model.tokenizer), envelope.id
+        )
 
 
-async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
+async def _read_job(edge: Edge, request: web.BaseRequest) -> GenerationJob:
     """Raises KvloomError."""
     with edge.bodies.lease() as lease:
         raw = await read_json_body(request, edge.config, lease)
@@ -35,7 +37,7 @@ async def _read_job(edge: Edge, request: web.BaseRequest) -> Job:
         sampling = completion_sampling(body, guide)
         stop = stop_conditions(body, completion_max_tokens(body))
         key = session_key(request, body.prompt_cache_key)
-        return Job(
+        return GenerationJob(
             operation="text_completion",
             model=model,
             prompts=await completion_prompts(body, n, model.tokenizer, edge.window(model.name)),

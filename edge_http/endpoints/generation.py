@@ -11,11 +11,11 @@ from aiohttp import web
 from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import Edge, Place, ServedModel
+from edge_http.edge import AdmissionPermit, Edge, ServedModel
 from edge_http.endpoints.resume import begun_before, deliver, deliver_found
 from edge_http.openai.prompt import Prompt
 from edge_http.openai.requests import GenerationBody
-from edge_http.openai.response_formatters import Envelope, Shape
+from edge_http.openai.response_formatters import Envelope, ResponseFormatter
 from edge_http.openai.sampling import check_window
 from edge_http.recovery.journal import new_response_id
 from edge_http.recovery.takeover import publish
@@ -44,7 +44,7 @@ from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 
-class Job(msgspec.Struct, frozen=True):
+class GenerationJob(msgspec.Struct, frozen=True):
     """What a body asks for, checked and tokenized."""
 
     operation: str
@@ -76,7 +76,7 @@ def wants_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def envelope_for(edge: Edge, job: Job, id_prefix: str) -> Envelope:
+def envelope_for(edge: Edge, job: GenerationJob, id_prefix: str) -> Envelope:
     """`id_prefix`: "chatcmpl-" or "cmpl-". The id also names the request inside the fabric."""
     return Envelope(
         id=new_response_id(id_prefix, edge.tag),
@@ -88,7 +88,12 @@ def envelope_for(edge: Edge, job: Job, id_prefix: str) -> Envelope:
 
 
 async def generate(
-    edge: Edge, request: web.BaseRequest, place: Place, job: Job, shape: Shape, name: str
+    edge: Edge,
+    request: web.BaseRequest,
+    place: AdmissionPermit,
+    job: GenerationJob,
+    shape: ResponseFormatter,
+    name: str,
 ) -> web.StreamResponse:
     """Submit the job under `name` and deliver its answer. Raises KvloomError as long as nothing was sent."""
     window = edge.window(job.model.name)
@@ -100,7 +105,7 @@ async def generate(
         return await _collect(edge, request, job, shape, name)
     if edge.resume.is_wanted(wants_resume(request)):
         return await _stream_resumable(edge, request, place, job, shape, name)
-    events = EventStream(request, edge.config.max_buffered_bytes, edge.corks)
+    events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(job.prompt_sizes, job.n, shape, events, _headers(request, name), **_wishes(request, job))
     try:
         await follow(edge, _submission(edge, request, job, name), streamed, events)
@@ -110,7 +115,9 @@ async def generate(
     return events.response()
 
 
-async def _collect(edge: Edge, request: web.BaseRequest, job: Job, shape: Shape, name: str) -> web.StreamResponse:
+async def _collect(
+    edge: Edge, request: web.BaseRequest, job: GenerationJob, shape: ResponseFormatter, name: str
+) -> web.StreamResponse:
     collected = CollectedAnswer(job.prompt_sizes, job.n, shape)
     await follow(edge, _submission(edge, request, job, name), collected)
     processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
@@ -123,7 +130,12 @@ async def _collect(edge: Edge, request: web.BaseRequest, job: Job, shape: Shape,
 
 
 async def _stream_resumable(
-    edge: Edge, request: web.BaseRequest, place: Place, job: Job, shape: Shape, name: str
+    edge: Edge,
+    request: web.BaseRequest,
+    place: AdmissionPermit,
+    job: GenerationJob,
+    shape: ResponseFormatter,
+    name: str,
 ) -> web.StreamResponse:
     """The answer is made by a task of its own, which the loss of this connection does not end."""
     response = ResponseName(name, caller_of(request), idempotency_key(request), job.operation + job.body_digest)
@@ -157,7 +169,7 @@ def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:
     return {REQUEST_ID: request_id(request), RESPONSE_ID: name}
 
 
-def _wishes(request: web.BaseRequest, job: Job) -> dict[str, bool]:
+def _wishes(request: web.BaseRequest, job: GenerationJob) -> dict[str, bool]:
     """What a streamed answer has besides its text."""
     return {
         "include_usage": job.include_usage,
@@ -166,7 +178,7 @@ def _wishes(request: web.BaseRequest, job: Job) -> dict[str, bool]:
     }
 
 
-def _submission(edge: Edge, request: web.BaseRequest, job: Job, name: str) -> Submission:
+def _submission(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
     return Submission(
         operation=job.operation,
         model=job.model.name,
@@ -179,7 +191,7 @@ def _submission(edge: Edge, request: web.BaseRequest, job: Job, name: str) -> Su
 
 
 def _response_record(
-    request: web.BaseRequest, job: Job, envelope: Envelope, name: ResponseName, headers: dict[str, str]
+    request: web.BaseRequest, job: GenerationJob, envelope: Envelope, name: ResponseName, headers: dict[str, str]
 ) -> ResponseRecord:
     return ResponseRecord(
         number=0,
@@ -200,7 +212,7 @@ def _response_record(
 
 
 def _link_request(
-    edge: Edge, request: web.BaseRequest, job: Job, number: int, prompt: Prompt, name: str
+    edge: Edge, request: web.BaseRequest, job: GenerationJob, number: int, prompt: Prompt, name: str
 ) -> LinkRequest:
     return LinkRequest(
         request_id=name if len(job.prompts) == 1 else f"{name}.{number}",

@@ -70,7 +70,7 @@ async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream,
         await asyncio.sleep(0)
         if edge.resume.find(stream.name.id, stream.name.caller) is not stream:
             raise not_kept()
-    reader = Reader(EventStream(request, edge.config.max_buffered_bytes, edge.corks))
+    reader = Reader(EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer))
     stream.attach(reader, after)
     try:
         await stream.follow(reader, after, request.writer)

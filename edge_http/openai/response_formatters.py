@@ -51,7 +51,7 @@ class CollectedChoice:
     logprobs: Any
 
 
-class Shape(abc.ABC):
+class ResponseFormatter(abc.ABC):
     """Base of both shapes. One object serves one answer."""
 
     __slots__ = ("_envelope", "_head", "_tail", "prefixes", "suffix")
@@ -119,7 +119,7 @@ class Shape(abc.ABC):
         return self._head + encode_json(choice) + tail
 
 
-class ChatShape(Shape):
+class ChatFormatter(ResponseFormatter):
     """chat.completion and chat.completion.chunk."""
 
     __slots__ = ("_tokenizer",)
@@ -159,7 +159,7 @@ class ChatShape(Shape):
         return b'},"logprobs":null,"finish_reason":null}'
 
 
-class CompletionShape(Shape):
+class CompletionFormatter(ResponseFormatter):
     """text_completion, for bodies and chunks alike."""
 
     __slots__ = ("_logprobs",)

@@ -9,9 +9,9 @@ import structlog
 from edge_http.edge import Edge
 from edge_http.recovery.claims import ResumeClaims
 from edge_http.recovery.journal import EdgeRecord, ResumeJournal
-from edge_http.recovery.peer_proxy import Relay
+from edge_http.recovery.peer_proxy import PeerProxy
 from edge_http.recovery.publisher import ResumePublisher, journal_ttl_seconds
-from edge_http.recovery.response_locator import Elsewhere
+from edge_http.recovery.response_locator import ResponseLocator
 from kvloom.config import RedisConfig
 
 log = structlog.get_logger()
@@ -19,16 +19,16 @@ log = structlog.get_logger()
 _WILDCARDS: Final = ("", "0.0.0.0", "::")
 
 
-class Peers:
+class EdgeMembership:
     """Owns the connections to Redis and to the other edges, and the task that publishes."""
 
     def __init__(self, edge: Edge, redis: RedisConfig, address: str) -> None:
         resume = edge.config.resume
         self._journal = ResumeJournal(redis.url, redis.key_prefix)
-        self._relay = Relay(edge.config.max_concurrent_requests)
+        self._relay = PeerProxy(edge.config.max_concurrent_requests)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
-        self._elsewhere = edge.elsewhere = Elsewhere(edge, self._journal, claims, self._relay)
+        self._elsewhere = edge.elsewhere = ResponseLocator(edge, self._journal, claims, self._relay)
         self._edge = edge
         self._address = address
         self._publisher.start()
@@ -49,7 +49,9 @@ class Peers:
         await self._journal.close()
 
 
-def join_peers(edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port: bool = False) -> Peers | None:
+def join_edges(
+    edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port: bool = False
+) -> EdgeMembership | None:
     """`listening_at`: where only this edge listens. `shares_port`: it has another address besides, as other edges have.
     None when there is nothing to share: no Redis, no resuming, or no address that others could use."""
     resume = edge.config.resume
@@ -61,4 +63,4 @@ def join_peers(edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port
     advertised = resume.advertised_address
     if advertised and shares_port:
         advertised = f"{advertised.rpartition(':')[0]}:{listening_at.rpartition(':')[2]}"
-    return Peers(edge, redis, advertised or listening_at)
+    return EdgeMembership(edge, redis, advertised or listening_at)

@@ -17,7 +17,7 @@ import redis.asyncio.retry
 import redis.backoff
 import redis.exceptions
 
-from edge_http.resume.records import News, decode_entry
+from edge_http.resume.records import ProgressDelta, decode_entry
 from kvloom.discovery.redis_client import redis_client
 from kvloom.process.random_bytes import random_hex
 
@@ -42,11 +42,12 @@ class EdgeRecord(msgspec.Struct, frozen=True):
 class JournalBatch(msgspec.Struct):
     """What is written in one go."""
 
-    news: list[News] = []
+    news: list[ProgressDelta] = []
     opened: list[tuple[str, bytes, bytes, bytes]] = []
-    """Responses that are new to the journal: id, ResponseRecord, RequestsRecord (b"": not kept), News of all."""
+    """Responses that are new to the journal: id, ResponseRecord, RequestsRecord (b"": not kept), ProgressDelta of
+    all."""
     snapshots: list[tuple[str, bytes]] = []
-    """By response id: News of all that has come."""
+    """By response id: ProgressDelta of all that has come."""
     ended: list[str] = []
     """Nothing will be asked of a router any more; the events of these are kept."""
     forgotten: list[str] = []
@@ -175,9 +176,9 @@ class ResumeJournal:
         response, requests, snapshot = values
         return None if response is None else ResponseRow(response, requests, snapshot)
 
-    async def read(self, tag: str, after_row: str) -> tuple[list[News], str]:
+    async def read(self, tag: str, after_row: str) -> tuple[list[ProgressDelta], str]:
         """What the journal has behind that row, in the order of writing, and the last row. "": from its beginning."""
-        found: list[News] = []
+        found: list[ProgressDelta] = []
         while True:
             begin = f"({after_row}" if after_row else "-"
             rows: Any = await self.redis.xrange(self._journal_key(tag), min=begin, count=_ENTRIES_PER_READ)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from edge_http.recovery.journal import ResumeJournal
-from edge_http.resume.records import News
+from edge_http.resume.records import ProgressDelta
 
 KEPT_SECONDS: Final = 5.0
 MAX_JOURNALS: Final = 4
@@ -17,17 +17,17 @@ MAX_JOURNALS: Final = 4
 class _Copy:
     def __init__(self) -> None:
         self.last_row = ""
-        self.news: dict[int, list[News]] = {}
+        self.news: dict[int, list[ProgressDelta]] = {}
         """By the response's number."""
         self.reading = asyncio.Lock()
 
 
-class LostJournals:
+class JournalCache:
     def __init__(self, journal: ResumeJournal) -> None:
         self._journal = journal
         self._copies: OrderedDict[str, _Copy] = OrderedDict()
 
-    async def news_of(self, tag: str, number: int) -> Sequence[News]:
+    async def news_of(self, tag: str, number: int) -> Sequence[ProgressDelta]:
         """All that the journal of that edge has of a response now. Raises RedisError."""
         copy = self._copies.get(tag)
         if copy is None:

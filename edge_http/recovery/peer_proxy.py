@@ -28,7 +28,7 @@ class OwnerLostError(Exception):
     """The other edge does not answer; nothing was sent to the client."""
 
 
-class Relay:
+class PeerProxy:
     """Connections to the other edges."""
 
     def __init__(self, max_connections: int) -> None:

@@ -25,7 +25,7 @@ from edge_http.resume.records import encode
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import ResumeTable
 from kvloom.config import EdgeResumeConfig
-from kvloom.process.aligned_timer import seconds_to_beat
+from kvloom.process.aligned_timer import seconds_to_aligned_tick
 
 log = structlog.get_logger()
 
@@ -177,7 +177,7 @@ class ResumePublisher:
         was_known, taken = await self._journal.keep(
             self._tag, self._own_record(), self._ttl_seconds, len(self._written)
         )
-        self._keep_at = now + seconds_to_beat(now, KEEP_SECONDS)
+        self._keep_at = now + seconds_to_aligned_tick(now, KEEP_SECONDS)
         self._let_go(taken)
         if self._is_announced and not was_known:
             self._write_again()
@@ -217,7 +217,7 @@ class ResumePublisher:
                 left.append(stream)
                 continue
             if publication.has_news():
-                news = publication.take_news()
+                news = publication.drain()
                 room_bytes -= sum(len(payload) for _, payload in news.events)
                 batch.news.append(news)
                 written.append(publication)

@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from edge_http.edge import Edge, stopping
 from edge_http.recovery.claims import Claim, KeyedResponse, ResumeClaims
 from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal, tag_of
-from edge_http.recovery.peer_proxy import MISDIRECTED, RELAYED, OwnerLostError, Relay
-from edge_http.recovery.response_recovery import Found, Orphans
+from edge_http.recovery.peer_proxy import MISDIRECTED, RELAYED, OwnerLostError, PeerProxy
+from edge_http.recovery.response_recovery import Found, ResponseRecovery
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import not_kept, other_request
@@ -28,17 +28,17 @@ MAX_HOPS: Final = 4
 """Edges that may have had a response, one after the other, while a client waits."""
 
 
-class Elsewhere:
+class ResponseLocator:
     """The way to the responses of the other edges."""
 
-    def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims, relay: Relay) -> None:
+    def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims, relay: PeerProxy) -> None:
         self._edge = edge
         self._journal = journal
         self._claims = claims
         self._relay = relay
         self._tag = edge.tag
         self._has_left = False
-        self._orphans = Orphans(edge, journal, claims)
+        self._orphans = ResponseRecovery(edge, journal, claims)
         self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
         """By idempotency key: requests that look it up, one after the other, and how many they are."""
 

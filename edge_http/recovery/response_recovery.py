@@ -16,11 +16,11 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from edge_http.edge import Edge, Place
+from edge_http.edge import AdmissionPermit, Edge
 from edge_http.recovery.claims import Claim, ResumeClaims
 from edge_http.recovery.journal import ResponseRow, ResumeJournal, tag_of
-from edge_http.recovery.journal_cache import LostJournals
-from edge_http.recovery.takeover import shape_of, take_over
+from edge_http.recovery.journal_cache import JournalCache
+from edge_http.recovery.takeover import formatter_of, take_over
 from edge_http.resume.records import (
     AnswerState,
     ResponseRecord,
@@ -43,7 +43,7 @@ MAX_HALF_TAKEN: Final = 4096
 Found = web.StreamResponse | ResumableStream
 
 
-class Orphans:
+class ResponseRecovery:
     """Responses of edges that have died. Where KvloomError (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING) is raised,
     nothing was sent; RedisError: the journal cannot be read now."""
 
@@ -52,7 +52,7 @@ class Orphans:
         self._journal = journal
         self._claims = claims
         self._tag = edge.tag
-        self._lost = LostJournals(journal)
+        self._lost = JournalCache(journal)
         self._taking: dict[str, asyncio.Task[ResumableStream | AnswerState | None]] = {}
         """By response id: attempts to take one over."""
         self._half_taken: dict[str, tuple[Claim, Claim]] = {}
@@ -107,7 +107,7 @@ class Orphans:
     ) -> ResumableStream | AnswerState | None:
         """The stream that goes on here now; what there is of an answer that has ended; None: another edge was faster.
         `source`: the tag of the edge that wrote it."""
-        with self._edge.admitted() as place:
+        with self._edge.admit() as place:
             wanted = self._note_half_taken(response_id, claim, source)
             before = None if claim.holder == tag_of(response_id) == claim.source else claim
             found: ResumableStream | AnswerState | KvloomError | None = None
@@ -134,7 +134,7 @@ class Orphans:
         return wanted
 
     async def _take_claimed(
-        self, response_id: str, claim: Claim, place: Place, after: int
+        self, response_id: str, claim: Claim, place: AdmissionPermit, after: int
     ) -> ResumableStream | AnswerState:
         row, response, source = await self._row(response_id, claim)
         state = await self._state(source, response, row)
@@ -179,9 +179,9 @@ class Orphans:
         if after < num_before:
             message = f"Events {after + 1} to {num_before} of this response are no longer kept."
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        shape = shape_of(response, self._edge.find_model(response.model))
+        shape = formatter_of(response, self._edge.find_model(response.model))
         framed = framed_events(after + 1, state.events[after - num_before :], shape.prefixes, shape.suffix)
-        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.corks)
+        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer)
         events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
         await _write(events, request, framed)
         events.end()

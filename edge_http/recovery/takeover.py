@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, Final, cast
 
 from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.edge import Edge, Place, ServedModel
-from edge_http.openai.response_formatters import ChatShape, CompletionShape, Envelope, Shape
+from edge_http.edge import AdmissionPermit, Edge, ServedModel
+from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, Envelope, ResponseFormatter
 from edge_http.resume.publication import Publication, packed
 from edge_http.resume.records import (
     AnswerState,
@@ -39,7 +39,7 @@ def publish(
     stream: ResumableStream,
     response: ResponseRecord,
     answer: RecordedAnswer,
-    shape: Shape,
+    shape: ResponseFormatter,
     submission: Submission,
 ) -> OnSubmitted:
     """Let the journal have the response. Its requests get seeds, for whoever goes on has to draw the same numbers."""
@@ -63,7 +63,7 @@ def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
 
 def take_over(
     edge: Edge,
-    place: Place,
+    place: AdmissionPermit,
     response: ResponseRecord,
     requests: RequestsRecord,
     state: AnswerState,
@@ -71,7 +71,7 @@ def take_over(
 ) -> ResumableStream:
     """Go on with another edge's response, of which `state` is all that its client can have. The stream has no reader
     yet. `link_ids`: of the links that the other edge had. Raises KvloomError (MODEL_NOT_FOUND)."""
-    shape = shape_of(response, edge.find_model(response.model))
+    shape = formatter_of(response, edge.find_model(response.model))
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
@@ -112,7 +112,7 @@ def take_over(
     return stream
 
 
-def shape_of(response: ResponseRecord, model: ServedModel) -> Shape:
+def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormatter:
     """That its edge wrote it in."""
     envelope = Envelope(
         id=response.id,
@@ -122,7 +122,7 @@ def shape_of(response: ResponseRecord, model: ServedModel) -> Shape:
         include_usage=response.include_usage,
         created=response.created,
     )
-    return (ChatShape if response.operation == "chat" else CompletionShape)(envelope, model.tokenizer)
+    return (ChatFormatter if response.operation == "chat" else CompletionFormatter)(envelope, model.tokenizer)
 
 
 def _settle(
@@ -158,8 +158,10 @@ def _remaining(
     for number, request in enumerate(requests.requests):
         first = number * response.n
         indexes = [index for index in range(first, first + response.n) if index not in state.finishes]
-        begun = _progress(state, indexes, first)
-        remaining.append(_link_request(response, request, begun, timeout_seconds) if begun else None)
+        partial_choices = _progress(state, indexes, first)
+        remaining.append(
+            _link_request(response, request, partial_choices, timeout_seconds) if partial_choices else None
+        )
     return remaining
 
 
@@ -191,7 +193,7 @@ def _request_record(request: LinkRequest) -> RequestRecord:
 
 
 def _link_request(
-    response: ResponseRecord, record: RequestRecord, begun: list[ChoiceProgress], timeout_seconds: float
+    response: ResponseRecord, record: RequestRecord, partial_choices: list[ChoiceProgress], timeout_seconds: float
 ) -> LinkRequest:
     return LinkRequest(
         request_id=record.request_id,
@@ -205,5 +207,5 @@ def _link_request(
         traceparent=record.traceparent,
         session_key=record.session_key,
         tier=cast(Any, record.tier),
-        begun=begun,
+        partial_choices=partial_choices,
     )

@@ -11,8 +11,8 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.resume.records import (
     RAW_EVENT,
     AttemptRecord,
-    ChoiceNews,
-    News,
+    ChoiceProgressDelta,
+    ProgressDelta,
     RequestsRecord,
     ResponseRecord,
     encode,
@@ -91,7 +91,7 @@ class Publication:
         stream = self.stream
         return not self.opened or stream.num_published < stream.num_events or stream.ended != self.end_published
 
-    def take_news(self) -> News:
+    def drain(self) -> ProgressDelta:
         """Since what was written last; `mark_written` when it has been."""
         stream, log = self.stream, self.stream.log
         fresh, stream.fresh = stream.fresh, []
@@ -110,7 +110,7 @@ class Publication:
         self._pending_end = stream.ended
         return self._news(before, events, self._published)
 
-    def snapshot(self) -> News:
+    def snapshot(self) -> ProgressDelta:
         """All that has come, without its events."""
         return self._news(self.stream.num_events, [], self._nothing)
 
@@ -121,14 +121,14 @@ class Publication:
         if self._pending_end:
             self._answer = self._requests = None  # prompts may be long
 
-    def _news(self, num_events_before: int, events: list[tuple[int, bytes]], since: _Reached) -> News:
+    def _news(self, num_events_before: int, events: list[tuple[int, bytes]], since: _Reached) -> ProgressDelta:
         answer = self._answer
         if answer is None:
-            return News(self.response.number, num_events_before, events, [], [], [], [], self.stream.ended)
+            return ProgressDelta(self.response.number, num_events_before, events, [], [], [], [], self.stream.ended)
         num_tokens = [len(choice.token_ids) for choice in answer.choices]
         num_chars = [choice.num_chars for choice in answer.choices]
         choices = [
-            ChoiceNews(index, known, choice.token_ids[known:].tobytes(), choice.num_chars)
+            ChoiceProgressDelta(index, known, choice.token_ids[known:].tobytes(), choice.num_chars)
             for index, choice in enumerate(answer.choices)
             if (known := since.num_tokens[index]) < num_tokens[index] or since.num_chars[index] < num_chars[index]
         ]
@@ -145,7 +145,7 @@ class Publication:
         if last_attempts != since.last_attempts:
             attempts = list(enumerate(map(self._attempts_of, range(len(self.attempts)))))
         self._pending = _Reached(num_tokens, num_chars, len(answer.starts), len(answer.finishes), last_attempts)
-        return News(
+        return ProgressDelta(
             self.response.number, num_events_before, events, choices, starts, finishes, attempts, self.stream.ended
         )
 

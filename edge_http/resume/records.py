@@ -1,9 +1,9 @@
 """What an edge leaves for the others of a resumable answer: what it was asked for, and what has come of it.
 
 A response has a hash of its own in Redis: who may have it and how its events look (`ResponseRecord`), what a router has
-to be asked for (`RequestsRecord`), and from time to time all that has come (`News`). What came since lies in its edge's
-journal, a `News` of each response that had any. Every number counts from the beginning of the answer, so that news can
-be taken twice, and a gap shows.
+to be asked for (`RequestsRecord`), and from time to time all that has come (`ProgressDelta`). What came since lies in
+its edge's journal, a `ProgressDelta` of each response that had any. Every number counts from the beginning of the
+answer, so that news can be taken twice, and a gap shows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RequestsRecord(msgspec.Struct, array_like=True):
     requests: list[RequestRecord]
 
 
-class ChoiceNews(msgspec.Struct, array_like=True):
+class ChoiceProgressDelta(msgspec.Struct, array_like=True):
     index: int
     first_token: int
     token_ids: bytes
@@ -77,13 +77,13 @@ class AttemptRecord(msgspec.Struct, array_like=True):
     num_tokens: int | None
 
 
-class News(msgspec.Struct, array_like=True):
+class ProgressDelta(msgspec.Struct, array_like=True):
     """Of one response."""
 
     number: int
     num_events_before: int
     events: list[tuple[int, bytes]]
-    choices: list[ChoiceNews]
+    choices: list[ChoiceProgressDelta]
     starts: list[tuple[int, bytes]]
     finishes: list[tuple[int, bytes]]
     attempts: list[tuple[int, list[AttemptRecord]]]
@@ -94,8 +94,8 @@ class News(msgspec.Struct, array_like=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_response = msgspec.msgpack.Decoder(ResponseRecord).decode
 decode_requests = msgspec.msgpack.Decoder(RequestsRecord).decode
-decode_news = msgspec.msgpack.Decoder(News).decode
-decode_entry = msgspec.msgpack.Decoder(list[News]).decode
+decode_news = msgspec.msgpack.Decoder(ProgressDelta).decode
+decode_entry = msgspec.msgpack.Decoder(list[ProgressDelta]).decode
 
 
 class AnswerState:
@@ -114,7 +114,7 @@ class AnswerState:
         self.is_whole = True
         """No tokens are missing."""
 
-    def take_all(self, snapshot: News | None, journal: Sequence[News]) -> None:
+    def take_all(self, snapshot: ProgressDelta | None, journal: Sequence[ProgressDelta]) -> None:
         """The journal may begin before or after the snapshot."""
         if snapshot is not None:
             self._take_progress(snapshot)
@@ -123,12 +123,12 @@ class AnswerState:
         if snapshot is not None:
             self._take_events(snapshot.num_events_before, [])
 
-    def take(self, news: News) -> None:
+    def take(self, news: ProgressDelta) -> None:
         """Also again."""
         self._take_progress(news)
         self._take_events(news.num_events_before, news.events)
 
-    def _take_progress(self, news: News) -> None:
+    def _take_progress(self, news: ProgressDelta) -> None:
         for choice in news.choices:
             self._take_tokens(choice)
         for index, start in news.starts:
@@ -148,7 +148,7 @@ class AnswerState:
             self.events += events[-num_new:]
             self.num_events += num_new
 
-    def _take_tokens(self, news: ChoiceNews) -> None:
+    def _take_tokens(self, news: ChoiceProgressDelta) -> None:
         known = self.token_ids[news.index]
         token_ids = array("I", news.token_ids)
         if news.first_token > len(known):

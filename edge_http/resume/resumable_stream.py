@@ -21,7 +21,7 @@ from edge_http.resume.response_name import ResponseName
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.replay.event_log import EventLog
-from kvloom.replay.grace_timer import GraceClock
+from kvloom.replay.grace_timer import GraceTimer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CATCH_UP_BYTES: Final = 64 * 2**10
@@ -70,7 +70,7 @@ class ResumableStream:
         """`gate`: says which events may be shown; None: all."""
         self.name = name
         self.log = log
-        self._clock = GraceClock(grace_seconds, lambda: on_abandoned(self))
+        self._clock = GraceTimer(grace_seconds, lambda: on_abandoned(self))
         self._on_left = on_left
         self._on_slow_reader = on_slow_reader
         self._headers: Mapping[str, str] = {}
@@ -150,7 +150,7 @@ class ResumableStream:
             self._cut_off_slow_reader()
         return True
 
-    def flow(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> None:  # noqa: ARG002
+    def fast_writer(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> None:  # noqa: ARG002
         """Each event is written to the log."""
         return
 

@@ -47,7 +47,7 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
 }
 
 
-class Dispatcher:
+class HttpRouter:
     """The handler that aiohttp calls for every well-formed request."""
 
     def __init__(self, edge: Edge) -> None:

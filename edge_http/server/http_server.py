@@ -16,7 +16,7 @@ from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
 from edge_http.server.connection import Connection
-from edge_http.server.http_router import Dispatcher
+from edge_http.server.http_router import HttpRouter
 from kvloom.process.service import StartError
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ LEAVE_POLL_SECONDS: Final = 0.02
 class _Server(web.Server):
     def __init__(self, edge: Edge) -> None:
         # Cancelling handlers is how a client that goes away ends its request.
-        super().__init__(Dispatcher(edge), handler_cancellation=True, request_factory=self._request)
+        super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=self._request)
         self._edge = edge
 
     def __call__(self) -> web.RequestHandler:

@@ -14,7 +14,7 @@ import xxhash
 
 from edge_http.edge import Edge, ServedModel
 from edge_http.endpoints.health import VERSION
-from edge_http.recovery.edge_membership import Peers, join_peers
+from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.config import KvloomConfig
@@ -25,7 +25,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Doors:
+class ListenOptions:
     """Where an edge listens."""
 
     port: int
@@ -37,23 +37,23 @@ class Doors:
     """One that no other edge shares, for other edges and /metrics; 0 picks one, None: `port` is not shared."""
 
 
-def add_door_flags(parser: argparse.ArgumentParser) -> None:
+def add_listen_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen-fd", type=int, help="a socket that is bound already, instead of edge.port")
     parser.add_argument(
         "--peer-port", type=int, help="also listen there, alone; for edges that share edge.port; 0: any"
     )
 
 
-def doors_from(options: argparse.Namespace, config: KvloomConfig) -> Doors:
+def listen_options_from(options: argparse.Namespace, config: KvloomConfig) -> ListenOptions:
     port = config.edge.port if options.port is None else options.port
-    return Doors(port=port, listen_fd=options.listen_fd, peer_port=options.peer_port)
+    return ListenOptions(port=port, listen_fd=options.listen_fd, peer_port=options.peer_port)
 
 
 async def serve_edge(
     config: KvloomConfig,
     link: RouterLink,
     model: ServedModel,
-    doors: Doors,
+    listen_options: ListenOptions,
     stop: asyncio.Event,
     on_ready: Callable[[str, str], None],
 ) -> None:
@@ -64,19 +64,19 @@ async def serve_edge(
         edge.losses = link
         edge.metrics.add(RouterGroupCollector(link))
     server = EdgeServer(edge)
-    peers: Peers | None = None
+    peers: EdgeMembership | None = None
     try:
         # Clients may wait at the door already: they would be turned away until a shard can be reached, and at a shared
         # one, until the others are known, an answer of theirs would be denied.
-        if doors.peer_port is None:
+        if listen_options.peer_port is None:
             await wait_to_open(_until_ready(edge), stop)
-            address = own_address = await _open(server, config.edge.host, doors)
-            peers = join_peers(edge, config.redis, own_address)
+            address = own_address = await _open(server, config.edge.host, listen_options)
+            peers = join_edges(edge, config.redis, own_address)
         else:
-            own_address = await server.listen(config.edge.host, doors.peer_port)
-            peers = join_peers(edge, config.redis, own_address, shares_port=True)
+            own_address = await server.listen(config.edge.host, listen_options.peer_port)
+            peers = join_edges(edge, config.redis, own_address, shares_port=True)
             await wait_to_open(_until_ready(edge), stop)
-            address = await _open(server, config.edge.host, doors)
+            address = await _open(server, config.edge.host, listen_options)
         on_ready(address, own_address)
         await stop.wait()
         await server.drain(announce_leaving)
@@ -93,13 +93,13 @@ async def _until_ready(edge: Edge) -> None:
         await edge.link.wait_fleet_change()
 
 
-async def _open(server: EdgeServer, host: str, doors: Doors) -> str:
-    if doors.listen_fd is None:
-        return await server.listen(host, doors.port)
+async def _open(server: EdgeServer, host: str, listen_options: ListenOptions) -> str:
+    if listen_options.listen_fd is None:
+        return await server.listen(host, listen_options.port)
     try:
-        listener = socket.socket(fileno=doors.listen_fd)
+        listener = socket.socket(fileno=listen_options.listen_fd)
     except OSError as error:
-        raise StartError(f"--listen-fd {doors.listen_fd} is no socket: {error.strerror}") from error
+        raise StartError(f"--listen-fd {listen_options.listen_fd} is no socket: {error.strerror}") from error
     return await server.take_over(listener)
 
 

@@ -14,7 +14,7 @@ LONG_BODY_BYTES: Final = 4096
 """A shorter one takes less time than the turn."""
 
 
-class Turns:
+class FairYield:
     """Lives on the event loop. As many wait as there are requests, which are limited."""
 
     def __init__(self) -> None:

@@ -64,7 +64,9 @@ class EventSink(Protocol):
         """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
         ...
 
-    def flow(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> Callable[[str], None] | None:
+    def fast_writer(
+        self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]
+    ) -> Callable[[str], None] | None:
         """A shorter way for the text of all events that are to come but the last ones, if there is one."""
         ...
 
@@ -102,7 +104,7 @@ def _unframed(framed: bytes) -> bytes:
     return framed[framed.index(b"\r\n") + 2 : -2]
 
 
-class Corks:
+class WriteCoalescer:
     """The streams of one event loop that are corked."""
 
     def __init__(self) -> None:
@@ -138,7 +140,7 @@ class EventStream:
         "ended",
     )
 
-    def __init__(self, request: web.BaseRequest, max_buffered_bytes: int, corks: Corks) -> None:
+    def __init__(self, request: web.BaseRequest, max_buffered_bytes: int, write_coalescer: WriteCoalescer) -> None:
         self._transport = request.transport
         self._max_buffered_bytes = max_buffered_bytes
         # Without chunks (HTTP/1.0) only the end of the connection can say where the answer ends.
@@ -147,7 +149,7 @@ class EventStream:
         self._num_events = 0
         self._corked: bytearray | None = None
         """What leaves when the cork is pulled; None: everything leaves at once."""
-        self._corks = corks
+        self._corks = write_coalescer
         self.begun = False
         """The status line is out."""
         self.ended = False
@@ -201,7 +203,9 @@ class EventStream:
             self._corked += event
         return True
 
-    def flow(self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]) -> Callable[[str], None] | None:
+    def fast_writer(
+        self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]
+    ) -> Callable[[str], None] | None:
         """`push` instead of `send` for what has this prefix and suffix. Not over HTTP/1.0."""
         if not self._chunked or self.ended:
             return None

@@ -22,7 +22,7 @@ from kvloom.client.generation import Delta, DeltaBuffer, Finishes
 from kvloom.client.resumed_call import carried_deltas
 from kvloom.client.router_channels import RouterChannels
 from kvloom.errors import KvloomError
-from kvloom.router_link.cancel_notifier import LostAttempts
+from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.group import REATTACH_SECONDS, RouterGroup
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
@@ -56,7 +56,7 @@ class Client:
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
         self._channels: RouterChannels | None = None
-        self._lost = LostAttempts()
+        self._lost = CancelNotifier()
         self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:

@@ -11,13 +11,13 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, SequenceFinish
-from kvloom.v1.router_service_pb2 import BegunChoice, CancelRequest, ChoiceDelta, GenerateRequest, GenerateResponse
+from kvloom.v1.router_service_pb2 import CancelRequest, ChoiceDelta, GenerateRequest, GenerateResponse, PartialChoice
 
 SEED_BITS: Final = 64
 TOKEN_BYTES: Final = 24
 
 
-class CarriedAnswer:
+class MigratingGeneration:
     """An attempt is one `Generate`, and every `Resume` of it. Its reader hears of each choice one start, each token
     once, and one end."""
 
@@ -50,7 +50,7 @@ class CarriedAnswer:
         attempt.CopyFrom(self._request)
         attempt.resume_token = secrets.token_urlsafe(TOKEN_BYTES)  # one each: it names the attempt
         if self.is_heard:
-            attempt.begun.extend(_begun(choice) for choice in self._choices)
+            attempt.partial_choices.extend(_begun(choice) for choice in self._choices)
             attempt.starting_after = self.last_event
             attempt.timeout_seconds = self._seconds_left()
         self.attempt = attempt
@@ -87,7 +87,7 @@ class CarriedAnswer:
             delta.finish = None  # the status tells, and another router may go on
         if delta.finish is not None:
             choice.is_done = True
-            if self.attempt.begun:
+            if self.attempt.partial_choices:
                 delta.finish = _whole_finish(choice, delta.finish)
         return delta if delta.text or delta.token_ids or delta.start or delta.finish else None
 
@@ -100,10 +100,10 @@ class CarriedAnswer:
         return left
 
 
-def _begun(choice: ChoiceProgress) -> BegunChoice:
+def _begun(choice: ChoiceProgress) -> PartialChoice:
     if choice.is_done:
-        return BegunChoice(index=choice.index, done=True)
-    return BegunChoice(index=choice.index, token_ids=choice.token_ids, num_delivered_chars=choice.num_chars)
+        return PartialChoice(index=choice.index, done=True)
+    return PartialChoice(index=choice.index, token_ids=choice.token_ids, num_delivered_chars=choice.num_chars)
 
 
 def _whole_finish(choice: ChoiceProgress, finish: SequenceFinish) -> SequenceFinish:

@@ -13,18 +13,18 @@ from typing import Any, Final
 import grpc
 
 from kvloom.client.generation import Delta
-from kvloom.client.migrating_generation import CarriedAnswer
+from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.client.router_channels import ASK_ELSEWHERE, RouterChannels
-from kvloom.client.router_routes import RouterWays
+from kvloom.client.router_routes import RouterRoutes
 from kvloom.errors import KvloomError
-from kvloom.router_link.cancel_notifier import LostAttempts
+from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.tracked_request import REFUSALS
 from kvloom.transport.grpc_errors import from_rpc_error, told_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest, ResumeRequest
 
 CARRIED_KEY: Final = "kvloom-goes-on"
-"""In the initial metadata of a Generate: the router knows of `begun`. One that does not would begin anew."""
+"""In the initial metadata of a Generate: the router knows of `partial_choices`. One that does not would begin anew."""
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 2.0
 GIVE_UP_SECONDS: Final = 30.0
@@ -53,13 +53,13 @@ _NOT_YET: Final = REFUSALS | ASK_ELSEWHERE | {_R.ERROR_REASON_MODEL_NOT_FOUND}
 
 
 async def carried_deltas(
-    routers: RouterChannels, request: GenerateRequest, reattach_seconds: float, lost: LostAttempts
+    routers: RouterChannels, request: GenerateRequest, reattach_seconds: float, lost: CancelNotifier
 ) -> AsyncGenerator[Delta, None]:
     """The news of `request`, which has a request_id, each once and in order. `reattach_seconds`: how long a router is
     looked for that goes on with it; 0: none is. Raises KvloomError: the answer's own, or ROUTER_LOST when nobody goes
     on with it. Closing the generator early cancels the request."""
-    answer = CarriedAnswer(request)
-    ways = RouterWays(routers, lost)
+    answer = MigratingGeneration(request)
+    ways = RouterRoutes(routers, lost)
     course = _Course(answer, ways, reattach_seconds)
     is_open = True
     try:
@@ -94,7 +94,7 @@ async def carried_deltas(
 class _Course:
     """Where to go on after a break, and whether with `Resume` or with another attempt."""
 
-    def __init__(self, answer: CarriedAnswer, ways: RouterWays, reattach_seconds: float) -> None:
+    def __init__(self, answer: MigratingGeneration, ways: RouterRoutes, reattach_seconds: float) -> None:
         self._answer = answer
         self._ways = ways
         self._reattach_seconds = reattach_seconds
@@ -106,7 +106,7 @@ class _Course:
         """It is another attempt; else the one at hand is asked for once more."""
         self._is_repeated = False
         self._goes_on = False
-        """The router has said that it knows of `begun`."""
+        """The router has said that it knows of `partial_choices`."""
         self._num_losses = 0
         self._num_breaks = 0
         """Since the last response."""
@@ -125,7 +125,7 @@ class _Course:
     async def opened(self, call: Any) -> None:
         """The router has the call. Raises TimeoutError."""
         attempt = self._answer.attempt
-        is_quick = self._resumes or attempt.resumable or bool(attempt.begun)
+        is_quick = self._resumes or attempt.resumable or bool(attempt.partial_choices)
         async with asyncio.timeout(OPEN_TIMEOUT_SECONDS if is_quick else None):
             metadata = await call.initial_metadata()
         if not self._resumes:
@@ -134,7 +134,7 @@ class _Course:
 
     def before_response(self) -> None:
         """Raises KvloomError when it would begin anew."""
-        if self._answer.attempt.begun and not self._goes_on and not self._resumes:
+        if self._answer.attempt.partial_choices and not self._goes_on and not self._resumes:
             raise KvloomError(
                 _R.ERROR_REASON_ROUTER_LOST, "The router was lost, and the other one is too old to go on."
             )

@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 import grpc
 
-from kvloom.client.migrating_generation import CarriedAnswer
+from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.client.router_channels import RouterChannels
-from kvloom.router_link.cancel_notifier import LostAttempts
+from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
@@ -20,11 +20,11 @@ ADDRESS_KEY: Final = "kvloom-router-address"
 CANCEL_TIMEOUT_SECONDS: Final = 2.0
 
 
-class RouterWays:
+class RouterRoutes:
     """To the routers, and in particular to the one that has the answer: where several share an address, a new
     connection may end at another one."""
 
-    def __init__(self, routers: RouterChannels, lost: LostAttempts) -> None:
+    def __init__(self, routers: RouterChannels, lost: CancelNotifier) -> None:
         self._routers = routers
         self._lost = lost
         self._stubs = routers.stubs
@@ -69,7 +69,7 @@ class RouterWays:
         """The router that has the attempt at hand will hear of it."""
         self._lost.add(self._owner_address or self._routers.address_of(self.stub), settlement)
 
-    async def leave(self, answer: CarriedAnswer) -> None:
+    async def leave(self, answer: MigratingGeneration) -> None:
         """Nobody will come back for it: it need not go on for the grace period."""
         if answer.attempt.resumable or answer.last_event:
             with contextlib.suppress(grpc.aio.AioRpcError):

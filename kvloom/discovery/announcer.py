@@ -11,7 +11,7 @@ import redis.exceptions
 import structlog
 
 from kvloom.discovery.registry import HEARTBEAT_SECONDS, Registry, RouterRecord, ShardRecord
-from kvloom.process.aligned_timer import seconds_to_beat
+from kvloom.process.aligned_timer import seconds_to_aligned_tick
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ class Announcer(Generic[_Record]):
                 if not reachable:
                     log.info("the registry can be reached again")
                 reachable = True
-            await asyncio.sleep(seconds_to_beat(time.monotonic(), HEARTBEAT_SECONDS))
+            await asyncio.sleep(seconds_to_aligned_tick(time.monotonic(), HEARTBEAT_SECONDS))
 
     async def withdraw(self) -> None:
         """Those who look hear of it at once; without Redis the announcement expires by itself."""

@@ -17,7 +17,7 @@ import redis.asyncio.retry
 import redis.backoff
 
 from kvloom.discovery.redis_client import redis_client
-from kvloom.process.aligned_timer import seconds_to_beat
+from kvloom.process.aligned_timer import seconds_to_aligned_tick
 
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
@@ -117,7 +117,7 @@ class Registry(Generic[_Record]):
             while True:
                 yield
                 await pubsub.get_message(
-                    ignore_subscribe_messages=True, timeout=seconds_to_beat(time.monotonic(), POLL_SECONDS)
+                    ignore_subscribe_messages=True, timeout=seconds_to_aligned_tick(time.monotonic(), POLL_SECONDS)
                 )
 
     async def close(self) -> None:

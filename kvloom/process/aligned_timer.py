@@ -15,7 +15,7 @@ _GOLDEN: Final = 0.618034
 """Multiples of it lie far from one another within a second."""
 
 
-def seconds_to_beat(now: float, period_seconds: float, pid: int | None = None) -> float:
+def seconds_to_aligned_tick(now: float, period_seconds: float, pid: int | None = None) -> float:
     """From `now` (monotonic seconds) to the next moment, a tenth of the period or more. Those of a longer period are
     among those of a shorter one that divides it. `pid`: this process's."""
     phase = (os.getpid() if pid is None else pid) * _GOLDEN % 1.0

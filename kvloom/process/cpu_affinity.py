@@ -20,7 +20,7 @@ from typing import Final
 
 import structlog
 
-from kvloom.process.aligned_timer import seconds_to_beat
+from kvloom.process.aligned_timer import seconds_to_aligned_tick
 
 MAX_WAITING_SHARE: Final = 0.1
 """Of the time: longer, ready to run, a thread does not wait for its CPU."""
@@ -117,7 +117,7 @@ class _Stay:
         self._timer = self._loop.call_later(self._seconds_to_look(), self._look)
 
     def _seconds_to_look(self) -> float:
-        return seconds_to_beat(self._looked_at, self._look_seconds)
+        return seconds_to_aligned_tick(self._looked_at, self._look_seconds)
 
 
 def _waited_seconds() -> float:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class GraceClock:
+class GraceTimer:
     """Runs while nobody reads; calls `on_expired` at its end, from the event loop."""
 
     __slots__ = ("_on_expired", "_seconds", "_timer")

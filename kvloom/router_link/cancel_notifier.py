@@ -28,7 +28,7 @@ GIVE_UP_SECONDS: Final = 600.0
 """A router that hangs is back by then, or will not be."""
 
 
-class LostAttempts:
+class CancelNotifier:
     """By the address of their router. One task, while there are any."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 MAX_FRAMES: Final = 32
 
 
-class LateBooks:
+class DeferredTokenLog:
     """Frames of one token a slot. Slots are found again by `take` and `take_all`, each token once."""
 
     __slots__ = ("_frames", "is_full")

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvloom.router_link.deferred_token_log import LateBooks
+from kvloom.router_link.deferred_token_log import DeferredTokenLog
 
 
-class FlowingSink(Protocol):
-    """What a sink has besides, that lets text flow."""
+class FastPathSink(Protocol):
+    """What a sink has besides, that lets text fast_writer."""
 
-    def flow(self, index: int) -> Callable[[str], None] | None:
+    def fast_writer(self, index: int) -> Callable[[str], None] | None:
         """Where a choice's text goes from now on, token by token; asked once, when it has begun. It must not raise.
         None: it comes with `on_tokens`, as ever."""
         ...
 
-    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+    def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
         """These tokens, so many characters, have gone that way. Comes before all other news of the choice, and does
         not raise."""
         ...
@@ -41,7 +41,7 @@ class OpenChoice:
         """None: cancelled, the slot waits for its SequenceFinish."""
 
 
-class LinkFlows:
+class LinkFastPath:
     """Of one link."""
 
     __slots__ = ("_books", "_give_up", "_open_choices", "_ways")
@@ -50,7 +50,7 @@ class LinkFlows:
         """`open_choices`: the link's, by slot. `give_up`: for a choice whose sink raised."""
         self._open_choices = open_choices
         self._give_up = give_up
-        self._books = LateBooks()
+        self._books = DeferredTokenLog()
         self._ways: dict[int, Callable[[str], None]] = {}
         """Slot → where its text goes."""
 
@@ -69,7 +69,7 @@ class LinkFlows:
             self.tell()
 
     def _on_mixed_tokens(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        """Some do not flow."""
+        """Some do not fast_writer."""
         ways = self._ways
         if ways:
             self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
@@ -88,12 +88,12 @@ class LinkFlows:
                 self._give_up(choice)
 
     def _begin(self, slot: int, choice: OpenChoice) -> None:
-        """From its second token on a choice may flow."""
+        """From its second token on a choice may fast_writer."""
         if not choice.has_begun:
             choice.has_begun = True
             return
-        flow = getattr(choice.sink, "flow", None)
-        way = None if flow is None else flow(choice.index)
+        fast_writer = getattr(choice.sink, "fast_writer", None)
+        way = None if fast_writer is None else fast_writer(choice.index)
         if way is not None:
             self._ways[slot] = way
 
@@ -102,13 +102,13 @@ class LinkFlows:
         if self._ways.pop(slot, None) is not None:
             token_ids, text = self._books.take(slot)
             choice = self._open_choices[slot]
-            choice.sink.on_flowed(choice.index, token_ids, len(text))
+            choice.sink.on_fast_path_tokens(choice.index, token_ids, len(text))
 
     def tell(self) -> None:
         """All sinks what went on."""
         for slot, token_ids, text in self._books.take_all():
             choice = self._open_choices[slot]
-            choice.sink.on_flowed(choice.index, token_ids, len(text))
+            choice.sink.on_fast_path_tokens(choice.index, token_ids, len(text))
 
     def end_all(self) -> None:
         self.tell()

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.process.random_bytes import random_uint64
-from kvloom.router_link.cancel_notifier import LostAttempts
+from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_link.members import NewLink, RouterMember, RouterMembers
 from kvloom.router_link.tracked_request import LOSSES, Attempt, TrackedRequest
@@ -67,7 +67,7 @@ class RouterGroup:
         """How many may still be asked for in this batch."""
         self._batch_ends_at = 0.0
         self._handles = itertools.count(1)
-        self._lost = LostAttempts()
+        self._lost = CancelNotifier()
         """Of routers that share an address: the next connection may go to another one."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -112,10 +112,11 @@ class RouterGroup:
         await self._members.wait_change()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
-        """With `begun`: as one that has lost its router. It is asked for as soon as there is one that has the model."""
+        """With `partial_choices`: as one that has lost its router. It is asked for as soon as there is one that has the
+        model."""
         request.sampling = with_seed(request.sampling)
         tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
-        if request.begun:
+        if request.partial_choices:
             self._park(tracked)
             return tracked.handle
         member = self._members.pick(request.model, tracked.affinity_key)

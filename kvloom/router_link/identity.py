@@ -21,7 +21,7 @@ class LinkIdentity:
         self.link_id = secrets.token_hex(16)
         self._lost: dict[tuple[str, str], int] = {}
         """Tokens that came over own connections, by link and request."""
-        self.spoken_for: dict[tuple[str, str], int] = {}
+        self.delegated_losses: dict[tuple[str, str], int] = {}
         """Tokens that came over links of dead processes, by link and request. Said when it happens, and again until the
         router has read a hello with them: nothing acknowledges what was said in between."""
         self._unsaid: list[tuple[str, str]] = []
@@ -29,7 +29,7 @@ class LinkIdentity:
 
     def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
         """As `note_lost`, of another process's link."""
-        note_bounded(self.spoken_for, (link_id, request_id), num_tokens, MAX_SPOKEN_FOR)
+        note_bounded(self.delegated_losses, (link_id, request_id), num_tokens, MAX_SPOKEN_FOR)
         self._unsaid.append((link_id, request_id))
         del self._unsaid[:-MAX_SPOKEN_FOR]
 
@@ -38,7 +38,7 @@ class LinkIdentity:
         if not self._unsaid:
             return []
         unsaid, self._unsaid = self._unsaid, []
-        return [self._spoken(key) for key in dict.fromkeys(unsaid) if key in self.spoken_for]
+        return [self._spoken(key) for key in dict.fromkeys(unsaid) if key in self.delegated_losses]
 
     def all_losses(self) -> list[LostRequest]:
         """For a hello."""
@@ -47,11 +47,11 @@ class LinkIdentity:
             LostRequest(request_id=name, num_received_tokens=count, link_id="" if link_id == self.link_id else link_id)
             for (link_id, name), count in self._lost.items()
         ]
-        return own + [self._spoken(key) for key in self.spoken_for]
+        return own + [self._spoken(key) for key in self.delegated_losses]
 
     def _spoken(self, key: tuple[str, str]) -> LostRequest:
         link_id, request_id = key
-        return LostRequest(link_id=link_id, request_id=request_id, num_received_tokens=self.spoken_for[key])
+        return LostRequest(link_id=link_id, request_id=request_id, num_received_tokens=self.delegated_losses[key])
 
     def note_lost(self, request_id: str, num_tokens: int) -> None:
         """A connection broke under a request, of whose answer `num_tokens` had come over it."""
@@ -63,9 +63,11 @@ class LinkIdentity:
         self.link_id = secrets.token_hex(16)
 
     def note_told(self) -> None:
-        """The router has read a hello that had all of `lost` and `spoken_for`."""
+        """The router has read a hello that had all of `lost` and `delegated_losses`."""
         self._lost = {}
-        self.spoken_for = {key: self.spoken_for[key] for key in self._unsaid if key in self.spoken_for}
+        self.delegated_losses = {
+            key: self.delegated_losses[key] for key in self._unsaid if key in self.delegated_losses
+        }
 
 
 def note_bounded(counts: dict[K, int], key: K, count: int, max_entries: int) -> None:

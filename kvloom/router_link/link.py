@@ -261,7 +261,7 @@ class GrpcRouterLink:
                 logprobs.setdefault(entry.slot, []).append(entry)
             choices.on_ragged_tokens(step.slots, step.num_tokens[:], step.token_ids[:], step.deltas, logprobs)
         else:
-            choices.flows.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
+            choices.fast_path.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
         for finish in step.finishes:
             if finish.slot in self._cancels:
                 # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
@@ -289,11 +289,11 @@ class GrpcRouterLink:
 
 def _choices(request: LinkRequest, slots: Sequence[int]) -> list[generation_pb2.Choice]:
     """As they are submitted, each on a slot of its own."""
-    if not request.begun:
+    if not request.partial_choices:
         return [generation_pb2.Choice(slot=slot, index=index) for index, slot in enumerate(slots)]
     return [
         generation_pb2.Choice(
             slot=slot, index=choice.index, output_token_ids=choice.token_ids, num_delivered_chars=choice.num_chars
         )
-        for slot, choice in zip(slots, request.begun, strict=True)
+        for slot, choice in zip(slots, request.partial_choices, strict=True)
     ]

@@ -78,7 +78,7 @@ class RouterMembers:
         identity = self._identities.get(address)
         if identity is None:
             identity = self._identities[address] = LinkIdentity()
-            identity.spoken_for = dict(self._spoken_for)
+            identity.delegated_losses = dict(self._spoken_for)
         while len(self._identities) > MAX_IDENTITIES:
             del self._identities[next(iter(self._identities))]
         return identity

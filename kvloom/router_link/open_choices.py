@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvloom.router_link.fast_path import LinkFlows, OpenChoice
+from kvloom.router_link.fast_path import LinkFastPath, OpenChoice
 from kvloom.router_link.request import LinkRequest
 from kvloom.v1.error_reason_pb2 import Error
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, SequenceFinish, SequenceStart, TokenLogprobs
@@ -42,16 +42,16 @@ class OpenChoices:
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._handles = itertools.count(1)
-        self.flows = LinkFlows(self._by_slot, self._give_up)
+        self.fast_path = LinkFastPath(self._by_slot, self._give_up)
         """Where frames go that have one token for each of their slots and no logprobs."""
 
     def __bool__(self) -> bool:
         return bool(self._by_slot)
 
     def open(self, request: LinkRequest, sink: Sink) -> tuple[int, list[int]]:
-        """Its handle, and a slot for each of its choices: those of `request.begun`, else all n."""
+        """Its handle, and a slot for each of its choices: those of `request.partial_choices`, else all n."""
         handle = next(self._handles)
-        indices = [choice.index for choice in request.begun] if request.begun else range(request.n)
+        indices = [choice.index for choice in request.partial_choices] if request.partial_choices else range(request.n)
         slots: list[int] = []
         for index in indices:
             if self._free_slots:
@@ -67,7 +67,7 @@ class OpenChoices:
         """Its sink hears no more; returns the slots, each of which waits for its finish. Repeatable."""
         slots = self._slots_by_handle.pop(handle, [])
         for slot in slots:
-            self.flows.end(slot)
+            self.fast_path.end(slot)
             self._by_slot[slot].sink = None
         return slots
 
@@ -95,7 +95,7 @@ class OpenChoices:
         logprobs: Mapping[int, Sequence[TokenLogprobs]],
     ) -> None:
         """Any number of tokens an entry (`num_tokens` empty: one each), logprobs by slot."""
-        self.flows.tell()
+        self.fast_path.tell()
         counts = num_tokens or [1] * len(slots)
         position = 0
         for slot, count, delta in zip(slots, counts, deltas, strict=True):
@@ -114,7 +114,7 @@ class OpenChoices:
         choice = self._by_slot.get(slot)
         if choice is None:
             return
-        self.flows.end(slot)
+        self.fast_path.end(slot)
         del self._by_slot[slot]
         self._free_slots.append(slot)
         slots = self._slots_by_handle.get(choice.handle)
@@ -126,7 +126,7 @@ class OpenChoices:
 
     def end_all(self, error: Error) -> None:
         """Everything finishes with `error`, and slots begin anew."""
-        self.flows.end_all()
+        self.fast_path.end_all()
         lost = dict(self._by_slot)
         self._by_slot.clear()
         self._slots_by_handle.clear()

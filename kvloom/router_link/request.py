@@ -43,6 +43,6 @@ class LinkRequest:
     """See GenerateRequest in router_service.proto."""
     tier: router_service_pb2.Tier = router_service_pb2.TIER_UNSPECIFIED
     """How urgent it is."""
-    begun: Sequence[ChoiceProgress] = ()
+    partial_choices: Sequence[ChoiceProgress] = ()
     """What earlier attempts have delivered of the choices that are still wanted; `n` says nothing then. Empty: all n
     choices, from their beginning."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
 from kvloom.errors import KvloomError
-from kvloom.router_link.fast_path import FlowingSink
+from kvloom.router_link.fast_path import FastPathSink
 from kvloom.router_link.link import ChoiceProgress, LinkRequest, Sink
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -83,8 +83,8 @@ class TrackedRequest:
     )
 
     def __init__(self, handle: int, request: LinkRequest, sink: Sink, owner: Owner, affinity_key: bytes) -> None:
-        """`request` has a seed: each attempt must draw the same numbers. With `begun` it counts as one that has lost
-        its router; the progress is the request's own from now on."""
+        """`request` has a seed: each attempt must draw the same numbers. With `partial_choices` it counts as one that
+        has lost its router; the progress is the request's own from now on."""
         self.handle = handle
         self.request = request
         self.affinity_key = affinity_key
@@ -94,11 +94,11 @@ class TrackedRequest:
         self.arrived_at = owner.now()
         self.lost_at: float | None = None
         """When it lost the last router that had taken it; None while its first one has it."""
-        if request.begun:
+        if request.partial_choices:
             self.lost_at = self.arrived_at
             for choice in self.choices:
                 choice.is_done = True
-            for choice in request.begun:
+            for choice in request.partial_choices:
                 self.choices[choice.index] = choice
         self.num_losses = 0
         """Routers that broke with it."""
@@ -140,17 +140,17 @@ class TrackedRequest:
             self._owner.on_over(self)
             raise
 
-    def flow(self, index: int) -> Callable[[str], None] | None:
-        """As FlowingSink (kvloom/router_link/fast_path.py). What happens to one choice of several may depend on the
+    def fast_writer(self, index: int) -> Callable[[str], None] | None:
+        """As FastPathSink (kvloom/router_link/fast_path.py). What happens to one choice of several may depend on the
         others' tokens."""
-        flow = getattr(self._sink, "flow", None) if len(self.choices) == 1 else None
-        return None if flow is None else flow(index)
+        fast_writer = getattr(self._sink, "fast_writer", None) if len(self.choices) == 1 else None
+        return None if fast_writer is None else fast_writer(index)
 
-    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+    def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
         progress = self.choices[index]
         progress.token_ids.extend(token_ids)
         progress.num_chars += num_chars
-        cast(FlowingSink, self._sink).on_flowed(index, token_ids, num_chars)
+        cast(FastPathSink, self._sink).on_fast_path_tokens(index, token_ids, num_chars)
 
     def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
         self._num_running -= 1
@@ -172,8 +172,8 @@ class TrackedRequest:
             timeout_seconds -= self._owner.now() - self.arrived_at
             if timeout_seconds <= 0:
                 raise KvloomError(_R.ERROR_REASON_DEADLINE_EXCEEDED, "The request took longer than its timeout.")
-        begun = [choice for choice in self.choices if not choice.is_done]
-        return dataclasses.replace(self.request, begun=begun, timeout_seconds=timeout_seconds)
+        partial_choices = [choice for choice in self.choices if not choice.is_done]
+        return dataclasses.replace(self.request, partial_choices=partial_choices, timeout_seconds=timeout_seconds)
 
     def on_submitted(self, link_id: str) -> None:
         """A link has taken what `next_attempt` asks for."""

@@ -10,27 +10,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from router.core_driver import Dispatcher
-from router.usage_records import RecentBills
+from router.core_driver import CoreDriver
+from router.usage_records import UsageRecords
 
 
 class Attempts:
     """Those of `Generate`, by name (`name_of`)."""
 
-    def __init__(self, dispatcher: Dispatcher, bills: RecentBills) -> None:
+    def __init__(self, dispatcher: CoreDriver, bills: UsageRecords) -> None:
         self._dispatcher = dispatcher
-        self._bills = bills
+        self._usage_records = bills
         self._running: dict[str, tuple[str, Callable[[], None]]] = {}
         """The client's id in the dispatcher, and what ends it."""
 
     def open(self, name: str, client_id: str, end: Callable[[], None]) -> None:
         """`end` must have the request ended, and metered, when it returns. Repeatable."""
         self._running[name] = (client_id, end)
-        self._bills.open(client_id, name)
+        self._usage_records.open(client_id, name)
 
     def close(self, name: str, client_id: str) -> None:
         """Its request has ended."""
-        self._bills.close(client_id)
+        self._usage_records.close(client_id)
         if self._running.get(name, ("", None))[0] == client_id:
             del self._running[name]
 
@@ -40,7 +40,9 @@ class Attempts:
         _, end = self._running.get(name, ("", None))
         if end is not None:
             end()
-        found = [] if num_received_tokens is None else self._bills.settle(name, {request_id: num_received_tokens})
+        found = (
+            [] if num_received_tokens is None else self._usage_records.settle(name, {request_id: num_received_tokens})
+        )
         for credit in found:
             self._dispatcher.credited(credit)
         return end is not None or bool(found)

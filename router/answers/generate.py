@@ -20,7 +20,7 @@ from router.answers.attempts import Attempts, name_of
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, Request, RequestArrived
 from router.core.frames import Finish, Start, Step
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.intake import Intake, new_request_id, seed_of
 from router.links.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
 from router.partial_choices import named_for_callers
@@ -38,7 +38,7 @@ class GenerateCall:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: CoreDriver,
         intake: Intake,
         attempts: Attempts,
         context: Context,

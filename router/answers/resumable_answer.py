@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.replay.event_log import EventLog
-from kvloom.replay.grace_timer import GraceClock
+from kvloom.replay.grace_timer import GraceTimer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateResponse
 from router.answers.generate import deltas_of, error_of
@@ -79,7 +79,7 @@ class ResumableAnswer:
         self.error: KvloomError | None = None
         """The status that it ended with; None: OK."""
         self._num_open = num_choices
-        self._clock = GraceClock(grace_seconds, lambda: on_abandoned(self))
+        self._clock = GraceTimer(grace_seconds, lambda: on_abandoned(self))
         self._on_left = on_left
         self._on_ended = on_ended
         self._reader: Reader | None = None

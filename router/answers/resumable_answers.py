@@ -19,7 +19,7 @@ from router.answers.attempts import Attempts, name_of
 from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.answers.resume_metrics import ResumeMetrics
 from router.core.events import ClientGone, RequestArrived
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
 from router.partial_choices import num_wanted_choices
 
@@ -39,7 +39,7 @@ class ResumableAnswers:
     def __init__(
         self,
         config: ResumeConfig,
-        dispatcher: Dispatcher,
+        dispatcher: CoreDriver,
         intake: Intake,
         attempts: Attempts,
         metrics: ResumeMetrics,
@@ -73,8 +73,8 @@ class ResumableAnswers:
         if len(request_id) > MAX_NAME_CHARS:
             message = f"request_id has {len(request_id)} characters; at most {MAX_NAME_CHARS}."
             raise invalid_argument(message, "request_id")
-        if request.starting_after and not (request.begun and request.starting_after <= MAX_EVENTS):
-            message = "starting_after belongs to begun, and is the event_number of a response."
+        if request.starting_after and not (request.partial_choices and request.starting_after <= MAX_EVENTS):
+            message = "starting_after belongs to partial_choices, and is the event_number of a response."
             raise invalid_argument(message, "starting_after")
         token = _checked_token(request.resume_token) if request.resume_token else self._draw_token()
         key = name_of(request_id, token, caller)
@@ -89,7 +89,7 @@ class ResumableAnswers:
             self._retention.on_left,
             self._on_abandoned,
             self._on_ended,
-            has_news=any(choice.token_ids for choice in request.begun),
+            has_news=any(choice.token_ids for choice in request.partial_choices),
         )
         self._attempts.open(key, answer.name.client_id, lambda: self._on_settled(answer))
         answer.known = bool(request.resume_token)

@@ -24,8 +24,8 @@ class SubmitAttempt(msgspec.Struct, frozen=True):
     max_tokens: int
     num_expected_cached_tokens: int
     prepares: str = ""
-    """The name of the request, if this is only a portion of its prompt, to be computed before it comes (attempt_id is 0
-    then, and nobody hears of the token that ends it)."""
+    """The name of the request, if this is only a prefill chunk of its prompt, to be computed before it comes
+    (attempt_id is 0 then, and nobody hears of the token that ends it)."""
 
 
 class PlacementDecided(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from router.core.admission.cancellation import Cancellation
 from router.core.admission.deadlines import Deadlines
 from router.core.admission.outage import Outage
 from router.core.core_config import CoreConfig
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_shard, draining, queue_timeout
 from router.core.events import Event, Request
@@ -31,19 +31,19 @@ from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.shard_health import HealthState
 from router.core.fleet.shard_state import ShardState
 from router.core.health.health_watch import HealthWatch
-from router.core.health.migrator import Mover
+from router.core.health.migrator import Migrator
 from router.core.live import Client, LiveRequest
 from router.core.load.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 from router.core.placement import Plan
 from router.core.placement.placer import Placer
 from router.core.prefix_index.prefix_index import PrefixIndex
-from router.core.relay.deferred_frames import QuietFrames
+from router.core.relay.deferred_frames import DeferredFrames
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.relay import Relay
 from router.core.relay.screening import Screening
 from router.core.relay.verdicts import Verdicts
-from router.core.shard_event_handler import ShardNews, check_frame, check_step
+from router.core.shard_event_handler import ShardEventHandler, check_frame, check_step
 
 __all__ = ["CoreConfig", "RouterCore"]
 
@@ -63,14 +63,14 @@ class RouterCore:
         self._screening = Screening(self._outbox)
         self._deadlines = Deadlines()
         self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed)
-        self._dispatcher = Dispatcher(
+        self._dispatcher = AttemptSender(
             self._fleet,
             self._index,
             self._ledger,
             self._placer,
             self._outbox,
             config.decision_sample_share,
-            config.portions,
+            config.prefill_chunks,
         )
         self._overload = OverloadGuard(config.overload, self._dispatcher.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
@@ -96,9 +96,9 @@ class RouterCore:
             self._outbox,
             safety_required=config.safety_required,
         )
-        mover = Mover(self._placer, self._dispatcher, self._lifecycle, self._outbox)
+        mover = Migrator(self._placer, self._dispatcher, self._lifecycle, self._outbox)
         self._health = HealthWatch(config.health, self._fleet, self._ledger, self._dispatcher, mover, self._outbox)
-        news = ShardNews(
+        news = ShardEventHandler(
             self._fleet,
             self._index,
             self._ledger,
@@ -109,7 +109,7 @@ class RouterCore:
             serve_queue=self._serve_queue,
             note_fleet_change=self._note_fleet_change,
         )
-        self._quiet = QuietFrames(self._fleet, self._dispatcher.queue, self._overload, relay, news.take_in)
+        self._deferred = DeferredFrames(self._fleet, self._dispatcher.queue, self._overload, relay, news.take_in)
         self.deadlines_stand = False
         """`next_deadline` is what it was before the last event."""
         self._told_fleet = self._fleet.state()
@@ -132,7 +132,7 @@ class RouterCore:
         checks: dict[type, Callable[[Any], None]] = {
             ev.StepArrived: check_step,
             ev.FrameArrived: check_frame,
-            ev.QuietFrame: check_step,
+            ev.TokensOnlyFrame: check_step,
             ev.ShardUp: lambda event: check_shard(event.shard),
         }
         self._checks = checks
@@ -148,18 +148,18 @@ class RouterCore:
         """
         has_due = self._deadlines.has_due(now)
         self.deadlines_stand = False
-        if type(event) is ev.QuietFrame and not has_due:
-            sent = self._quiet.relay(event, now)
+        if type(event) is ev.TokensOnlyFrame and not has_due:
+            sent = self._deferred.relay(event, now)
             if sent is not None:
-                if not self._quiet.is_full:
+                if not self._deferred.is_full:
                     self.deadlines_stand = True
                     return sent
-                self._quiet.catch_up()
+                self._deferred.flush()
                 return [*sent, *self._conclude(now)]
         check = self._checks.get(type(event))
         if check is not None:
             check(event)
-        self._quiet.catch_up()
+        self._deferred.flush()
         if has_due:
             self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain
         self._handlers[type(event)](event, now)
@@ -167,7 +167,7 @@ class RouterCore:
 
     def plan(self, request: Request, now: float) -> Plan:
         """Where `request` would go, and how every shard looks to it. Places nothing."""
-        self._quiet.catch_up()
+        self._deferred.flush()
         error = self._arrivals.refusal(request)
         if error is not None:
             return Plan(len(request.prompt_token_ids), (), error=error)
@@ -195,7 +195,7 @@ class RouterCore:
     @property
     def shards(self) -> list[ShardState]:
         """Those that are connected, and how fast they are."""
-        self._quiet.catch_up()
+        self._deferred.flush()
         return [self._shard_state(shard) for shard in self._fleet.shards.values()]
 
     @property
@@ -259,7 +259,7 @@ class RouterCore:
         if shard is None:
             return
         lost = self._dispatcher.end_all_slots(shard, now)
-        self._dispatcher.queue.dissolve_line(shard)
+        self._dispatcher.queue.requeue_all(shard)
         self._health.on_shard_down(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
@@ -314,7 +314,7 @@ class RouterCore:
     def _serve_queue(self, now: float) -> None:
         """Whoever waits may have a shard now, or none ever."""
         queue = self._dispatcher.queue
-        if queue.lines.num_requests:
+        if queue.queues.num_requests:
             if queue.check_hopeless:
                 self._outage.look(now)
             queue.serve(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from router.core.dispatch.overload import OverloadConfig
-from router.core.dispatch.prefill_chunks import PortionSettings
+from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.fleet.shard_health import HealthSettings
 
 
@@ -31,6 +31,6 @@ class CoreConfig:
     """Share of the requests (by a hash of their names) whose placements are told as PlacementDecided."""
     health: HealthSettings | None = None
     """When a shard is suspected; None: never. Shards must tell of every step then."""
-    portions: PortionSettings | None = dataclasses.field(default_factory=PortionSettings)
+    prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split, under a policy that holds requests back; None: they never are."""
     overload: OverloadConfig = dataclasses.field(default_factory=OverloadConfig)

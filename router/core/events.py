@@ -168,7 +168,7 @@ class FrameArrived(msgspec.Struct):
     parts: Sequence[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived]
 
 
-class QuietFrame(msgspec.Struct):
+class TokensOnlyFrame(msgspec.Struct):
     """As FrameArrived, where all but the tokens may be taken in later: no sequence starts or ends, each has one token
     and no logprobs, no batch of KV events is missing before its own, the shard is not draining."""
 
@@ -252,7 +252,7 @@ Event = (
     | KvSnapshotArrived
     | LoadReported
     | FrameArrived
-    | QuietFrame
+    | TokensOnlyFrame
     | SafetyUp
     | SafetyDown
     | PromptVerdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.fleet.fleet import Fleet
 from router.core.live import LiveRequest
@@ -19,7 +19,7 @@ from router.core.relay.screening import Screening
 def check(
     fleet: Fleet,
     lifecycle: Lifecycle,
-    dispatcher: Dispatcher,
+    dispatcher: AttemptSender,
     placer: Placer,
     ledger: LoadLedger,
     index: PrefixIndex,
@@ -31,7 +31,7 @@ def check(
     _check_shards(fleet, ledger)
     _check_clients(lifecycle)
     _check_queue(dispatcher.queue, placer, ledger, fleet)
-    queued = {id(live) for live in dispatcher.queue.lines}
+    queued = {id(live) for live in dispatcher.queue.queues}
     for request_id, live in lifecycle.requests.items():
         assert live.request.request_id == request_id
         assert live.is_queued == (id(live) in queued)
@@ -50,7 +50,7 @@ def _check_shards(fleet: Fleet, ledger: LoadLedger) -> None:
             num_slots[attempt.key] = num_slots.get(attempt.key, 0) + 1
         for attempt in shard.attempts.values():
             assert attempt.num_open_slots == num_slots[attempt.key]
-        shard.flows.check_integrity()
+        shard.fast_path.check_integrity()
         for slot, choice in shard.choices.items():
             assert not choice.is_done
             assert (choice.shard_id, choice.shard_slot) == (shard.shard_id, slot)
@@ -72,9 +72,9 @@ def _check_clients(lifecycle: Lifecycle) -> None:
 def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet: Fleet) -> None:
     """No request waits for any shard while one that could run it has room, or although none ever could; one that waits
     for a certain shard is placed there, and there is a time at which that is looked at again."""
-    lines = queue.lines
+    lines = queue.queues
     assert len(lines) == sum(1 for _ in lines)
-    assert lines.num_untouched == sum(not live.has_portions for live in lines)
+    assert lines.num_untouched == sum(not live.has_prefill_chunks for live in lines)
     assert Counter((live.request.model, live.request.tier) for live in lines) == lines.counts()
     held: dict[str, set[str]] = {shard_id: set() for shard_id in fleet.shards}
     for live in lines:
@@ -86,10 +86,10 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
             held[live.line_id.shard_id].add(live.request.request_id)
             shard = fleet.shards[live.line_id.shard_id]
             assert not shard.is_draining
-            assert live.portion is None or shard.attempts[live.portion[1]] is live.portion[0]
+            assert live.prefill_chunk is None or shard.attempts[live.prefill_chunk[1]] is live.prefill_chunk[0]
             assert queue.next_deadline() < math.inf
         else:
-            assert live.portion is None
+            assert live.prefill_chunk is None
             assert live.line_id.is_parked or not placer.can_run(live)
         if live.line_id.is_parked:
             model = live.request.model

@@ -28,7 +28,7 @@ _SEVERITY: Final[dict[int, int]] = {
 }
 
 
-class LineId(NamedTuple):
+class QueueId(NamedTuple):
     """A line in which requests wait in the router."""
 
     model: str
@@ -82,7 +82,7 @@ class Attempt:
         self.num_open_slots = num_open_slots
         self.sent_at = sent_at
         self.prepares: LiveRequest | None = None
-        """Of a portion: whose prompt it computes a part of."""
+        """Of a prefill chunk: whose prompt it computes a part of."""
 
     @property
     def key(self) -> ReservationKey:
@@ -171,13 +171,13 @@ class LiveRequest:
         "num_cached_tokens",
         "num_open_choices",
         "num_output_tokens",
-        "num_portions",
+        "num_prefill_chunks",
         "num_prepared_tokens",
         "num_ready_tokens",
         "own_seconds",
         "pending",
         "placed_at",
-        "portion",
+        "prefill_chunk",
         "prompt_verdict_open",
         "queue_deadline",
         "request",
@@ -192,17 +192,17 @@ class LiveRequest:
         self.num_open_choices = len(self.choices)
         self.pending: list[Choice] = list(self.choices)
         """Choices that are to be dispatched."""
-        self.line_id: LineId | None = None
+        self.line_id: QueueId | None = None
         """Where it waits in the router; None while it does not."""
         self.own_seconds = 0.0
         """Prefill on the shard for which it waits."""
         self.placed_at = 0.0
         """When it was placed in the line of that shard."""
-        self.portion: tuple[Attempt, int] | None = None
-        """The portion of its prompt that the shard it waits for computes, and its slot there."""
-        self.num_portions = 0
+        self.prefill_chunk: tuple[Attempt, int] | None = None
+        """The prefill chunk of its prompt that the shard it waits for computes, and its slot there."""
+        self.num_prefill_chunks = 0
         self.num_ready_tokens = 0
-        """As far into the prompt as the portions on that shard go."""
+        """As far into the prompt as the prefill chunks on that shard go."""
         self.num_prepared_tokens = 0
         """That they have computed: not what its client calls cached."""
         self.avoid_shard_id = ""
@@ -231,9 +231,9 @@ class LiveRequest:
             self.ended_with = (reason, error)
 
     @property
-    def has_portions(self) -> bool:
+    def has_prefill_chunks(self) -> bool:
         """Whether a part of its prompt has been computed, or is. Does not change while it waits."""
-        return self.num_portions > 0
+        return self.num_prefill_chunks > 0
 
     @property
     def is_queued(self) -> bool:

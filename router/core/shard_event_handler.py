@@ -8,7 +8,7 @@ from typing import Any
 from kvloom.errors import protocol_violation
 from router.core import events as ev
 from router.core.actions import WantKvSnapshot
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Fleet
 from router.core.health.health_watch import HealthWatch
 from router.core.load.load_ledger import LoadLedger
@@ -17,7 +17,7 @@ from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.relay import Relay
 
 
-def check_step(event: ev.StepArrived | ev.QuietFrame) -> None:
+def check_step(event: ev.StepArrived | ev.TokensOnlyFrame) -> None:
     """Raises KvloomError (PROTOCOL_VIOLATION) for arrays that do not fit together."""
     step = event.step
     num_entries = len(step.slots)
@@ -34,7 +34,7 @@ def check_frame(event: ev.FrameArrived) -> None:
             check_step(part)
 
 
-class ShardNews:
+class ShardEventHandler:
     """Handles the events of shards that are up; those of others are dropped."""
 
     def __init__(
@@ -42,7 +42,7 @@ class ShardNews:
         fleet: Fleet,
         index: PrefixIndex,
         ledger: LoadLedger,
-        dispatcher: Dispatcher,
+        dispatcher: AttemptSender,
         relay: Relay,
         health: HealthWatch,
         outbox: Outbox,
@@ -66,7 +66,7 @@ class ShardNews:
             ev.LoadReported: self._on_load,
         }
         self._parts = parts
-        self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.QuietFrame: self._on_quiet_frame}
+        self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.TokensOnlyFrame: self._on_quiet_frame}
 
     def take_in(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
         """What a frame says besides its step."""
@@ -81,7 +81,7 @@ class ShardNews:
             is_first = False
             self._parts[type(part)](part, now)
 
-    def _on_quiet_frame(self, event: ev.QuietFrame, now: float) -> None:
+    def _on_quiet_frame(self, event: ev.TokensOnlyFrame, now: float) -> None:
         """There was something to look at after all."""
         step = ev.StepArrived(event.shard_id, event.step)
         self._on_frame(ev.FrameArrived(event.shard_id, [*event.read_rest(), step]), now)
@@ -110,11 +110,11 @@ class ShardNews:
         if shard is None:
             return
         self._ledger.report(event.shard_id, event.load)
-        self._queue.stir(event.shard_id)
+        self._queue.mark_dirty(event.shard_id)
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
             if shard.is_draining:
-                self._queue.dissolve_line(shard)
+                self._queue.requeue_all(shard)
             self._note_fleet_change()
         if shard.health is not None:
             shard.health.note_load(event.load)

@@ -30,11 +30,11 @@ from router import convert
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.intake import MAX_NAME_CHARS, Intake
-from router.links.link_sessions import NamedLinks
+from router.links.link_sessions import LinkSessions
 from router.links.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
-from router.links.submit_queue import Inbox
+from router.links.submit_queue import SubmitQueue
 
 log = structlog.get_logger()
 
@@ -54,10 +54,10 @@ class ClientLink:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: CoreDriver,
         intake: Intake,
         context: Context,
-        named_links: NamedLinks,
+        named_links: LinkSessions,
         router_address: str = "",
         incarnation_id: str = "",
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
@@ -74,7 +74,7 @@ class ClientLink:
         self._outbox = StepOutbox(max_waiting_entries)
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
-        self._inbox = Inbox(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)
+        self._inbox = SubmitQueue(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)
         # Without an interval: tokens are metered by now, and what a router has not written is lost with it.
         self._writer = FrameWriter(context, self._take_response)
         self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ import structlog
 
 from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.process.cancellation import raise_if_cancelled
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.links.reconnect import Backoff
 from router.links.shard_link import ShardLink
 
@@ -23,7 +23,7 @@ MAX_SHARDS: Final = 4096
 class FleetWatcher:
     """Reads the registry whenever it has news. While Redis is away nothing changes: connected shards stay."""
 
-    def __init__(self, registry: ShardRegistry, router_id: str, dispatcher: Dispatcher) -> None:
+    def __init__(self, registry: ShardRegistry, router_id: str, dispatcher: CoreDriver) -> None:
         self._registry = registry
         self._router_id = router_id
         self._dispatcher = dispatcher

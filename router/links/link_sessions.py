@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from router.core.events import RequestCancelled
-from router.core_driver import Dispatcher
-from router.usage_records import RecentBills
+from router.core_driver import CoreDriver
+from router.usage_records import UsageRecords
 
 
-class NamedLink(Protocol):
+class LinkSession(Protocol):
     """One stream."""
 
     @property
@@ -26,36 +26,38 @@ class NamedLink(Protocol):
         ...
 
 
-class NamedLinks:
+class LinkSessions:
     """Of one router, by link_id."""
 
-    def __init__(self, dispatcher: Dispatcher, bills: RecentBills) -> None:
+    def __init__(self, dispatcher: CoreDriver, bills: UsageRecords) -> None:
         self._dispatcher = dispatcher
-        self._bills = bills
-        self._open: dict[str, NamedLink] = {}
+        self._usage_records = bills
+        self._open: dict[str, LinkSession] = {}
 
-    def open(self, link_id: str, link: NamedLink) -> None:
+    def open(self, link_id: str, link: LinkSession) -> None:
         """Ends the link's earlier stream, whose break may not have been seen here: what it ran goes on over this one,
         under the same names."""
         earlier = self._open.get(link_id)
         if earlier is not None:
             earlier.leave()
         self._open[link_id] = link
-        self._bills.open(link.client_id, link_id)
+        self._usage_records.open(link.client_id, link_id)
 
-    def close(self, link_id: str, link: NamedLink) -> None:
+    def close(self, link_id: str, link: LinkSession) -> None:
         """Its requests have ended."""
         if self._open.get(link_id) is link:
             del self._open[link_id]
-        self._bills.close(link.client_id)
+        self._usage_records.close(link.client_id)
 
-    def settle(self, link_id: str, request_id: str, num_received_tokens: int, speaker: NamedLink | None = None) -> bool:
+    def settle(
+        self, link_id: str, request_id: str, num_received_tokens: int, speaker: LinkSession | None = None
+    ) -> bool:
         """Credit what was metered beyond what came. Unless the link itself is the `speaker`, a request that it still
         has is ended first: it goes on elsewhere. False when nothing was credited."""
         link = self._open.get(link_id)
         if link is not None and link is not speaker:
             self._dispatcher.dispatch(RequestCancelled(request_id, link.client_id))
-        found = self._bills.settle(link_id, {request_id: num_received_tokens})
+        found = self._usage_records.settle(link_id, {request_id: num_received_tokens})
         for credit in found:
             self._dispatcher.credited(credit)
         return bool(found)

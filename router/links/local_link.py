@@ -23,7 +23,7 @@ from router import convert
 from router.core.actions import FleetChanged
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.intake import Intake
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 class LocalRouterLink:
     """A RouterLink (kvloom/router_link/link.py), and the core's client (router/core_driver.py) at the same time."""
 
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, name: str) -> None:
+    def __init__(self, dispatcher: CoreDriver, intake: Intake, name: str) -> None:
         self._dispatcher = dispatcher
         self._intake = intake
         self._client_id = f"{name}#local-{next(_numbers)}"
@@ -149,7 +149,7 @@ class LocalRouterLink:
                 logprobs.setdefault(slot, []).append(convert.logprobs_to_proto(slot, entry))
             choices.on_ragged_tokens(step.slots, step.num_tokens, step.token_ids, step.deltas, logprobs)
         else:
-            choices.flows.on_tokens(step.slots, step.token_ids, step.deltas)
+            choices.fast_path.on_tokens(step.slots, step.token_ids, step.deltas)
         for finish in step.finishes:
             choices.on_finish(convert.finish_to_proto(finish))
 
@@ -160,9 +160,9 @@ class LocalRouterLink:
 
 def _choices(request: LinkRequest, slots: Sequence[int]) -> tuple[ChoiceSpec, ...]:
     """As the core knows them, each on a slot of its own."""
-    if not request.begun:
+    if not request.partial_choices:
         return tuple(ChoiceSpec(slot=slot, index=index) for index, slot in enumerate(slots))
     return tuple(
         ChoiceSpec(slot, choice.index, choice.token_ids.tolist(), choice.num_chars)
-        for slot, choice in zip(slots, request.begun, strict=True)
+        for slot, choice in zip(slots, request.partial_choices, strict=True)
     )

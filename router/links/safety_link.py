@@ -19,7 +19,7 @@ from kvloom.v1 import safety_service_pb2
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.links.prompt_filter import PromptFilter
 from router.links.reconnect import Backoff, LinkError, cause_of
 from router.links.safety_stream import SafetyStream
@@ -35,7 +35,7 @@ LONGEST_PAUSE_SECONDS: Final = 0.4
 class SafetyLink:
     """`run` is its only task."""
 
-    def __init__(self, address: str, dispatcher: Dispatcher) -> None:
+    def __init__(self, address: str, dispatcher: CoreDriver) -> None:
         self._address = address
         self._dispatcher = dispatcher
         self.tried = asyncio.Event()

@@ -28,12 +28,12 @@ from router.core.events import (
     KvEventsArrived,
     KvSnapshotArrived,
     LoadReported,
-    QuietFrame,
     ShardDown,
     ShardUp,
     StepArrived,
+    TokensOnlyFrame,
 )
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class ShardLink:
     """One shard of the registry. `run` is its only task; `registered` is the fleet watcher's word on whether to try
     again once the connection has broken."""
 
-    def __init__(self, record: ShardRecord, router_id: str, dispatcher: Dispatcher) -> None:
+    def __init__(self, record: ShardRecord, router_id: str, dispatcher: CoreDriver) -> None:
         self.record = record
         self.registered = True
         self.expected_incarnation_id = record.incarnation_id
@@ -176,7 +176,7 @@ class ShardLink:
         step = convert.step_from_frame(frame.step) if frame.HasField("step") else None
         if self._is_steady(frame) and step is not None and step.is_plain:
             read_rest = functools.partial(convert.news_from_frame, shard_id, frame)
-            self._dispatcher.dispatch(QuietFrame(shard_id, step, read_rest))
+            self._dispatcher.dispatch(TokensOnlyFrame(shard_id, step, read_rest))
             return
         parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived] = []
         if frame.HasField("kv_snapshot"):

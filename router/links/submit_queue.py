@@ -20,7 +20,7 @@ MAX_WAITING: Final = 1024
 """Of more than these nobody waits for a turn: a client must not make the router keep what it sends."""
 
 
-class Inbox:
+class SubmitQueue:
     """Submits and cancels, taken in as they came."""
 
     def __init__(

@@ -97,7 +97,7 @@ class RouterLinkSuite:
         begun.token_ids.extend(expected_tokens([7], 1, 3))
         begun.num_chars = len("".join(map(token_text, begun.token_ids)))
         answer = Answer(2)
-        rig.link.submit(link_request([7], 8, request_id="a", n=2, begun=[begun]), answer)
+        rig.link.submit(link_request([7], 8, request_id="a", n=2, partial_choices=[begun]), answer)
         await eventually(lambda: answer.finishes[1], "the end")
         assert answer.token_ids == [[], expected_tokens([7], 1, 8)[3:]]
         assert answer.finishes[0] is None

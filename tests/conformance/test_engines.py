@@ -35,7 +35,7 @@ class TorchEngineSuite(EngineSuite):
         from shard_server.engines.torch_engine.engine import TorchEngine
 
         # One thread: with more, a busy machine makes every step wait for the thread that was not scheduled. A start
-        # computes the largest portion of a prompt several times: a small one, which also cuts the longer prompts.
+        # computes the largest prefill chunk of a prompt several times: a small one, which also cuts the longer prompts.
         fields = {"max_batch": 16, "num_blocks": 256, "max_prefill_tokens_per_step": 48} | shard_fields
         config = ShardConfig(torch=TorchConfig(num_threads=1, **torch_fields), **fields)
         return TorchEngine(model_dir, "model", config, load_runner=self.load_runner)

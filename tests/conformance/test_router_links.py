@@ -105,7 +105,7 @@ class FakeRig:
 
     async def _answer(self, fake: FakeRequest) -> None:
         request = fake.request
-        begun = {choice.index: len(choice.token_ids) for choice in request.begun}
+        begun = {choice.index: len(choice.token_ids) for choice in request.partial_choices}
         indexes = list(begun) or list(range(request.n))
         if request.model != MODEL:
             for index in indexes:

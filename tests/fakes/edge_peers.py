@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 
-from edge_http.recovery.edge_membership import Peers, join_peers
+from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
@@ -17,17 +17,19 @@ CHAT = "/v1/chat/completions"
 _prefixes = itertools.count()
 
 
-def join(world: EdgeWorld, redis: RedisConfig) -> Peers:
-    peers = join_peers(world.edge, redis, world.url.removeprefix("http://"))
+def join(world: EdgeWorld, redis: RedisConfig) -> EdgeMembership:
+    peers = join_edges(world.edge, redis, world.url.removeprefix("http://"))
     assert peers is not None
     return peers
 
 
 @contextlib.asynccontextmanager
-async def edges(redis_url: str, count: int = 2, **resume: float) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
+async def edges(
+    redis_url: str, count: int = 2, **resume: float
+) -> AsyncIterator[list[tuple[EdgeWorld, EdgeMembership]]]:
     redis = RedisConfig(url=redis_url, key_prefix=f"edge-resume-{next(_prefixes)}")
     async with contextlib.AsyncExitStack() as stack:
-        started: list[tuple[EdgeWorld, Peers]] = []
+        started: list[tuple[EdgeWorld, EdgeMembership]] = []
         for _ in range(count):
             config = EdgeConfig(resume=EdgeResumeConfig(**resume))  # pyright: ignore[reportArgumentType]
             world = await stack.enter_async_context(edge_world(config))
@@ -60,11 +62,11 @@ async def begin(world: EdgeWorld, stop_after: int) -> tuple[ResumingClient, Fake
     return streamed, request
 
 
-async def published(peers: Peers) -> None:
+async def published(peers: EdgeMembership) -> None:
     await peers._publisher.flush()
 
 
-async def die(world: EdgeWorld, peers: Peers) -> None:
+async def die(world: EdgeWorld, peers: EdgeMembership) -> None:
     """As kill -9 does it: no word to Redis or to clients, and the port is closed."""
     task = peers._publisher._task
     assert task is not None

@@ -28,10 +28,10 @@ class FakeRequest:
         self.cancelled = asyncio.Event()
         self._sink = sink
         self._num_output_tokens = [0] * request.n
-        for choice in request.begun:
+        for choice in request.partial_choices:
             self._num_output_tokens[choice.index] = len(choice.token_ids)
         self._num_cached_tokens = 0
-        self._open = {choice.index for choice in request.begun} or set(range(request.n))
+        self._open = {choice.index for choice in request.partial_choices} or set(range(request.n))
 
     def start(
         self, index: int = 0, *, shard_id: str = "shard-0", num_cached_tokens: int = 0, queue_time_seconds: float = 0.0

@@ -6,7 +6,7 @@ import asyncio
 import re
 from typing import Any
 
-from edge_http.recovery.edge_membership import Peers
+from edge_http.recovery.edge_membership import EdgeMembership
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_peers import CHAT, die, until
 from tests.fakes.edge_world import EdgeWorld, chat_body
@@ -30,9 +30,9 @@ class Script:
         self.logprobs = logprobs
 
     def play(self, request: FakeRequest, begin: int, end: int | None = None) -> None:
-        begun = {choice.index: choice for choice in request.request.begun}
+        partial_choices = {choice.index: choice for choice in request.request.partial_choices}
         for what, index, i in self.steps[begin:end]:
-            if begun and index not in begun:
+            if partial_choices and index not in partial_choices:
                 continue
             if what == "start":
                 request.start(index, num_cached_tokens=2)
@@ -51,12 +51,14 @@ class Script:
             if index not in ended:
                 delivered = [i for what, of, i in done if what == "token" and of == index]
                 wanted[index] = ([70 + i for i in delivered], sum(len(TEXT[i]) for i in delivered))
-        begun = {choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.begun}
-        assert begun == wanted
+        partial_choices = {
+            choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.partial_choices
+        }
+        assert partial_choices == wanted
 
     def restart(self, request: FakeRequest, begin: int) -> None:
         """As a router does: those that go on start anew."""
-        for choice in request.request.begun:
+        for choice in request.request.partial_choices:
             request.start(choice.index, shard_id="another", num_cached_tokens=9)
         self.play(request, max(begin, sum(what == "start" for what, _, _ in self.steps)))
 
@@ -105,7 +107,7 @@ async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: 
     return streamed, request, reading
 
 
-async def kill(world: EdgeWorld, peers: Peers, reading: asyncio.Task[Any]) -> None:
+async def kill(world: EdgeWorld, peers: EdgeMembership, reading: asyncio.Task[Any]) -> None:
     await die(world, peers)
     await asyncio.gather(reading, return_exceptions=True)
 

@@ -18,12 +18,12 @@ from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import CHANNEL_OPTIONS
 from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
-from kvloom.v1.router_service_pb2 import BegunChoice, GenerateRequest
+from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, RouterProcesses, router_processes
 from tests.fakes.router_world import eventually
-from tools.chaos.ledger import parse_bill
+from tools.chaos.ledger import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -264,8 +264,8 @@ async def test_a_client_of_any_language_goes_on(world: RouterProcesses) -> None:
         stub = RouterServiceStub(channel)
         request.sampling.CopyFrom(SamplingParams(seed=seed))
         whole = [(list(d.token_ids), d.text) async for r in stub.Generate(request) for d in r.deltas]
-        begun = BegunChoice(token_ids=_ids(parts), num_delivered_chars=len(_text(parts)))
-        request.begun.append(begun)
+        partial_choices = PartialChoice(token_ids=_ids(parts), num_delivered_chars=len(_text(parts)))
+        request.partial_choices.append(partial_choices)
         rest = [(list(d.token_ids), d.text) async for r in stub.Generate(request) for d in r.deltas]
     assert _ids(parts) + _ids(rest) == _ids(whole)
     assert _text(parts) + _text(rest) == _text(whole)
@@ -285,7 +285,7 @@ async def billed(*routers: RouterProcess) -> tuple[dict[str, int], int]:
     num_credited = 0
     for router in routers:
         _, log = await router.wait()
-        for bill in filter(None, map(parse_bill, log.encode().splitlines())):
+        for bill in filter(None, map(parse_usage_record, log.encode().splitlines())):
             bills[bill.request_id] = bills.get(bill.request_id, 0) + bill.num_output_tokens - bill.num_credited_tokens
             num_credited += bill.num_credited_tokens
     return bills, num_credited

@@ -29,7 +29,7 @@ async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: s
         streamed.url = second.url + CHAT
         back = asyncio.create_task(streamed.resume())
         rest = await second.link.next_request()
-        assert [list(choice.token_ids) for choice in rest.request.begun] == [[65] * 4]
+        assert [list(choice.token_ids) for choice in rest.request.partial_choices] == [[65] * 4]
         rest.start()
         rest.tokens("more")
         rest.finish()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from edge_http.recovery.edge_membership import Peers
+from edge_http.recovery.edge_membership import EdgeMembership
 from kvloom.config import RedisConfig
 from tests.fakes.edge_peers import CHAT, begin, client, die, edges, join, left_by_a_dead_edge, published, until
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
@@ -20,12 +20,12 @@ from tests.fakes.redis_server import redis_server
 
 
 @pytest.fixture
-async def pair(redis_url: str) -> AsyncIterator[list[tuple[EdgeWorld, Peers]]]:
+async def pair(redis_url: str) -> AsyncIterator[list[tuple[EdgeWorld, EdgeMembership]]]:
     async with edges(redis_url) as started:
         yield started
 
 
-async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
     """A load balancer sends a returning client anywhere: missed events and live ones come all the same."""
     (first, _), (second, _) = pair
     streamed, request = await begin(first, 4)
@@ -87,7 +87,7 @@ async def test_drop_between_client_and_relay_starts_the_clock(redis_url: str) ->
             await request.cancelled.wait()
 
 
-async def test_cancel_at_another_edge(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+async def test_cancel_at_another_edge(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
     """Stop means stop, wherever the load balancer sends it."""
     (first, peers), (second, _) = pair
     streamed, request = await begin(first, 2)
@@ -102,7 +102,7 @@ async def test_cancel_at_another_edge(pair: list[tuple[EdgeWorld, Peers]]) -> No
         await request.cancelled.wait()
 
 
-async def test_other_callers_find_nothing_elsewhere(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+async def test_other_callers_find_nothing_elsewhere(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
     """Neither through the relay nor in the journal; the answer is that for an id that never was."""
     (first, peers), (second, _) = pair
     streamed, _ = await begin(first, 2)
@@ -118,7 +118,7 @@ async def test_other_callers_find_nothing_elsewhere(pair: list[tuple[EdgeWorld, 
         peers._publisher.start()  # for the fixture to stop
 
 
-async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
     """What was complete is replayed to the last byte, though the edge that wrote it is dead."""
     (first, peers), (second, _) = pair
     first.link.script = answer("Hel", "lo")
@@ -145,7 +145,7 @@ async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str)
         await peers.close()
 
 
-async def test_owner_that_dies_behind_a_relay(pair: list[tuple[EdgeWorld, Peers]]) -> None:
+async def test_owner_that_dies_behind_a_relay(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
     """The relay must not end the stream as if it were complete: the client sees a broken connection, and returns."""
     (first, peers), (second, _) = pair
     streamed, request = await begin(first, 2)

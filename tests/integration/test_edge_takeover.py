@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edge_http.recovery.edge_membership import Peers
+from edge_http.recovery.edge_membership import EdgeMembership
 from edge_http.resume.commit_gate import CommitGate
 from kvloom.router_link.tracked_request import Attempt
 from tests.fakes.edge_peers import edges, published, until
@@ -27,7 +27,7 @@ from tests.fakes.scripted_answer import (
     undisturbed,
 )
 
-Pair = list[tuple[EdgeWorld, Peers]]
+Pair = list[tuple[EdgeWorld, EdgeMembership]]
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -254,7 +254,7 @@ async def test_several_prompts(redis_url: str) -> None:
         back = asyncio.create_task(streamed.resume())
         rest = await second.link.next_request()
         assert rest.request.request_id == running.request.request_id
-        assert [list(choice.token_ids) for choice in rest.request.begun] == [[65]]
+        assert [list(choice.token_ids) for choice in rest.request.partial_choices] == [[65]]
         rest.start()
         rest.tokens("c")
         rest.finish()

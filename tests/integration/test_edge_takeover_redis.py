@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from edge_http.recovery.edge_membership import Peers
+from edge_http.recovery.edge_membership import EdgeMembership
 from tests.fakes.edge_peers import edges, published
 from tests.fakes.scripted_answer import begin_live, client, end_at, kill, kinds, same_but_names, undisturbed
 
 
-def lose_next_answer(monkeypatch: pytest.MonkeyPatch, peers: Peers, command: str) -> None:
+def lose_next_answer(monkeypatch: pytest.MonkeyPatch, peers: EdgeMembership, command: str) -> None:
     """Redis does what it is told, and that edge hears nothing of it."""
     redis = peers._journal.redis
     tell = getattr(redis, command)

@@ -16,7 +16,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
-from tools.chaos.ledger import parse_bill
+from tools.chaos.ledger import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,7 +91,7 @@ async def _assert_billed(routers: Sequence[RouterProcess], **answers: Sequence[A
     for router in routers:
         router.send(signal.SIGTERM)
         _, log = await router.wait()
-        for bill in filter(None, map(parse_bill, log.encode().splitlines())):
+        for bill in filter(None, map(parse_usage_record, log.encode().splitlines())):
             tokens = bill.num_output_tokens - bill.num_credited_tokens
             bills[bill.request_id] = bills.get(bill.request_id, 0) + tokens
             num_credited += bill.num_credited_tokens

@@ -17,7 +17,7 @@ from kvloom.transport import local_stream
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, SamplingParams, StopConditions
 from tests.fakes.router_processes import MODEL, RouterProcesses, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
-from tools.chaos.ledger import parse_bill
+from tools.chaos.ledger import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -197,7 +197,7 @@ async def test_tokens_that_a_hung_router_metered_for_nobody_are_credited(
     num_credited = 0
     for router in routers:
         _, log = await router.wait()
-        for bill in filter(None, map(parse_bill, log.encode().splitlines())):
+        for bill in filter(None, map(parse_usage_record, log.encode().splitlines())):
             bills[bill.request_id] = bills.get(bill.request_id, 0) + bill.num_output_tokens - bill.num_credited_tokens
             num_credited += bill.num_credited_tokens
     for name, answer in delivered.items():

@@ -109,10 +109,10 @@ async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) ->
     for _ in range(2):
         heir.identity.note_lost_by(hung.identity.link_id, "taken", 3)
         heir.report_losses()
-    begun = ChoiceProgress(0)
-    begun.token_ids.extend(expected_tokens([1], 0, 3))
+    partial_choices = ChoiceProgress(0)
+    partial_choices.token_ids.extend(expected_tokens([1], 0, 3))
     again = Answer()
-    heir.submit(link_request([1], 10, request_id="taken", begun=[begun]), again)
+    heir.submit(link_request([1], 10, request_id="taken", partial_choices=[partial_choices]), again)
     await eventually(lambda: again.done and lost.done and other.done, "all ends")
     assert lost.finish.reason == generation_pb2.FINISH_REASON_CANCELLED
     assert other.token_ids[0] == expected_tokens([2], 0, 60)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from edge_http.resume.records import (
     RAW_EVENT,
     AnswerState,
-    ChoiceNews,
-    News,
+    ChoiceProgressDelta,
+    ProgressDelta,
     decode_news,
     encode,
     framed_events,
@@ -22,12 +22,12 @@ from edge_http.resume.records import (
 TOKENS = list(range(100, 130))
 
 
-def news(begin: int, end: int, *, with_events: bool = True) -> News:
+def news(begin: int, end: int, *, with_events: bool = True) -> ProgressDelta:
     """A token is an event here."""
     events = [(1, b'"%d"' % token) for token in TOKENS[begin:end]] if with_events else []
     before = begin if with_events else end
-    choice = ChoiceNews(0, begin, array("I", TOKENS[begin:end]).tobytes(), 2 * end)
-    return decode_news(encode(News(7, before, events, [choice], [], [], [], end == len(TOKENS))))
+    choice = ChoiceProgressDelta(0, begin, array("I", TOKENS[begin:end]).tobytes(), 2 * end)
+    return decode_news(encode(ProgressDelta(7, before, events, [choice], [], [], [], end == len(TOKENS))))
 
 
 @settings(max_examples=80, deadline=None)

@@ -88,9 +88,9 @@ class Attempt:
     """A router that answers `request` in frames as a test draws them."""
 
     def __init__(self, request: LinkRequest, lengths: Sequence[int]) -> None:
-        if request.begun:
-            self.positions = {choice.index: len(choice.token_ids) for choice in request.begun}
-            for choice in request.begun:
+        if request.partial_choices:
+            self.positions = {choice.index: len(choice.token_ids) for choice in request.partial_choices}
+            for choice in request.partial_choices:
                 assert list(choice.token_ids) == [token_of(choice.index, i) for i in range(len(choice.token_ids))]
                 delivered = "".join(text_of(choice.index, i) for i in range(len(choice.token_ids)))
                 assert choice.num_chars == len(delivered)

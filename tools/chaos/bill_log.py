@@ -6,23 +6,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.chaos.ledger import Bill, parse_bill
+from tools.chaos.ledger import UsageRecord, parse_usage_record
 
 _MAX_READ_BYTES = 4 * 2**20
 
 
-class BillLog:
+class UsageLog:
     """Follows files that a BoundedLog writes: what has outgrown its size goes on in a new one, the old one being
     `path` + ".1"."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._tails = [_Tail(path) for path in paths]
-        self.bills: list[Bill] = []
+        self.bills: list[UsageRecord] = []
 
     def read(self) -> None:
         """Take what has been written since the last time. Blocks for as long as reading that takes."""
         for tail in self._tails:
-            self.bills += [bill for line in tail.new_lines() if (bill := parse_bill(line)) is not None]
+            self.bills += [bill for line in tail.new_lines() if (bill := parse_usage_record(line)) is not None]
 
 
 class _Tail:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class Bill(msgspec.Struct, frozen=True):
+class UsageRecord(msgspec.Struct, frozen=True):
     """A line of a router's log: a request's end, or what was metered of it and turned out not to have arrived."""
 
     request_id: str
@@ -32,16 +32,16 @@ class Delivery:
     num_due_tokens: int
     """Of the whole answer."""
     is_complete: bool
-    may_miss_bill: bool
+    may_miss_usage_record: bool
     """Its router was killed meanwhile, and what that had not yet billed went with it."""
 
 
 @dataclasses.dataclass(slots=True)
 class Settlement:
     num_billed_requests: int = 0
-    num_billed_tokens: int = 0
+    num_metered_tokens: int = 0
     num_credited_tokens: int = 0
-    """Metered by a router, and lost on their way; not in `num_billed_tokens`."""
+    """Metered by a router, and lost on their way; not in `num_metered_tokens`."""
     num_seen_tokens: int = 0
     num_exact: int = 0
     """Complete answers whose bill is exactly what their client got."""
@@ -53,23 +53,23 @@ class Settlement:
     """Delivered and not billed, for no known reason."""
 
 
-def parse_bill(line: bytes) -> Bill | None:
+def parse_usage_record(line: bytes) -> UsageRecord | None:
     if b'"request ended"' not in line and b'"request credited"' not in line:
         return None
     try:
-        return msgspec.json.decode(line, type=Bill)
+        return msgspec.json.decode(line, type=UsageRecord)
     except msgspec.DecodeError:
         return None
 
 
-def settle(deliveries: Iterable[Delivery], bills: Iterable[Bill]) -> Settlement:
+def settle(deliveries: Iterable[Delivery], bills: Iterable[UsageRecord]) -> Settlement:
     """Compare every delivery with its bills."""
     billed: dict[str, int] = {}
     result = Settlement()
     for bill in bills:
         result.num_billed_requests += bill.request_id not in billed
         num_tokens = bill.num_output_tokens - bill.num_credited_tokens
-        result.num_billed_tokens += num_tokens
+        result.num_metered_tokens += num_tokens
         result.num_credited_tokens += bill.num_credited_tokens
         billed[bill.request_id] = billed.get(bill.request_id, 0) + num_tokens
     for delivery in deliveries:
@@ -91,7 +91,7 @@ def _settle_one(delivery: Delivery, billed: dict[str, int], result: Settlement) 
     least = delivery.num_due_tokens if delivery.is_complete else delivery.num_seen_tokens
     if tokens >= least:
         result.num_exact += delivery.is_complete
-    elif delivery.may_miss_bill:
+    elif delivery.may_miss_usage_record:
         result.num_lost_bills += 1
     else:
         result.under.append(f"{request_id}: billed {tokens} tokens, at least {least} were delivered")

@@ -31,11 +31,11 @@ class Record:
     def is_complete(self) -> bool:
         return self.seen.num_output_tokens is not None
 
-    def delivery(self, *, may_miss_bill: bool) -> Delivery:
+    def delivery(self, *, may_miss_usage_record: bool) -> Delivery:
         return Delivery(
             request_ids=tuple(self.seen.request_ids),
             num_seen_tokens=self.num_seen_tokens,
             num_due_tokens=self.num_due_tokens,
             is_complete=self.is_complete,
-            may_miss_bill=may_miss_bill,
+            may_miss_usage_record=may_miss_usage_record,
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 from tools.chaos.checker import NEVER_ALLOWED, Verdict
 from tools.chaos.injection.excuses import Disturbance, Fleet, is_excused
 from tools.chaos.injection.faults import FaultKind
-from tools.chaos.ledger import Bill, Settlement, settle
+from tools.chaos.ledger import Settlement, UsageRecord, settle
 from tools.chaos.record import Record
 
 MAX_LISTED: Final = 20
@@ -21,7 +21,7 @@ _TTFT_CODES: Final = frozenset({Verdict.OK, Verdict.LEFT})
 def make_report(
     records: Sequence[Record],
     disturbances: Sequence[Disturbance],
-    bills: Iterable[Bill],
+    bills: Iterable[UsageRecord],
     fleet: Fleet,
     begin: float,
 ) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def make_report(
         record for record in records if not is_excused(record.errand, record.seen, record.finding, disturbances, fleet)
     ]
     settlement = settle(
-        (record.delivery(may_miss_bill=_router_died(record, disturbances)) for record in records), bills
+        (record.delivery(may_miss_usage_record=_router_died(record, disturbances)) for record in records), bills
     )
     unexplained = [record for record in unexcused if record.finding.verdict not in NEVER_ALLOWED]
     never = [record for record in unexcused if record.finding.verdict in NEVER_ALLOWED]
@@ -88,14 +88,15 @@ def _failure_name(record: Record) -> str:
     return f"{verdict} ({code})" if code and verdict in (Verdict.FAILED, Verdict.REFUSED) else verdict.value
 
 
-BILL_SECONDS: Final = 0.1
+USAGE_RECORD_SECONDS: Final = 0.1
 """A bill is written up to 20 ms after its answer has ended (kvloom/process/log_lines.py), and a busy machine may be
 late."""
 
 
 def _router_died(record: Record, disturbances: Sequence[Disturbance]) -> bool:
     return any(
-        one.kind is FaultKind.KILL_ROUTER and one.is_felt(record.seen.sent_at, record.seen.ended_at + BILL_SECONDS)
+        one.kind is FaultKind.KILL_ROUTER
+        and one.is_felt(record.seen.sent_at, record.seen.ended_at + USAGE_RECORD_SECONDS)
         for one in disturbances
     )
 
@@ -103,7 +104,7 @@ def _router_died(record: Record, disturbances: Sequence[Disturbance]) -> bool:
 def _ledger(settlement: Settlement) -> dict[str, int]:
     return {
         "billed_requests": settlement.num_billed_requests,
-        "billed_tokens": settlement.num_billed_tokens,
+        "billed_tokens": settlement.num_metered_tokens,
         "credited_tokens": settlement.num_credited_tokens,
         "seen_tokens": settlement.num_seen_tokens,
         "exact": settlement.num_exact,

@@ -18,7 +18,7 @@ from kvloom.client.client import Client
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
 from kvloom.text.tokenizer import ModelTokenizer
-from tools.chaos.bill_log import BillLog
+from tools.chaos.bill_log import UsageLog
 from tools.chaos.checker import NEVER_ALLOWED
 from tools.chaos.clients.http_client import HttpClient
 from tools.chaos.clients.oracle import Oracle, RecordedOracle, SimOracle
@@ -137,12 +137,12 @@ class _Run:
             await self._cluster.start()
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
-            self._bills = BillLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
+            self._usage_records = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
             async with self._desk() as desk:
                 await self._disturb_users(desk)
             at_rest = await wait_rest(self._cluster)
             await asyncio.sleep(_BILLS_SECONDS)  # the last lines are on their way through the supervisor
-            self._bills.read()
+            self._usage_records.read()
         finally:
             await self._cluster.stop()
         return self._report(at_rest)
@@ -203,7 +203,7 @@ class _Run:
             if seconds >= next_sample:
                 next_sample += SAMPLE_SECONDS
                 self._memory.sample(self._cluster.statuses, seconds)
-                await asyncio.to_thread(self._bills.read)
+                await asyncio.to_thread(self._usage_records.read)
             self._progress.seconds = seconds
             self._on_progress(self._progress)
             await asyncio.sleep(1.0)
@@ -219,7 +219,9 @@ class _Run:
 
     def _report(self, unrest: Sequence[str]) -> dict[str, Any]:
         plan = self._plan
-        figures = make_report(self._records, self._injector.disturbances, self._bills.bills, plan.fleet, self._begin)
+        figures = make_report(
+            self._records, self._injector.disturbances, self._usage_records.bills, plan.fleet, self._begin
+        )
         memory = self._memory.figures()
         figures["problems"] += [*self._injector.never_back, *unrest]
         if not plan.kinds:

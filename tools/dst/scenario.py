@@ -9,7 +9,7 @@ from typing import Final
 
 from router.core.core import CoreConfig
 from router.core.dispatch.overload import OverloadConfig
-from router.core.dispatch.prefill_chunks import PortionSettings
+from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.fleet.shard_health import HealthSettings
 from router.core.placement import POLICIES
 
@@ -149,8 +149,8 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         health=_draw_health(random.Random(f"{seed} health")),
         overload=_draw_overload(random.Random(f"{seed} overload")),
         # In the measure of simulated prompts, which are short.
-        portions=random.Random(f"{seed} portions").choice(
-            (None, PortionSettings(1e-6, 0.001, 4), PortionSettings(1e-6, 0.004, 8))
+        prefill_chunks=random.Random(f"{seed} portions").choice(
+            (None, PrefillChunkSettings(1e-6, 0.001, 4), PrefillChunkSettings(1e-6, 0.004, 8))
         ),
     )
 

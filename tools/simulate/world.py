@@ -21,7 +21,7 @@ from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
 from tools.simulate.fleet.fleet import make_shards
 from tools.simulate.fleet.fleet_options import FleetOptions
 from tools.simulate.fleet.sequence import Sequence as ShardSequence
-from tools.simulate.fleet.shard import ShardNews, SimShard
+from tools.simulate.fleet.shard import ShardOutput, SimShard
 from tools.simulate.fleet.shard_frames import step_of, too_long
 from tools.simulate.router_link import RouterLink
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult, Workload
@@ -271,7 +271,7 @@ class _World:
         self._due_at[shard.shard_id] = math.inf
         self._schedule_shard(shard)
 
-    def _spread(self, shard: SimShard, news: ShardNews) -> None:
+    def _spread(self, shard: SimShard, news: ShardOutput) -> None:
         """Tell the routers what a shard's steps brought."""
         if news.stored or news.removed:
             self._num_kv_events[shard.shard_id] += 1

@@ -9,7 +9,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from router.core import events as ev
 from router.core.admission.deadlines import Deadlines
 from router.core.core_config import CoreConfig
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_names, check_servable, safety_unavailable
 from router.core.events import Request, Tier
@@ -30,7 +30,7 @@ class Arrivals:
         config: CoreConfig,
         fleet: Fleet,
         placer: Placer,
-        dispatcher: Dispatcher,
+        dispatcher: AttemptSender,
         overload: OverloadGuard,
         lifecycle: Lifecycle,
         verdicts: Verdicts,
@@ -100,9 +100,9 @@ class Arrivals:
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
             # Under a policy that holds requests back one may wait although there is room: that shows only now. Who has
-            # a portion under way takes nobody's place.
-            is_over = self._queue.lines.num_untouched > self._config.max_queued_requests
-            if is_over and has_room and not live.has_portions and not self._make_queue_place(live.request, now):
+            # a prefill chunk under way takes nobody's place.
+            is_over = self._queue.queues.num_untouched > self._config.max_queued_requests
+            if is_over and has_room and not live.has_prefill_chunks and not self._make_queue_place(live.request, now):
                 error = self._overload.full(live.request, now)
                 self._lifecycle.end_request(live, FINISH_REASON_ERROR, error, now)
         self._deadlines.drop_ended(len(self._lifecycle.requests))
@@ -110,9 +110,9 @@ class Arrivals:
     def _make_queue_place(self, request: Request, now: float) -> bool:
         """Whether one more request may wait; a lower tier gives way to a higher one, a tenant above its share to one
         below."""
-        if self._queue.lines.num_untouched < self._config.max_queued_requests:
+        if self._queue.queues.num_untouched < self._config.max_queued_requests:
             return True
-        victim = self._queue.lines.take_victim(request.tenant, request.tier)
+        victim = self._queue.queues.take_victim(request.tenant, request.tier)
         if victim is None:
             return False
         error = self._overload.full(victim.request, now)

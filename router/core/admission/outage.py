@@ -22,16 +22,16 @@ class Outage:
     def look(self, now: float) -> None:
         """What can run where may have changed."""
         self._queue.check_hopeless = False
-        hopeless = self._queue.hopeless()
+        unschedulable = self._queue.unschedulable()
         if not self._patience_seconds:
-            for live in hopeless:
+            for live in unschedulable:
                 self._lifecycle.give_up(live, now)
             return
-        names = {live.request.request_id for live in hopeless}
-        for live in self._queue.lines:
+        names = {live.request.request_id for live in unschedulable}
+        for live in self._queue.queues:
             if live.request.request_id not in names:
                 live.hopeless_at = None
-        for live in hopeless:
+        for live in unschedulable:
             if live.hopeless_at is None:
                 live.hopeless_at = now + self._patience_seconds
                 self._deadlines.add(live.hopeless_at, live)

@@ -10,7 +10,7 @@ import xxhash
 
 from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PortionSettings
+from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PrefillChunkSettings
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
@@ -25,7 +25,7 @@ PROBE_CLIENT_ID: Final = "router-probe"
 PROBE_TOKEN_IDS: Final = (0,)
 
 
-class Dispatcher:
+class AttemptSender:
     def __init__(
         self,
         fleet: Fleet,
@@ -34,9 +34,9 @@ class Dispatcher:
         placer: Placer,
         outbox: Outbox,
         decision_sample_share: float,
-        portions: PortionSettings | None,
+        prefill_chunks: PrefillChunkSettings | None,
     ) -> None:
-        self.queue = DispatchQueue(fleet, ledger, placer, self, portions)
+        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks)
         self._index = index
         self._ledger = ledger
         self._placer = placer
@@ -67,7 +67,9 @@ class Dispatcher:
         num_expected = candidate.num_overlap_tokens
         self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected))
 
-    def send_portion(self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float) -> None:
+    def send_prefill_chunk(
+        self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float
+    ) -> None:
         """Have the shard compute the first `num_tokens` tokens of the prompt: whole blocks."""
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now
@@ -76,12 +78,12 @@ class Dispatcher:
         is_first = not live.num_ready_tokens
         if is_first:
             self._tell_decision(live, shard, 1, hashes, now)
-        live.num_portions += 1
+        live.num_prefill_chunks += 1
         live.num_ready_tokens = num_tokens
         hashes = hashes[: num_tokens // block_size]
         request = msgspec.structs.replace(
             live.request,
-            request_id=f"{live.request.request_id}~{live.num_portions}",
+            request_id=f"{live.request.request_id}~{live.num_prefill_chunks}",
             client_id=PORTION_CLIENT_ID,
             prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
             prompt_text="",
@@ -101,35 +103,35 @@ class Dispatcher:
             num_cached_tokens=num_cached,
             num_blocks=len(hashes),
             placed_at=now,
-            is_portion=True,
+            is_prefill_chunk=True,
             is_arrival=is_first,
         )
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, hashes, now)
         slot = shard.slots.allocate()
         shard.attempts[slot] = attempt
-        live.portion = (attempt, slot)
+        live.prefill_chunk = (attempt, slot)
         name = live.request.request_id
         self._outbox.add(SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=name))
 
-    def cancel_portion(self, live: LiveRequest, shard_id: str) -> None:
+    def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
         """The request goes elsewhere, or ends."""
-        if live.portion is not None:
+        if live.prefill_chunk is not None:
             # Before it is dispatched anew: in the eyes of whoever reads the actions nothing runs twice.
-            self._outbox.add(CancelOnShard(shard_id, [live.portion[1]]))
-            live.portion = None
+            self._outbox.add(CancelOnShard(shard_id, [live.prefill_chunk[1]]))
+            live.prefill_chunk = None
         live.num_ready_tokens = live.num_prepared_tokens = 0
 
-    def note_portion_start(self, attempt: Attempt, num_cached_tokens: int) -> None:
-        """The shard has computed a portion, having found so many tokens of it in its cache."""
+    def note_prefill_chunk_start(self, attempt: Attempt, num_cached_tokens: int) -> None:
+        """The shard has computed a prefill chunk, having found so many tokens of it in its cache."""
         live = attempt.prepares
-        if live is None or live.portion is None or live.portion[0] is not attempt:
+        if live is None or live.prefill_chunk is None or live.prefill_chunk[0] is not attempt:
             return
         reservation = self._ledger.reservation(attempt.key)
         live.num_prepared_tokens += max(0, reservation.num_context_tokens - num_cached_tokens)
         if num_cached_tokens < reservation.num_cached_tokens:
             # What lay there does so no more, or this engine never keeps anything.
-            live.num_portions = MAX_PORTIONS
+            live.num_prefill_chunks = MAX_PORTIONS
 
     def send_probe(self, shard: Shard, now: float) -> int:
         """One token, of which no client hears; returns its slot."""
@@ -151,7 +153,7 @@ class Dispatcher:
             return False
         shard.slots.free(slot)
         self._end_one(attempt, now)
-        self.queue.stir(shard.shard_id)
+        self.queue.mark_dirty(shard.shard_id)
         return True
 
     def end_all_slots(self, shard: Shard, now: float) -> list[Choice]:
@@ -169,8 +171,8 @@ class Dispatcher:
         if not attempt.num_open_slots:
             self._ledger.release(attempt.key, now)
             live = attempt.prepares
-            if live is not None and live.portion is not None and live.portion[0] is attempt:
-                live.portion = None
+            if live is not None and live.prefill_chunk is not None and live.prefill_chunk[0] is attempt:
+                live.prefill_chunk = None
 
     def _tell_decision(
         self, live: LiveRequest, shard: Shard, attempt_id: int, hashes: Sequence[int], now: float

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from typing import Final, Protocol
 
-from router.core.dispatch.prefill_chunks import PortionSettings, next_portion, rest_seconds
-from router.core.dispatch.waiting_queues import WaitingLines
+from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
+from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Tier
 from router.core.fleet.fleet import Fleet, Shard
-from router.core.live import LineId, LiveRequest
+from router.core.live import LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger, LoadView
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
@@ -24,7 +24,7 @@ REPLACE_SECONDS: Final = 1.0
 MAX_REPLACED: Final = 64
 """At a time."""
 MAX_STOLEN_LOOKS: Final = 4
-"""Requests of other lines that are placed anew when a shard has nothing more to do."""
+"""Requests of other queues that are placed anew when a shard has nothing more to do."""
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that says `now` again must not make time stand still."""
 
@@ -33,25 +33,32 @@ class Sender(Protocol):
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """Dispatch it, now."""
 
-    def send_portion(self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float) -> None:
+    def send_prefill_chunk(
+        self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float
+    ) -> None:
         """Have the shard compute the first `num_tokens` tokens of its prompt."""
 
-    def cancel_portion(self, live: LiveRequest, shard_id: str) -> None:
+    def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
         """It will not go there."""
 
 
 class DispatchQueue:
     def __init__(
-        self, fleet: Fleet, ledger: LoadLedger, placer: Placer, sender: Sender, portions: PortionSettings | None
+        self,
+        fleet: Fleet,
+        ledger: LoadLedger,
+        placer: Placer,
+        sender: Sender,
+        prefill_chunks: PrefillChunkSettings | None,
     ) -> None:
-        self.lines = WaitingLines()
+        self.queues = WaitingQueues()
         self.check_hopeless = False
         """What can run where may have changed: look for requests that wait in vain."""
         self._fleet = fleet
         self._ledger = ledger
         self._placer = placer
         self._sender = sender
-        self._portions = portions
+        self._prefill_chunks = prefill_chunks
         self._hold = placer.hold
         self._stirred: set[str] = set()
         """Shards that may have opened since `serve` looked."""
@@ -60,7 +67,7 @@ class DispatchQueue:
         self._replace_at = math.inf
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.queues)
 
     def enter(self, live: LiveRequest, now: float) -> None:
         """Place it: it goes at once, or waits for its shard, or for any."""
@@ -69,7 +76,7 @@ class DispatchQueue:
     def place(self, live: LiveRequest, open_shards: list[Shard], now: float) -> None:
         """`enter`, for who knows the shards that could run it and have room."""
         if not open_shards:
-            self.lines.push(live, LineId(live.request.model))
+            self.queues.push(live, QueueId(live.request.model))
             return
         shard, candidate = self._placer.pick(open_shards, live, now)
         self._settle(live, shard, candidate, now)
@@ -78,51 +85,51 @@ class DispatchQueue:
         """Whether one that is not urgent has to wait though a shard is open for it: others are more urgent, could run
         as well and were here before, or enough of them are placed already."""
         model = live.request.model
-        if not self.lines.num_waiting(model):
+        if not self.queues.num_waiting(model):
             return False
-        parked = LineId(model, is_parked=True)
-        return not self._parked_may_go(parked) or any(map(self._placer.can_run, self.lines.line(parked)))
+        parked = QueueId(model, is_parked=True)
+        return not self._parked_may_go(parked) or any(map(self._placer.can_run, self.queues.queue(parked)))
 
     def park(self, live: LiveRequest) -> None:
         """It is not placed until nobody more urgent waits."""
-        self.lines.push(live, LineId(live.request.model, is_parked=True))
+        self.queues.push(live, QueueId(live.request.model, is_parked=True))
 
     def wait_for_any(self, live: LiveRequest) -> None:
         """It failed where it was; `serve` will place it."""
-        self.lines.push(live, LineId(live.request.model))
+        self.queues.push(live, QueueId(live.request.model))
 
     def leave(self, live: LiveRequest) -> None:
         """It waits no more."""
         line_id = live.line_id
         assert line_id is not None
-        self.lines.remove(live)
+        self.queues.remove(live)
         if line_id.shard_id:
-            self._sender.cancel_portion(live, line_id.shard_id)
+            self._sender.cancel_prefill_chunk(live, line_id.shard_id)
             self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
 
-    def stir(self, shard_id: str) -> None:
+    def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
         self._stirred.add(shard_id)
 
-    def dissolve_line(self, shard: Shard) -> None:
+    def requeue_all(self, shard: Shard) -> None:
         """The shard takes nothing more: those who wait for it will be placed anew."""
-        line_id = LineId(shard.description.model, shard.shard_id)
-        for live in list(self.lines.line(line_id)):
+        line_id = QueueId(shard.description.model, shard.shard_id)
+        for live in list(self.queues.queue(line_id)):
             self.leave(live)
             self.wait_for_any(live)
         self._opens_at.pop(shard.shard_id, None)
 
     def leave_suspected(self) -> None:
         """Who waits for a suspected shard, since there was no other, is placed anew if there is one now."""
-        for line_id in self.lines.line_ids:
+        for line_id in self.queues.line_ids:
             shard = self._fleet.shards.get(line_id.shard_id)
             others = (other for other in self._fleet.ready(line_id.model) if not other.is_suspected)
             if shard is not None and shard.is_suspected and any(others):
-                self.dissolve_line(shard)
+                self.requeue_all(shard)
 
-    def hopeless(self) -> list[LiveRequest]:
+    def unschedulable(self) -> list[LiveRequest]:
         """Requests that wait although no ready shard could ever run them."""
-        return [live for live in self.lines if not self._placer.eligible(live)]
+        return [live for live in self.queues if not self._placer.eligible(live)]
 
     def engine_wait_seconds(self, model: str, now: float) -> float:
         """How long a request that is sent now waits in the engine of the shard that has least to do. Next to nothing
@@ -134,7 +141,7 @@ class DispatchQueue:
 
     def next_deadline(self) -> float:
         """When `serve` has something to do at the latest; infinity: not before another event."""
-        if not self.lines.num_requests:
+        if not self.queues.num_requests:
             return math.inf
         return min(min(self._opens_at.values(), default=math.inf), self._replace_at)
 
@@ -143,7 +150,7 @@ class DispatchQueue:
         self._serve_models(now)
         if self._hold is not None:
             self._serve_shards(now)
-        for line_id in [line_id for line_id in self.lines.line_ids if line_id.is_parked]:
+        for line_id in [line_id for line_id in self.queues.line_ids if line_id.is_parked]:
             self._serve_parked(line_id, now)
 
     def _serve_shards(self, now: float) -> None:
@@ -156,34 +163,34 @@ class DispatchQueue:
                 self._serve_shard(shard, now)
         self._stirred.clear()
 
-    # -- lines of models ------------------------------------------------------------------------------------------
+    # -- queues of models ------------------------------------------------------------------------------------------
 
     def _serve_models(self, now: float) -> None:
-        for line_id in [line_id for line_id in self.lines.line_ids if not (line_id.shard_id or line_id.is_parked)]:
+        for line_id in [line_id for line_id in self.queues.line_ids if not (line_id.shard_id or line_id.is_parked)]:
             while any(shard.has_room for shard in self._fleet.ready(line_id.model)):
-                live = self.lines.take(line_id, self._placer.can_run)
+                live = self.queues.take(line_id, self._placer.can_run)
                 if live is None:
                     break
                 self.enter(live, now)
 
-    def _serve_parked(self, line_id: LineId, now: float) -> None:
+    def _serve_parked(self, line_id: QueueId, now: float) -> None:
         """Those who are not urgent, as long as nobody urgent waits, and few at a time: what is in a shard's line goes
         before whoever comes later."""
         while self._parked_may_go(line_id):
-            live = self.lines.take(line_id, self._placer.can_run)
+            live = self.queues.take(line_id, self._placer.can_run)
             if live is None:
                 break
             self.enter(live, now)
 
-    def _parked_may_go(self, line_id: LineId) -> bool:
-        model, lines = line_id.model, self.lines
-        if lines.num_waiting(model, Tier.INTERACTIVE):
+    def _parked_may_go(self, line_id: QueueId) -> bool:
+        model, queues = line_id.model, self.queues
+        if queues.num_waiting(model, Tier.INTERACTIVE):
             return False
         shards = self._fleet.ready(model)
-        num_placed = lines.num_waiting(model) - lines.num_in(line_id)
+        num_placed = queues.num_waiting(model) - queues.num_in(line_id)
         return num_placed < len(shards) and any(shard.has_room for shard in shards)
 
-    # -- lines of shards ------------------------------------------------------------------------------------------
+    # -- queues of shards ------------------------------------------------------------------------------------------
 
     def _settle(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """It goes there, now or later."""
@@ -192,11 +199,11 @@ class DispatchQueue:
             self._sender.send(live, shard, candidate, now)
             return
         is_open = self._is_open(shard, now)
-        is_alone = LineId(shard.description.model, shard.shard_id) not in self.lines
+        is_alone = QueueId(shard.description.model, shard.shard_id) not in self.queues
         if (
             is_open
             and is_alone
-            and next_portion(self._portions, live, candidate, self._ledger.view(shard.shard_id)) is None
+            and next_prefill_chunk(self._prefill_chunks, live, candidate, self._ledger.view(shard.shard_id)) is None
         ):
             self._sender.send(live, shard, candidate, now)
             return
@@ -218,7 +225,7 @@ class DispatchQueue:
 
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
-        self.lines.push(live, LineId(shard.description.model, shard.shard_id))
+        self.queues.push(live, QueueId(shard.description.model, shard.shard_id))
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
         view.held[live.request.request_id] = candidate.own_seconds
@@ -237,39 +244,39 @@ class DispatchQueue:
     def _serve_shard(self, shard: Shard, now: float) -> None:
         hold = self._hold
         assert hold is not None
-        line_id = LineId(shard.description.model, shard.shard_id)
+        line_id = QueueId(shard.description.model, shard.shard_id)
         while self._is_open(shard, now):
             live = self._take(line_id, now) or self._steal(shard, now)
             if live is None:
                 break
             self._send_some(live, shard, line_id, now)
-        if line_id in self.lines:
+        if line_id in self.queues:
             self._note_opening(shard, now)
         else:
             self._opens_at.pop(shard.shard_id, None)
 
-    def _send_some(self, live: LiveRequest, shard: Shard, line_id: LineId, now: float) -> None:
-        """All of it, or a portion: then the rest of it waits on."""
+    def _send_some(self, live: LiveRequest, shard: Shard, line_id: QueueId, now: float) -> None:
+        """All of it, or a prefill chunk: then the rest of it waits on."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
-        num_tokens = next_portion(self._portions, live, candidate, view)
+        num_tokens = next_prefill_chunk(self._prefill_chunks, live, candidate, view)
         if num_tokens is None:
             self._sender.send(live, shard, candidate, now)
             return
-        self._sender.send_portion(live, shard, candidate, num_tokens, now)
-        self.lines.push(live, line_id)
+        self._sender.send_prefill_chunk(live, shard, candidate, num_tokens, now)
+        self.queues.push(live, line_id)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
         view.held[live.request.request_id] = live.own_seconds
         self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
-    def _take(self, line_id: LineId, now: float) -> LiveRequest | None:
+    def _take(self, line_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts: nobody waits for ever."""
         hold = self._hold
         assert hold is not None
-        live = self.lines.take(
+        live = self.queues.take(
             line_id,
-            lambda live: live.portion is None,
+            lambda live: live.prefill_chunk is None,
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
         )
         if live is not None:
@@ -279,12 +286,13 @@ class DispatchQueue:
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
         """Somebody out of the longest line who is better off here by now."""
         model = shard.description.model
-        others = [line_id for line_id in self.lines.line_ids if line_id.shard_id and line_id.model == model]
+        others = [line_id for line_id in self.queues.line_ids if line_id.shard_id and line_id.model == model]
         if not others:
             return None
         longest = max(others, key=lambda line_id: sum(self._ledger.view(line_id.shard_id).held.values()))
         waiting = sorted(
-            (live for live in self.lines.line(longest) if live.portion is None), key=lambda live: live.own_seconds
+            (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
+            key=lambda live: live.own_seconds,
         )
         for live in waiting[:MAX_STOLEN_LOOKS]:
             if self._placer.fits(live, shard) and self._pick_anew(live, [shard], now)[0] is shard:
@@ -307,7 +315,9 @@ class DispatchQueue:
         """Those who have waited since their last placement for long, the earliest first. Who stays keeps their turn."""
         before = now - REPLACE_SECONDS
         due = [
-            v for v in self.lines if v.portion is None and v.line_id and v.line_id.shard_id and v.placed_at <= before
+            v
+            for v in self.queues
+            if v.prefill_chunk is None and v.line_id and v.line_id.shard_id and v.placed_at <= before
         ]
         due.sort(key=lambda live: live.placed_at)
         for live in due[:MAX_REPLACED]:
@@ -321,4 +331,4 @@ class DispatchQueue:
             else:
                 self.leave(live)
                 self._settle(live, shard, candidate, now)
-        self._replace_at = now + REPLACE_SECONDS if self.lines else math.inf
+        self._replace_at = now + REPLACE_SECONDS if self.queues else math.inf

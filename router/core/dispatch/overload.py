@@ -156,7 +156,7 @@ class OverloadGuard:
     def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
         self._config = config
         self._queue = queue
-        self._lines = queue.lines
+        self._queues = queue.queues
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
         self.somebody_waited = False
@@ -170,7 +170,7 @@ class OverloadGuard:
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """An event was handled; that is what came of it."""
-        is_quiet = not (self.somebody_waited or self._lines.num_requests)
+        is_quiet = not (self.somebody_waited or self._queues.num_requests)
         for action in actions:
             if type(action) is SubmitAttempt:
                 is_quiet = False
@@ -181,7 +181,7 @@ class OverloadGuard:
             return
         self.somebody_waited = False
         for name, model in self._models.items():
-            has_waiting = self._lines.num_waiting(name) > 0
+            has_waiting = self._queues.num_waiting(name) > 0
             self.somebody_waited = self.somebody_waited or has_waiting
             model.drain.note(now, model.num_dispatched, has_waiting=has_waiting)
             model.num_dispatched = 0
@@ -194,7 +194,7 @@ class OverloadGuard:
             return None
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
         wait_seconds = engine_seconds
-        if self._lines.num_waiting(request.model):
+        if self._queues.num_waiting(request.model):
             wait_seconds += self.wait_seconds(request.model, request.tier, now) or 0.0
         if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
             return None
@@ -217,10 +217,10 @@ class OverloadGuard:
         rate = None if measured is None else measured.drain.per_second()
         if rate is None or measured is None:
             return None
-        num_ahead = self._lines.num_waiting(model, Tier.INTERACTIVE)
+        num_ahead = self._queues.num_waiting(model, Tier.INTERACTIVE)
         if tier is not Tier.INTERACTIVE:
             # Whoever comes meanwhile in a higher tier goes before.
-            num_ahead += self._lines.num_waiting(model, tier)
+            num_ahead += self._queues.num_waiting(model, tier)
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
         return (num_ahead + 1) / max(rate, 1e-3)
 

@@ -1,5 +1,5 @@
-"""Requests that wait in the router, in lines: a shard's line for those that are to go there once it has little enough
-queued, a model's line for those that no shard had room for. In every line tenants take turns. One whose requests have
+"""Requests that wait in the router, in queues: a shard's queue for those that are to go there once it has little enough
+queued, a model's queue for those that no shard had room for. In every queue tenants take turns. One whose requests have
 all left before its turn (timed out, cancelled) keeps its place until then: who tries again does not begin at the end.
 """
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from router.core.events import Tier
-from router.core.live import LineId, LiveRequest
+from router.core.live import LiveRequest, QueueId
 
 MAX_TENANTS: Final = 1024
-"""In a line that has more, places are not kept for those who have left."""
+"""In a queue that has more, places are not kept for those who have left."""
 
 
-class WaitingLines:
+class WaitingQueues:
     """First in, first out within a tenant, unless `take` is told otherwise."""
 
     def __init__(self) -> None:
-        self._lines: dict[LineId, dict[str, dict[str, LiveRequest]]] = {}
+        self._queues: dict[QueueId, dict[str, dict[str, LiveRequest]]] = {}
         """Line → tenant → request_id → request. Tenants lie in the order of their turns, also those who left;
-        in every line somebody waits."""
+        in every queue somebody waits."""
         self.num_requests = 0
         self._num_begun = 0
         self._num_waiting: dict[tuple[str, Tier], int] = {}
@@ -30,11 +30,11 @@ class WaitingLines:
         return self.num_requests
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        for line_id in self._lines:
-            yield from self.line(line_id)
+        for line_id in self._queues:
+            yield from self.queue(line_id)
 
-    def __contains__(self, line_id: LineId) -> bool:
-        return line_id in self._lines
+    def __contains__(self, line_id: QueueId) -> bool:
+        return line_id in self._queues
 
     @property
     def num_untouched(self) -> int:
@@ -54,21 +54,21 @@ class WaitingLines:
         """By model and tier."""
         return self._num_waiting
 
-    def num_in(self, line_id: LineId) -> int:
-        return sum(map(len, self._lines.get(line_id, {}).values()))
+    def num_in(self, line_id: QueueId) -> int:
+        return sum(map(len, self._queues.get(line_id, {}).values()))
 
     @property
-    def line_ids(self) -> list[LineId]:
-        return list(self._lines)
+    def line_ids(self) -> list[QueueId]:
+        return list(self._queues)
 
-    def line(self, line_id: LineId) -> Iterator[LiveRequest]:
+    def queue(self, line_id: QueueId) -> Iterator[LiveRequest]:
         """Everybody who waits there."""
-        for requests in self._lines.get(line_id, {}).values():
+        for requests in self._queues.get(line_id, {}).values():
             yield from requests.values()
 
-    def push(self, request: LiveRequest, line_id: LineId) -> None:
+    def push(self, request: LiveRequest, line_id: QueueId) -> None:
         """At the end; one that has already run goes to the head of its tenant's part."""
-        tenants = self._lines.setdefault(line_id, {})
+        tenants = self._queues.setdefault(line_id, {})
         requests = tenants.setdefault(request.request.tenant, {})
         if request.num_attempts:
             tenants[request.request.tenant] = {request.request.request_id: request, **requests}
@@ -76,24 +76,24 @@ class WaitingLines:
             requests[request.request.request_id] = request
         request.line_id = line_id
         self.num_requests += 1
-        self._num_begun += request.has_portions
+        self._num_begun += request.has_prefill_chunks
         key = (line_id.model, request.request.tier)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
     def remove(self, request: LiveRequest) -> None:
         line_id, tenant = request.line_id, request.request.tenant
         assert line_id is not None
-        tenants = self._lines[line_id]
+        tenants = self._queues[line_id]
         requests = tenants[tenant]
         del requests[request.request.request_id]
         if not requests:
             if not any(tenants.values()):
-                del self._lines[line_id]
+                del self._queues[line_id]
             elif len(tenants) > MAX_TENANTS:
                 del tenants[tenant]
         request.line_id = None
         self.num_requests -= 1
-        self._num_begun -= request.has_portions
+        self._num_begun -= request.has_prefill_chunks
         key = (line_id.model, request.request.tier)
         self._num_waiting[key] -= 1
         if not self._num_waiting[key]:
@@ -101,13 +101,13 @@ class WaitingLines:
 
     def take(
         self,
-        line_id: LineId,
+        line_id: QueueId,
         can_run: Callable[[LiveRequest], bool],
         urgency: Callable[[LiveRequest], float] | None = None,
     ) -> LiveRequest | None:
         """The next request that can run now: of the first tenant that has one, its most urgent (lowest value; without
         `urgency`: its first). The tenant's next turn comes after everybody else's."""
-        tenants = self._lines.get(line_id, {})
+        tenants = self._queues.get(line_id, {})
         absent: list[str] = []
         for tenant, requests in tenants.items():
             able = [request for request in requests.values() if can_run(request)]
@@ -126,12 +126,12 @@ class WaitingLines:
     def take_victim(self, tenant: str, tier: Tier = Tier.INTERACTIVE) -> LiveRequest | None:
         """Make place for one more: of the least urgent tier that waits, the youngest request of the tenant that has
         most waiting. If that tier is `tier`, only for a tenant that has less than its share: by more than one."""
-        lowest = max((request.request.tier for request in self if not request.has_portions), default=tier)
+        lowest = max((request.request.tier for request in self if not request.has_prefill_chunks), default=tier)
         if lowest < tier:
             return None
         waiting: dict[str, list[LiveRequest]] = {}
         for request in self:
-            if request.request.tier == lowest and not request.has_portions:
+            if request.request.tier == lowest and not request.has_prefill_chunks:
                 waiting.setdefault(request.request.tenant, []).append(request)
         longest = max(waiting, key=lambda name: len(waiting[name]), default="")
         if lowest == tier and len(waiting.get(longest, ())) <= len(waiting.get(tenant, ())) + 1:

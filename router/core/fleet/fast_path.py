@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvloom.router_link.deferred_token_log import LateBooks
+from kvloom.router_link.deferred_token_log import DeferredTokenLog
 from router.core.events import TextFilter
 from router.core.live import Choice, Client
 
 
-class Flows:
+class FastPath:
     """Of one shard, those that are cleared by one filter; all others are relayed one by one."""
 
     __slots__ = ("_books", "_choices", "cleared_by", "client_slots", "clients", "only_client")
@@ -31,7 +31,7 @@ class Flows:
         """Of them all; None: they are of several, or there are none."""
         self.cleared_by: TextFilter | None = None
         """None: they are not screened."""
-        self._books = LateBooks()
+        self._books = DeferredTokenLog()
         """What the choices have not been told of."""
 
     def join(self, choice: Choice, cleared_by: TextFilter | None) -> None:
@@ -72,7 +72,7 @@ class Flows:
             _book(self._choices[slot], token_ids, text)
 
     def check_integrity(self) -> None:
-        """Assert that what flows may flow."""
+        """Assert that what fast_path may flow."""
         assert self.clients.keys() == self.client_slots.keys()
         clients = set(self.clients.values())
         assert not clients or clients == {self.only_client} or (len(clients) > 1 and self.only_client is None)

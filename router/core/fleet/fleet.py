@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.core.actions import FleetChanged, ModelState
 from router.core.events import ShardDescription
-from router.core.fleet.fast_path import Flows
+from router.core.fleet.fast_path import FastPath
 from router.core.fleet.shard_health import ShardHealth
 from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Attempt, Choice
@@ -21,7 +21,7 @@ class Shard:
         "attempts",
         "choices",
         "description",
-        "flows",
+        "fast_path",
         "hands_over",
         "health",
         "is_draining",
@@ -45,7 +45,7 @@ class Shard:
         self.slots = SlotPool()
         self.choices: dict[int, Choice] = {}
         """By shard slot: those whose news is wanted."""
-        self.flows = Flows(self.choices)
+        self.fast_path = FastPath(self.choices)
         self.attempts: dict[int, Attempt] = {}
         """By shard slot: all that the shard has not ended, cancelled ones too."""
 
@@ -65,7 +65,7 @@ class Shard:
 
     def detach(self, choice: Choice) -> None:
         """Its news is not wanted any more."""
-        self.flows.leave(choice.shard_slot)
+        self.fast_path.leave(choice.shard_slot)
         del self.choices[choice.shard_slot]
         choice.shard_id = ""
 

@@ -8,10 +8,10 @@ from statistics import median
 from typing import Final
 
 from router.core.actions import CancelOnShard, ShardHealthChanged
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.shard_health import HealthSettings, HealthState, Pace, ShardHealth, Symptom
-from router.core.health.migrator import Mover
+from router.core.health.migrator import Migrator
 from router.core.load.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 
@@ -37,8 +37,8 @@ class HealthWatch:
         settings: HealthSettings | None,
         fleet: Fleet,
         ledger: LoadLedger,
-        dispatcher: Dispatcher,
-        mover: Mover,
+        dispatcher: AttemptSender,
+        mover: Migrator,
         outbox: Outbox,
     ) -> None:
         self._settings = settings
@@ -172,7 +172,7 @@ class HealthWatch:
         self._num_unwell += health.state is HealthState.HEALTHY
         health.trip(symptom, now)
         self._tell(shard, health)
-        self._dispatcher.queue.dissolve_line(shard)
+        self._dispatcher.queue.requeue_all(shard)
 
     # -- probes ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class HealthWatch:
                 self._dispatcher.queue.leave_suspected()  # for this one
             self._num_unwell -= health.state is HealthState.HEALTHY
             if health.is_suspected:
-                self._dispatcher.queue.dissolve_line(shard)
+                self._dispatcher.queue.requeue_all(shard)
             self._tell(shard, health)
         if health.state is not HealthState.HEALTHY and health.probe_slot is None and now >= health.probe_at:
             health.send_probe(self._dispatcher.send_probe(shard, now), self._probe_limit_seconds(shard, now), now)

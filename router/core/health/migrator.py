@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import CancelOnShard, RequestsMoved
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Shard
 from router.core.frames import Finish
 from router.core.live import LiveRequest
@@ -13,8 +13,8 @@ from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import MAX_MOVES, Lifecycle
 
 
-class Mover:
-    def __init__(self, placer: Placer, dispatcher: Dispatcher, lifecycle: Lifecycle, outbox: Outbox) -> None:
+class Migrator:
+    def __init__(self, placer: Placer, dispatcher: AttemptSender, lifecycle: Lifecycle, outbox: Outbox) -> None:
         self._placer = placer
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
@@ -23,7 +23,7 @@ class Mover:
     def move_off(self, shard: Shard, now: float) -> None:
         """Every request that another shard has room for; the rest stays, as some is better than none. Placed one after
         the other, each with those before it in the books, so that they spread."""
-        shard.flows.book()
+        shard.fast_path.book()
         num_moved = 0
         for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
             if self._move(live, shard, now):

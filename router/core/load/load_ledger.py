@@ -36,7 +36,7 @@ class Reservation(msgspec.Struct, frozen=True):
     num_blocks: int
     """That the sequences will hold, shared ones included."""
     placed_at: float
-    is_portion: bool = False
+    is_prefill_chunk: bool = False
     """Of a prompt whose request is still to come."""
     is_arrival: bool = True
     """The first for its request on that shard."""
@@ -277,7 +277,7 @@ class LoadLedger:
             view.own_waiting -= reservation.num_sequences
         else:
             seconds = now - view.running.pop(key)
-            if not reservation.is_portion:
+            if not reservation.is_prefill_chunk:
                 view.residence_seconds += RESIDENCE_SMOOTHING * (seconds - view.residence_seconds)
             view.own_running -= reservation.num_sequences
             view.own_context_tokens -= reservation.num_context_tokens

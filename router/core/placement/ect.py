@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from router.core.placement.policy import Arrival, Candidate, Hold, Policy
+from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPolicy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class EctWeights:
 
 MAX_UTILISATION: Final = 0.9
 """Beyond it the busy period is not what decides any more."""
-DEFAULT_HOLD: Final = Hold(backlog_seconds=0.05, shared_backlog_seconds=0.5, backlog_tokens=1024, aging=0.1)
+DEFAULT_HOLD: Final = QueueHoldPolicy(backlog_seconds=0.05, shared_backlog_seconds=0.5, backlog_tokens=1024, aging=0.1)
 
 
 class Ect(Policy):
@@ -47,7 +47,7 @@ class Ect(Policy):
         "memory",
     )
 
-    def __init__(self, weights: EctWeights | None = None, hold: Hold | None = DEFAULT_HOLD) -> None:
+    def __init__(self, weights: EctWeights | None = None, hold: QueueHoldPolicy | None = DEFAULT_HOLD) -> None:
         self._weights = weights or EctWeights()
         self.hold = hold
 

@@ -16,7 +16,7 @@ from router.core.load.load_ledger import LoadLedger
 from router.core.placement import POLICIES
 from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan, ShardPlan
-from router.core.placement.policy import Arrival, Candidate, Hold
+from router.core.placement.policy import Arrival, Candidate, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex
 
@@ -54,7 +54,7 @@ class Placer:
         """Of the last pick."""
 
     @property
-    def hold(self) -> Hold | None:
+    def hold(self) -> QueueHoldPolicy | None:
         return self._policy.hold
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:

@@ -85,7 +85,7 @@ class Arrival(msgspec.Struct, frozen=True):
     """Of the prompt's full blocks (of the first candidate's block size)."""
 
 
-class Hold(msgspec.Struct, frozen=True):
+class QueueHoldPolicy(msgspec.Struct, frozen=True):
     """Requests wait in the router while their shard has enough to do, and go shortest prefill first.
 
     A shard gets more when its queued prefill is below either bound: more than the way there and back takes, so that it
@@ -107,7 +107,7 @@ class Policy(abc.ABC):
 
     terms: ClassVar[tuple[str, ...]]
     """Names of the parts of a cost."""
-    hold: Hold | None = None
+    hold: QueueHoldPolicy | None = None
     """None: what is placed is sent at once."""
 
     @abc.abstractmethod

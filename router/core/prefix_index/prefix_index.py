@@ -89,8 +89,8 @@ class PrefixIndex:
     """Memory is bounded by what the shards can hold: at most `max_blocks` stored and as many placed hashes each."""
 
     def __init__(self, portions: IndexPortions | None = None) -> None:
-        self._portions = portions or IndexPortions()
-        self._runs = BlockRuns(self._portions.run_blocks)
+        self._prefill_chunks = portions or IndexPortions()
+        self._runs = BlockRuns(self._prefill_chunks.run_blocks)
         self._bits = ShardBits()
         self._shards: dict[str, _ShardBlocks] = {}
         self._reading: deque[_ShardBlocks] = deque()
@@ -135,7 +135,7 @@ class PrefixIndex:
         shard.unread = block_hashes if len(block_hashes) <= shard.max_blocks else block_hashes[: shard.max_blocks]
         shard.unread_from = 0
         self._reading.append(shard)
-        self._read(shard, self._portions.snapshot_blocks)
+        self._read(shard, self._prefill_chunks.snapshot_blocks)
         for batch in shard.order.take():
             self._apply(shard, batch, shard.store_rate_at)
         return not shard.order.is_current
@@ -192,9 +192,9 @@ class PrefixIndex:
     def settle(self) -> None:
         """A portion of what is left to do: some 0.1 ms. Called from within; when idle it may be called too."""
         if self._reading:
-            self._read(self._reading[0], self._portions.settle_blocks)
+            self._read(self._reading[0], self._prefill_chunks.settle_blocks)
         elif not self._runs.is_swept:
-            self._sweep(self._portions.sweep_runs)
+            self._sweep(self._prefill_chunks.sweep_runs)
 
     def check_integrity(self) -> None:
         """Assert that the bits are exactly what is counted and placed, and that the parts fit together."""
@@ -295,7 +295,9 @@ class PrefixIndex:
             self._bits.free(shard.bit)
             return
         self._runs.retire(shard.bit)
-        self._sweep(max(self._portions.sweep_runs, int(self._runs.num_runs_ever * self._portions.sweep_share)))
+        self._sweep(
+            max(self._prefill_chunks.sweep_runs, int(self._runs.num_runs_ever * self._prefill_chunks.sweep_share))
+        )
 
     def _sweep(self, max_runs: int) -> None:
         self._bits.free(self._runs.sweep(max_runs))

@@ -14,14 +14,14 @@ from typing import Any, Final
 from router.core.actions import Action
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.overload import OverloadGuard
-from router.core.events import QuietFrame
+from router.core.events import TokensOnlyFrame
 from router.core.fleet.fleet import Fleet
 from router.core.relay.relay import Relay
 
 MAX_PUT_OFF: Final = 8
 
 
-class QuietFrames:
+class DeferredFrames:
     """What is put off, of all shards."""
 
     def __init__(
@@ -34,28 +34,28 @@ class QuietFrames:
     ) -> None:
         """`take_in`: handles what a shard says of its cache or its load."""
         self._fleet = fleet
-        self._lines = queue.lines
+        self._queues = queue.queues
         self._overload = overload
         self._relay = relay
         self._take_in = take_in
-        self._put_off: list[tuple[QuietFrame, float]] = []
+        self._put_off: list[tuple[TokensOnlyFrame, float]] = []
         self.is_full = False
         """It is time to catch up."""
 
-    def relay(self, frame: QuietFrame, now: float) -> list[Action] | None:
+    def relay(self, frame: TokensOnlyFrame, now: float) -> list[Action] | None:
         """The tokens, if that is all that has to be done now. None: nothing was done, treat it as any other frame."""
         shard = self._fleet.shards.get(frame.shard_id)
         if shard is None or shard.is_draining or shard.hands_over:
             return None
-        if self._lines.num_requests or self._overload.somebody_waited:
+        if self._queues.num_requests or self._overload.somebody_waited:
             return None
-        sent = self._relay.flow(shard, frame.step)
+        sent = self._relay.forward_fast(shard, frame.step)
         if sent is not None:
             self._put_off.append((frame, now))
             self.is_full = len(self._put_off) >= MAX_PUT_OFF
         return sent
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Something is to be decided, or told."""
         if not self._put_off:
             return

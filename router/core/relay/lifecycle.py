@@ -14,7 +14,7 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
 )
 from router.core.actions import RequestEnded
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.refusals import no_shard_ready
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
@@ -43,7 +43,7 @@ class Lifecycle:
     """Live requests by name, clients by name."""
 
     def __init__(
-        self, fleet: Fleet, dispatcher: Dispatcher, screening: Screening, outbox: Outbox, max_attempts: int
+        self, fleet: Fleet, dispatcher: AttemptSender, screening: Screening, outbox: Outbox, max_attempts: int
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
         self.clients: dict[str, Client] = {}
@@ -73,7 +73,7 @@ class Lifecycle:
     def end_flows(self) -> None:
         """What the safety service says, or its coming and going, may concern any choice."""
         for shard in self._fleet.shards.values():
-            shard.flows.end()
+            shard.fast_path.end()
 
     # -- news goes on ---------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Lifecycle:
         live.prompt_verdict_open = False
         for choice in live.choices:
             if choice.shard_id:
-                self._fleet.shards[choice.shard_id].flows.leave(choice.shard_slot)
+                self._fleet.shards[choice.shard_id].fast_path.leave(choice.shard_slot)
             choice.is_screened = False
             self._screening.forget(choice)
             choice.screening_slot = None
@@ -197,7 +197,7 @@ class Lifecycle:
         live = choice.request
         if choice.shard_id:
             shard = self._fleet.shards[choice.shard_id]
-            shard.flows.leave(choice.shard_slot)
+            shard.fast_path.leave(choice.shard_slot)
             self._outbox.cancel(choice)
             shard.detach(choice)
         elif choice in live.pending:

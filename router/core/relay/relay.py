@@ -9,7 +9,7 @@ from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.core.actions import Action, SendStep
-from router.core.dispatch.attempt_sender import Dispatcher
+from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.refusals import safety_unavailable
 from router.core.events import TextFilter
 from router.core.fleet.fleet import Shard
@@ -25,12 +25,13 @@ _NONE: Final = ()
 
 
 class Relay:
-    """Per token: a look-up, if it flows; else a few list appends. No object is made unless the token must be held."""
+    """Per token: a look-up, if it fast_path; else a few list appends. No object is made unless the token must be
+    held."""
 
     def __init__(
         self,
         lifecycle: Lifecycle,
-        dispatcher: Dispatcher,
+        dispatcher: AttemptSender,
         ledger: LoadLedger,
         screening: Screening,
         outbox: Outbox,
@@ -55,13 +56,13 @@ class Relay:
             ]
             self._ledger.note_starts(shard.shard_id, started, now)
             shard.ramp_up(len(started))
-            self._dispatcher.queue.stir(shard.shard_id)
+            self._dispatcher.queue.mark_dirty(shard.shard_id)
         for start in step.starts:
             choice = shard.choices.get(start.slot)
             if choice is not None:
                 self._lifecycle.start(choice, start, now)
             elif (attempt := shard.attempts.get(start.slot)) is not None:
-                self._dispatcher.note_portion_start(attempt, start.num_cached_tokens)
+                self._dispatcher.note_prefill_chunk_start(attempt, start.num_cached_tokens)
         if step.num_tokens or step.logprobs:
             overfull = self._relay_ragged(shard, step, now)
         else:
@@ -78,39 +79,39 @@ class Relay:
             is_prefilling = bool(view.queued or view.foreign_queued_tokens)
             shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
 
-    def flow(self, shard: Shard, step: Step) -> list[Action] | None:
-        """A step of one token an entry, if all of them flow; the arrays are passed on as they are where all are one
-        client's. None: not all flow, and nothing was done."""
-        flows = shard.flows
+    def forward_fast(self, shard: Shard, step: Step) -> list[Action] | None:
+        """A step of one token an entry, if all of them forward_fast; the arrays are passed on as they are where all are
+        one client's. None: not all forward_fast, and nothing was done."""
+        fast_path = shard.fast_path
         try:
-            client_slots = list(map(flows.client_slots.__getitem__, step.slots))
+            client_slots = list(map(fast_path.client_slots.__getitem__, step.slots))
         except KeyError:
             return None
         if not len(client_slots) == len(step.token_ids) == len(step.deltas):
             return None
-        if flows.cleared_by is not None and self._screening.clears_all(step.deltas) is not flows.cleared_by:
+        if fast_path.cleared_by is not None and self._screening.clears_all(step.deltas) is not fast_path.cleared_by:
             return None
-        flows.note(step.slots[:], step.token_ids, step.deltas)
-        client = flows.only_client
+        fast_path.note(step.slots[:], step.token_ids, step.deltas)
+        client = fast_path.only_client
         if client is None:
-            return _by_client(map(flows.clients.__getitem__, step.slots), client_slots, step)
+            return _by_client(map(fast_path.clients.__getitem__, step.slots), client_slots, step)
         return [SendStep(client.client_id, Step(client_slots, [], step.token_ids, step.deltas))]
 
     def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
         """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
         cleared_by = self._screening.clears_all(step.deltas)
-        choices, flows = shard.choices, shard.flows
-        flowing, clients = flows.client_slots, flows.clients
-        flow_filter = None if flows.cleared_by is cleared_by else flows.cleared_by
+        choices, fast_path = shard.choices, shard.fast_path
+        on_fast_path, clients = fast_path.client_slots, fast_path.clients
+        flow_filter = None if fast_path.cleared_by is cleared_by else fast_path.cleared_by
         noted_slots: list[int] = []
         noted_ids: list[int] = []
         noted_deltas: list[str] = []
-        flows.note(noted_slots, noted_ids, noted_deltas)
+        fast_path.note(noted_slots, noted_ids, noted_deltas)
         overfull: list[Choice] = []
         for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
-            client_slot = flowing.get(slot)
+            client_slot = on_fast_path.get(slot)
             if client_slot is not None and flow_filter is not None and delta and flow_filter.is_suspicious(delta):
-                flows.leave(slot)
+                fast_path.leave(slot)
                 client_slot = None
             if client_slot is not None:
                 client = clients[slot]
@@ -138,7 +139,7 @@ class Relay:
         overfull: list[Choice],
         now: float,
     ) -> bool:
-        """Whether a token goes straight to the client. From its second token on a choice may flow."""
+        """Whether a token goes straight to the client. From its second token on a choice may forward_fast."""
         choice.output_token_ids.append(token_id)
         num_chars = choice.num_chars
         choice.num_chars = end = num_chars + len(delta)
@@ -146,7 +147,7 @@ class Relay:
         if hold is None:
             if not choice.is_screened:
                 if num_chars:
-                    shard.flows.join(choice, None)
+                    shard.fast_path.join(choice, None)
             elif delta:
                 self._screening.send(choice, delta)
             return True
@@ -163,7 +164,7 @@ class Relay:
             if hold.start is not None:
                 self._lifecycle.release_start(choice, hold, now)
             else:
-                shard.flows.join(choice, cleared_by)
+                shard.fast_path.join(choice, cleared_by)
             hold.num_clear_chars = end
             hold.last_shown_char = choice.last_skipped_char = delta[-1]
             choice.num_skipped_chars += end - num_chars
@@ -197,7 +198,7 @@ class Relay:
         for slot, entry in step.logprobs:
             logprobs.setdefault(slot, []).append(entry)
         overfull: list[Choice] = []
-        shard.flows.end()
+        shard.fast_path.end()
         is_plain = self._screening.clears_all(step.deltas) is not None
         position = 0
         for slot, count, delta in zip(step.slots, counts, step.deltas, strict=True):

@@ -13,7 +13,7 @@ from shard_server.engines.tensorrt_llm.api import RequestOutput
 from shard_server.engines.tensorrt_llm.health import abort
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
 from shard_server.engines.tensorrt_llm.outbox import Outbox
-from shard_server.engines.tensorrt_llm.requests.request_stream import News, RequestStream
+from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream, StreamDelta
 from shard_server.engines.tensorrt_llm.stats import InFlight
 
 log = structlog.get_logger()
@@ -67,9 +67,9 @@ class LiveSequences:
         """Abort one; it ends like this once TensorRT-LLM has ended it. Nothing happens to one that has ended, or has
         been let go of before."""
         stream = self._streams.get(request_id)
-        if stream is None or stream.letting_go is not None:
+        if stream is None or stream.cancelling_sequences is not None:
             return
-        stream.letting_go = SequenceEnd(request_id, reason, error)
+        stream.cancelling_sequences = SequenceEnd(request_id, reason, error)
         stream.cut_off_at = self._loop.time() + self._cancel_timeout_seconds
         abort(stream.output)
         self._outbox.release_waiters()
@@ -81,10 +81,10 @@ class LiveSequences:
     def cut_off(self, now: float) -> None:
         """End those that TensorRT-LLM should have ended by now."""
         for request_id, stream in list(self._streams.items()):
-            if stream.letting_go is not None and now >= stream.cut_off_at:
+            if stream.cancelling_sequences is not None and now >= stream.cut_off_at:
                 log.warning("TensorRT-LLM does not end an aborted request; cut off", request_id=request_id)
                 self._pumps[request_id].cancel()
-                self._end(stream, stream.letting_go)
+                self._end(stream, stream.cancelling_sequences)
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Abort everything without an output; returns the tasks that are ending."""
@@ -103,7 +103,7 @@ class LiveSequences:
         output, outbox = stream.output, self._outbox
         request_id = stream.request.request_id
         while True:
-            while outbox.is_full(request_id) and stream.letting_go is None:
+            while outbox.is_full(request_id) and stream.cancelling_sequences is None:
                 await outbox.until_taken()
             try:
                 await anext(output)
@@ -123,8 +123,8 @@ class LiveSequences:
         """Put a stream's news into the outbox; its end, if it has come."""
         request_id = stream.request.request_id
         output = stream.output
-        if stream.letting_go is not None:
-            return stream.letting_go if output.finished else None
+        if stream.cancelling_sequences is not None:
+            return stream.cancelling_sequences if output.finished else None
         is_first = not stream.num_tokens
         try:
             news = stream.take(output)
@@ -139,7 +139,7 @@ class LiveSequences:
             abort(output)
         return SequenceEnd(request_id, news.end, news.error)
 
-    def _deliver(self, stream: RequestStream, news: News, *, is_first: bool) -> None:
+    def _deliver(self, stream: RequestStream, news: StreamDelta, *, is_first: bool) -> None:
         request_id = stream.request.request_id
         if is_first:
             queued_seconds = self._in_flight.admitted_at(request_id, stream.submitted_at) - stream.submitted_at
@@ -162,7 +162,7 @@ class LiveSequences:
             return
         self._pumps.pop(request_id, None)
         self._in_flight.remove(request_id, self._loop.time())
-        self._outbox.add_end(stream.letting_go or end)
+        self._outbox.add_end(stream.cancelling_sequences or end)
 
     def _on_pump_done(self, pump: asyncio.Task[None]) -> None:
         if pump.cancelled():

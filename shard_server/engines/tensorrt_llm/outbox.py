@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from shard_server.engines.base import KvEvent, SequenceEnd, SequenceStart, StepOutput
-from shard_server.engines.tensorrt_llm.requests.request_stream import News
+from shard_server.engines.tensorrt_llm.requests.request_stream import StreamDelta
 
 MAX_UNREAD_TOKENS: Final = 32
 """Of one sequence."""
@@ -30,7 +30,7 @@ class Outbox:
     def add_start(self, start: SequenceStart) -> None:
         self._open().starts.append(start)
 
-    def add_news(self, request_id: str, news: News) -> None:
+    def add_news(self, request_id: str, news: StreamDelta) -> None:
         """Its tokens and logprobs; not its end."""
         output = self._open()
         position = self._position.get(request_id)

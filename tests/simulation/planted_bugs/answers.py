@@ -22,10 +22,10 @@ from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
     AnswersComplete,
-    BilledIsDelivered,
     EndsJustified,
     EndsOnce,
     FramesInShape,
+    MeteredIsDelivered,
     TextIntact,
     TokensExact,
 )
@@ -48,7 +48,7 @@ def drops_the_seventh_token(patch: Patch) -> None:
 
 @caught_by(TokensExact)
 def sends_held_tokens_twice(patch: Patch) -> None:
-    """A hold that is cleared in two portions sends the last entry of the first one again."""
+    """A hold that is cleared in two prefill chunks sends the last entry of the first one again."""
     original = Hold.take_clear
 
     def take_clear(self: Hold) -> Any:
@@ -129,13 +129,13 @@ def refuses_in_silence(patch: Patch) -> None:
     patch.setattr(Arrivals, "_refuse", refuse)
 
 
-@caught_by(BilledIsDelivered)
+@caught_by(MeteredIsDelivered)
 def bills_what_was_held(patch: Patch) -> None:
     """Tokens that are dropped because nobody may see them stay on the bill."""
     patch.setattr(Lifecycle, "_forget_tokens", lambda _self, _choice, _count: None)
 
 
-@caught_by(BilledIsDelivered)
+@caught_by(MeteredIsDelivered)
 def bills_given_tokens_again(patch: Patch) -> None:
     """A resumed answer is billed with the tokens that the client brought along."""
     original = lifecycle.request_ended

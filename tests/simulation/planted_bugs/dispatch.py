@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from router.core.admission.arrivals import Arrivals
-from router.core.dispatch.attempt_sender import Dispatcher
-from router.core.dispatch.waiting_queues import WaitingLines
+from router.core.dispatch.attempt_sender import AttemptSender
+from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Request, ShardLoad
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.slot_pool import SlotPool
 from router.core.frames import Step
-from router.core.live import Choice, LineId, LiveRequest
+from router.core.live import Choice, LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
 from router.core.relay.lifecycle import Lifecycle
 from tests.simulation.planted_bugs.change_steps import change_steps
@@ -27,7 +27,7 @@ from tools.dst.checkers import (
     NoIdleWait,
     NoStarvation,
     PlacementsFit,
-    PortionsFit,
+    PrefillChunksFit,
     QueueBound,
     SlotsRest,
 )
@@ -36,16 +36,16 @@ from tools.dst.checkers import (
 @caught_by(Integrity)
 def keeps_reservations_of_cancelled_sequences(patch: Patch) -> None:
     """What a cancelled sequence had reserved is never released."""
-    original = Dispatcher.end_slot
+    original = AttemptSender.end_slot
 
-    def end_slot(self: Dispatcher, shard: Shard, slot: int, now: float) -> bool:
+    def end_slot(self: AttemptSender, shard: Shard, slot: int, now: float) -> bool:
         if slot in shard.choices or slot not in shard.attempts:
             return original(self, shard, slot, now)
         del shard.attempts[slot]
         shard.slots.free(slot)
         return True
 
-    patch.setattr(Dispatcher, "end_slot", end_slot)
+    patch.setattr(AttemptSender, "end_slot", end_slot)
 
 
 @caught_by(LoadTrue)
@@ -105,13 +105,13 @@ def reuses_slots_of_cancelled_sequences(patch: Patch) -> None:
 @caught_by(AttemptsContinue)
 def begins_anew_elsewhere(patch: Patch) -> None:
     """A later attempt starts from the prompt, without the tokens that the client has."""
-    original = Dispatcher._assign_slot
+    original = AttemptSender._assign_slot
 
-    def assign_slot(self: Dispatcher, *args: Any) -> Any:
+    def assign_slot(self: AttemptSender, *args: Any) -> Any:
         spec = original(self, *args)
         return msgspec.structs.replace(spec, output_token_ids=(), num_delivered_chars=0)
 
-    patch.setattr(Dispatcher, "_assign_slot", assign_slot)
+    patch.setattr(AttemptSender, "_assign_slot", assign_slot)
 
 
 @caught_by(AttemptsContinue)
@@ -135,14 +135,16 @@ def sends_work_to_draining_shards(patch: Patch) -> None:
 def looks_only_at_the_head_of_the_line(patch: Patch) -> None:
     """A request that no free shard can run blocks everybody behind it."""
 
-    def take(self: WaitingLines, line_id: LineId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None) -> Any:
-        first = next(self.line(line_id), None)
+    def take(
+        self: WaitingQueues, line_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
+    ) -> Any:
+        first = next(self.queue(line_id), None)
         if first is None or not can_run(first):
             return None
         self.remove(first)
         return first
 
-    patch.setattr(WaitingLines, "take", take)
+    patch.setattr(WaitingQueues, "take", take)
 
 
 @caught_by(NoIdleWait)
@@ -155,14 +157,16 @@ def lets_the_hopeless_wait(patch: Patch) -> None:
 def prefers_one_tenant(patch: Patch) -> None:
     """The tenant that was served first is served again as long as it has something waiting."""
 
-    def take(self: WaitingLines, line_id: LineId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None) -> Any:
-        for request in sorted(self.line(line_id), key=lambda live: live.request.tenant):
+    def take(
+        self: WaitingQueues, line_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
+    ) -> Any:
+        for request in sorted(self.queue(line_id), key=lambda live: live.request.tenant):
             if can_run(request):
                 self.remove(request)
                 return request
         return None
 
-    patch.setattr(WaitingLines, "take", take)
+    patch.setattr(WaitingQueues, "take", take)
 
 
 @caught_by(QueueBound)
@@ -176,23 +180,23 @@ def counts_the_queue_before_it_grows(patch: Patch) -> None:
     patch.setattr(Arrivals, "_make_queue_place", make_queue_place)
 
 
-@caught_by(PortionsFit)
+@caught_by(PrefillChunksFit)
 def forgets_the_portions_of_those_who_leave(patch: Patch) -> None:
-    """The portion of a request that ends or moves is computed all the same."""
+    """The prefill chunk of a request that ends or moves is computed all the same."""
 
-    def cancel_portion(_self: Dispatcher, live: LiveRequest, _shard_id: str) -> None:
-        live.portion = None
+    def cancel_prefill_chunk(_self: AttemptSender, live: LiveRequest, _shard_id: str) -> None:
+        live.prefill_chunk = None
         live.num_ready_tokens = 0
 
-    patch.setattr(Dispatcher, "cancel_portion", cancel_portion)
+    patch.setattr(AttemptSender, "cancel_prefill_chunk", cancel_prefill_chunk)
 
 
-@caught_by(PortionsFit)
+@caught_by(PrefillChunksFit)
 def sends_the_next_portion_while_one_is_computed(patch: Patch) -> None:
-    """Who has a portion under way is sent once more when the shard has room."""
-    original = WaitingLines.take
+    """Who has a prefill chunk under way is sent once more when the shard has room."""
+    original = WaitingQueues.take
 
-    def take(self: WaitingLines, line_id: LineId, can_run: Any, urgency: Any = None) -> LiveRequest | None:
+    def take(self: WaitingQueues, line_id: QueueId, can_run: Any, urgency: Any = None) -> LiveRequest | None:
         return original(self, line_id, (lambda _live: True) if line_id.shard_id else can_run, urgency)
 
-    patch.setattr(WaitingLines, "take", take)
+    patch.setattr(WaitingQueues, "take", take)

@@ -10,7 +10,7 @@ from router.core.core import RouterCore
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import draining
-from router.core.dispatch.waiting_queues import WaitingLines
+from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Request, Tier
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.health.health_watch import HealthWatch
@@ -49,12 +49,12 @@ def serves_all_tiers_alike(patch: Patch) -> None:
 @caught_by(TiersKept)
 def takes_places_from_tenants_only(patch: Patch) -> None:
     """A full queue: whose tenant has its share is refused, though somebody who can wait has a place."""
-    original = WaitingLines.take_victim
+    original = WaitingQueues.take_victim
 
-    def take_victim(self: WaitingLines, tenant: str, tier: Tier = Tier.INTERACTIVE) -> Any:
+    def take_victim(self: WaitingQueues, tenant: str, tier: Tier = Tier.INTERACTIVE) -> Any:
         return original(self, tenant, Tier.BATCH)
 
-    patch.setattr(WaitingLines, "take_victim", take_victim)
+    patch.setattr(WaitingQueues, "take_victim", take_victim)
 
 
 @caught_by(OutagePatience)

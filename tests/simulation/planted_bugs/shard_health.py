@@ -9,7 +9,7 @@ import pytest
 from router.core.fleet.fleet import Shard
 from router.core.fleet.shard_health import ShardHealth
 from router.core.health.health_watch import HealthWatch
-from router.core.health.migrator import Mover
+from router.core.health.migrator import Migrator
 from router.core.placement.placer import Placer
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import NobodyWaitsForTheHung, PlacementsFit, SuspicionBounded
@@ -30,7 +30,7 @@ def takes_reports_for_progress(patch: Patch) -> None:
 @caught_by(NobodyWaitsForTheHung)
 def leaves_the_suspected_their_work(patch: Patch) -> None:
     """A suspected shard gets nothing new, but what runs there stays."""
-    patch.setattr(Mover, "move_off", lambda _self, _shard, _now: None)
+    patch.setattr(Migrator, "move_off", lambda _self, _shard, _now: None)
 
 
 @caught_by(SuspicionBounded)

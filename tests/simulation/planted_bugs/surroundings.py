@@ -15,7 +15,7 @@ from router.core.live import LiveRequest
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.verdicts import Verdicts
-from router.core.shard_event_handler import ShardNews
+from router.core.shard_event_handler import ShardEventHandler
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
@@ -122,13 +122,13 @@ def has_no_patience_with_safety(patch: Patch) -> None:
 @caught_by(FleetTold)
 def does_not_tell_of_draining(patch: Patch) -> None:
     """Clients are not told that a shard drains."""
-    original = ShardNews._on_load
+    original = ShardEventHandler._on_load
 
-    def on_load(self: ShardNews, *args: Any) -> None:
+    def on_load(self: ShardEventHandler, *args: Any) -> None:
         self._note_fleet_change = lambda: None
         original(self, *args)
 
-    patch.setattr(ShardNews, "_on_load", on_load)
+    patch.setattr(ShardEventHandler, "_on_load", on_load)
 
 
 @caught_by(IndexExact)

@@ -16,8 +16,8 @@ from aiohttp import web
 from google.protobuf.message import Message
 
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.openai.response_formatters import ChatShape, Envelope
-from edge_http.wire.sse import Corks, EventStream
+from edge_http.openai.response_formatters import ChatFormatter, Envelope
+from edge_http.wire.sse import EventStream, WriteCoalescer
 from kvloom.discovery.registry import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.router_link.tracked_request import TrackedRequest
@@ -29,7 +29,7 @@ from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServ
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectResponse
 from router.core.actions import SubmitAttempt
 from router.core.events import KvSnapshotArrived, SafetyUp
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.links.client_link import ClientLink
 from router.links.prefilter import Prefilter
 from router.links.shard_link import ShardLink
@@ -91,7 +91,7 @@ def router_half(num_streams: int) -> Callable[[], None]:
     rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], ["not this"])))
     rig.add_shard(max_batch=num_streams, max_model_len=1000, num_blocks=10_000)
     rig.handle(KvSnapshotArrived("s0", 0, ()))
-    dispatcher = Dispatcher(rig.core, cast(Any, NobodyLooks()))
+    dispatcher = CoreDriver(rig.core, cast(Any, NobodyLooks()))
     transport = CountingTransport()
     client = ClientLink(
         dispatcher,
@@ -135,9 +135,9 @@ def edge_half(num_streams: int) -> Callable[[], None]:
     envelope = Envelope(id="chatcmpl-1", model="m", system_fingerprint="fp", num_choices=1, include_usage=False)
     answers: list[EventStream] = []
     for number in range(num_streams):
-        events = EventStream(cast(web.BaseRequest, ConnectedRequest(transport)), 1 << 20, Corks())
+        events = EventStream(cast(web.BaseRequest, ConnectedRequest(transport)), 1 << 20, WriteCoalescer())
         answers.append(events)
-        shape = ChatShape(envelope, cast(Any, None))
+        shape = ChatFormatter(envelope, cast(Any, None))
         answer = StreamedAnswer(
             [5], 1, shape, events, {}, include_usage=False, with_details=False, with_explanation=False
         )

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from yarl import URL
 
 from edge_http.edge import Edge, ServedModel
-from edge_http.server.http_router import Dispatcher as EdgeDispatcher
+from edge_http.server.http_router import HttpRouter
 from kvloom.config import KvloomConfig
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import GrpcRouterLink
@@ -41,7 +41,7 @@ from router import convert
 from router.core.core import RouterCore
 from router.core.events import KvSnapshotArrived, RequestArrived, SafetyUp, ShardDescription, ShardUp, StepArrived
 from router.core_config import core_config
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.decisions.log import DecisionLog
 from router.intake import Intake
 from router.links.prefilter import Prefilter
@@ -104,7 +104,7 @@ class Observer(NobodyLooks):
 def router_half() -> Callable[[], None]:
     """From the bytes of a Submit to those for the shard, and from the shard's frame to those for the client."""
     core = RouterCore(core_config(KvloomConfig()), seed=1)
-    dispatcher = Dispatcher(core, cast(Any, Observer(core)))
+    dispatcher = CoreDriver(core, cast(Any, Observer(core)))
     tokenizer = model_tokenizer()
     intake = Intake("tiny", tokenizer, 1000, lambda: True)
     client, shards = Client(), [Shard() for _ in range(NUM_SHARDS)]
@@ -197,7 +197,7 @@ def edge_half() -> Callable[[], None]:
     _finish_now(members.follow_wanted())
     members._look_again()
     edge = Edge(KvloomConfig().edge, group, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
-    dispatcher = EdgeDispatcher(edge)
+    dispatcher = HttpRouter(edge)
     transport = CountingTransport()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     wanted = {"model": "tiny", "messages": messages, "max_tokens": 1, "temperature": 0, "stream": True}

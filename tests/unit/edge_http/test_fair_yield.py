@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from edge_http.wire.fair_yield import LONG_BODY_BYTES, Turns
+from edge_http.wire.fair_yield import LONG_BODY_BYTES, FairYield
 
 
-async def turns_of(turns: Turns, sizes: list[int]) -> list[int]:
+async def turns_of(turns: FairYield, sizes: list[int]) -> list[int]:
     """In which turn of the loop each body of these sizes was let through, all having come in the same one."""
     loop = asyncio.get_running_loop()
     turn = 0
@@ -32,20 +32,20 @@ async def turns_of(turns: Turns, sizes: list[int]) -> list[int]:
 
 async def test_long_bodies_have_a_turn_each():
     """Several clients' long prompts at the same time would hold up every other stream for as long as all take."""
-    found = await turns_of(Turns(), [LONG_BODY_BYTES] * 5)
+    found = await turns_of(FairYield(), [LONG_BODY_BYTES] * 5)
     assert found == sorted(found)
     assert len(set(found)) == 5
 
 
 async def test_short_bodies_wait_for_nobody():
     """A chat message takes less time than a turn."""
-    found = await turns_of(Turns(), [LONG_BODY_BYTES] * 3 + [LONG_BODY_BYTES - 1] * 3)
+    found = await turns_of(FairYield(), [LONG_BODY_BYTES] * 3 + [LONG_BODY_BYTES - 1] * 3)
     assert found[3:] == [found[0]] * 3
 
 
 async def test_who_goes_away_keeps_nobody_waiting():
     """A client that hangs up while it waits is passed over; after it all is as before."""
-    turns = Turns()
+    turns = FairYield()
     first, gone, last = (asyncio.create_task(turns.take(LONG_BODY_BYTES)) for _ in range(3))
     await asyncio.sleep(0)
     gone.cancel()

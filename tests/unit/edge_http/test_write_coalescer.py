@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from edge_http.wire.sse import Corks, EventStream
+from edge_http.wire.sse import EventStream, WriteCoalescer
 
 LIMIT = 1 << 20
 
@@ -46,8 +46,8 @@ def writes() -> list[tuple[str, bytes]]:
     return []
 
 
-def stream(name: str, corks: Corks, writes: list[tuple[str, bytes]]) -> EventStream:
-    return EventStream(cast(web.BaseRequest, Connected(Socket(name, writes))), LIMIT, corks)
+def stream(name: str, write_coalescer: WriteCoalescer, writes: list[tuple[str, bytes]]) -> EventStream:
+    return EventStream(cast(web.BaseRequest, Connected(Socket(name, writes))), LIMIT, write_coalescer)
 
 
 def begin(events: EventStream) -> None:
@@ -61,8 +61,8 @@ async def test_head_and_first_token_leave_in_one_write_before_other_streams_toke
     writes: list[tuple[str, bytes]],
 ) -> None:
     """A step's first tokens are in front; behind hundreds of others they would be milliseconds late."""
-    corks = Corks()
-    old, one, two = (stream(name, corks, writes) for name in ("old", "one", "two"))
+    write_coalescer = WriteCoalescer()
+    old, one, two = (stream(name, write_coalescer, writes) for name in ("old", "one", "two"))
     begin(old)
     await asyncio.sleep(0)
     assert [name for name, _ in writes] == ["old"]
@@ -79,8 +79,8 @@ async def test_head_and_first_token_leave_in_one_write_before_other_streams_toke
 
 async def test_an_event_that_is_framed_already_pulls_the_corks_too(writes: list[tuple[str, bytes]]) -> None:
     """Resumable answers write their events in frames."""
-    corks = Corks()
-    old, new = stream("old", corks, writes), stream("new", corks, writes)
+    write_coalescer = WriteCoalescer()
+    old, new = stream("old", write_coalescer, writes), stream("new", write_coalescer, writes)
     old.begin({})
     begin(new)
     old.write_framed(b"5\r\nhello\r\n")
@@ -89,8 +89,8 @@ async def test_an_event_that_is_framed_already_pulls_the_corks_too(writes: list[
 
 async def test_a_whole_short_answer_leaves_in_one_write(writes: list[tuple[str, bytes]]) -> None:
     """Each write is a system call, and a wake-up of the client; other streams that are corked do not tear it apart."""
-    corks = Corks()
-    one, two = stream("one", corks, writes), stream("two", corks, writes)
+    write_coalescer = WriteCoalescer()
+    one, two = stream("one", write_coalescer, writes), stream("two", write_coalescer, writes)
     begin(one)
     begin(two)
     for events in (one, two):

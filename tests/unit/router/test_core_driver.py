@@ -19,7 +19,7 @@ from router.core.actions import (
 )
 from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
 from router.core.frames import Step
-from router.core_driver import Dispatcher
+from router.core_driver import CoreDriver
 from router.usage_records import Credit
 
 
@@ -70,7 +70,7 @@ class Silent:
 class Reacting:
     """A client that answers a step with an event, from within."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: CoreDriver) -> None:
         self.dispatcher = dispatcher
         self.steps: list[Step] = []
 
@@ -84,7 +84,7 @@ class Reacting:
 async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
     """The core is not re-entrant: all actions of one event come before the next event."""
     core = ScriptedCore()
-    dispatcher = Dispatcher(core, Silent())
+    dispatcher = CoreDriver(core, Silent())
     client = Reacting(dispatcher)
     dispatcher.add_client("c", client)
     core.answers[DrainStarted] = lambda: [SendStep("c", Step(slots=[1])), SendStep("c", Step(slots=[2]))]
@@ -96,7 +96,7 @@ async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
 async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
     """Whoever brought the event hears of it; what others have queued is handled all the same."""
     core = ScriptedCore()
-    dispatcher = Dispatcher(core, Silent())
+    dispatcher = CoreDriver(core, Silent())
     client = Reacting(dispatcher)
     dispatcher.add_client("c", client)
 
@@ -114,7 +114,7 @@ async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
 async def test_clients_are_known_by_one_id() -> None:
     """News for one that has gone is dropped, for its ClientGone is on its way; one that is there keeps its id."""
     core = ScriptedCore()
-    dispatcher = Dispatcher(core, Silent())
+    dispatcher = CoreDriver(core, Silent())
     core.answers[DrainStarted] = lambda: [SendStep("nobody", Step(slots=[1]))]
     dispatcher.dispatch(DrainStarted())
     dispatcher.add_client("twin", Reacting(dispatcher))
@@ -125,7 +125,7 @@ async def test_clients_are_known_by_one_id() -> None:
 async def test_it_ticks_once_the_deadline_has_come() -> None:
     """Deadlines expire although nothing else happens; an earlier one is not missed for a later timer."""
     core = ScriptedCore()
-    dispatcher = Dispatcher(core, Silent())
+    dispatcher = CoreDriver(core, Silent())
     core.deadline = dispatcher.now() + 60
     dispatcher.dispatch(DrainStarted())
     core.deadline = dispatcher.now() + 0.02

@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.errors import KvloomError, protocol_violation
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, Submit
-from router.links.submit_queue import LONG_PROMPT_TOKENS, MAX_WAITING, Inbox
+from router.links.submit_queue import LONG_PROMPT_TOKENS, MAX_WAITING, SubmitQueue
 
 FAULTY = "faulty"
 
@@ -19,7 +19,7 @@ class Client:
         self.taken: list[str] = []
         self.faults: list[KvloomError] = []
         self.num_empty = 0
-        self.inbox = Inbox(self._submit, self._cancel, self.faults.append, self._count)
+        self.inbox = SubmitQueue(self._submit, self._cancel, self.faults.append, self._count)
 
     def _submit(self, submit: Submit) -> None:
         if submit.request_id == FAULTY:

@@ -19,7 +19,7 @@ from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineError, EngineRequest, Sampling, StepOutput
 from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
-from shard_server.engines.torch_engine.kernels.reference_decoder import Sketch
+from shard_server.engines.torch_engine.kernels.reference_decoder import ReferenceDecoder
 from tools.bench.engine.device import SHAPES, device_table, run_device_bench
 from tools.bench.engine.int8_quality import measure_int8_quality
 from tools.bench.engine.techniques import measure_guided, run_speculation
@@ -45,13 +45,13 @@ def run_bench(
     dtype: str = "bfloat16",
     deterministic: bool = True,
     weights: Literal["dtype", "int8"] = "dtype",
-    with_sketch: bool = False,
+    with_reference: bool = False,
     temperature: float = 0.0,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> dict[str, Any]:
     """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
 
-    `num_threads` 0: one per core. `with_sketch`: also what the plainest decoder reaches (see sketch.py).
+    `num_threads` 0: one per core. `with_reference`: also what the plainest decoder reaches (see reference_decoder.py).
     """
     num_threads = num_threads or os.cpu_count() or 1
     torch_config = TorchConfig(
@@ -64,10 +64,10 @@ def run_bench(
     config = ShardConfig(torch=torch_config, max_batch=max(batches), max_prefill_tokens_per_step=_PREFILL_TOKENS)
     engine = TorchEngine(model_dir, model_dir.name, config)
     measured = asyncio.run(_measure(engine, batches, temperature))
-    if with_sketch:
-        sketch = Sketch(model_dir, num_threads)
+    if with_reference:
+        reference = ReferenceDecoder(model_dir, num_threads)
         for row in measured["decode"]:
-            row["sketch_tokens_per_second"] = round(sketch.decode_tokens_per_second(row["batch"]), 1)
+            row["reference_tokens_per_second"] = round(reference.decode_tokens_per_second(row["batch"]), 1)
     return {
         "model": model_dir.name,
         "dtype": dtype,
@@ -171,7 +171,9 @@ def _prompt_lengths(batch: int) -> list[int]:
 @option("--weights", type=click.Choice(["dtype", "int8"]), default="dtype", show_default=True, help="Of linear layers.")
 @option("--no-deterministic", is_flag=True, help="Let the last bits depend on the batch: faster prefill.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="0: greedy.")
-@option("--sketch", "with_sketch", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run.")
+@option(
+    "--reference", "with_reference", is_flag=True, help="Compare with a plain contiguous-KV decoder in the same run."
+)
 @option("--speculation", "with_speculation", is_flag=True, help="Also what drafts by prompt lookup bring.")
 @option("--quantisation", "with_int8_quality", is_flag=True, help="Also what int8 weights change in the answers.")
 @option("--vs", default="", help="Compare with others in turn and do nothing else: int8, vllm, llamacpp, by commas.")
@@ -189,7 +191,7 @@ def bench_engine(
     weights: Literal["dtype", "int8"],
     no_deterministic: bool,
     temperature: float,
-    with_sketch: bool,
+    with_reference: bool,
     with_speculation: bool,
     with_int8_quality: bool,
     vs: str,
@@ -227,7 +229,7 @@ def bench_engine(
             dtype=dtype,
             deterministic=not no_deterministic,
             weights=weights,
-            with_sketch=with_sketch,
+            with_reference=with_reference,
             temperature=temperature,
             device=device,
         )
@@ -259,8 +261,8 @@ def _print(report: dict[str, Any]) -> None:
             f"decode   {row['tokens_per_second']:8.1f} tokens/s  (batch {row['batch']}, {row['step_ms']} ms a step, "
             f"prompts of {min(lengths)} to {max(lengths)} tokens)"
         )
-        if "sketch_tokens_per_second" in row:
-            print(f"  sketch {row['sketch_tokens_per_second']:8.1f} tokens/s")
+        if "reference_tokens_per_second" in row:
+            print(f"  reference {row['reference_tokens_per_second']:8.1f} tokens/s")
     for row in report.get("speculation", ()):
         print(
             f"speculation, {row['text']}, batch {row['batch']}: {row['tokens_per_second']} tokens/s without, "

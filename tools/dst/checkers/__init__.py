@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 from router.core.actions import Action, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event
 from router.core.frames import Finish, Step
-from tools.dst.checkers.attempts import AttemptsContinue, Fence, PlacementsFit, PortionsFit, SlotsRest
+from tools.dst.checkers.attempts import AttemptsContinue, Fence, PlacementsFit, PrefillChunksFit, SlotsRest
 from tools.dst.checkers.base import Checker
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesInShape, TextIntact, TokensExact
-from tools.dst.checkers.ends import BilledIsDelivered, EndsJustified, EndsOnce
+from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
 from tools.dst.checkers.fleet import FleetTold
 from tools.dst.checkers.health import DrainedShardsEmpty, NobodyWaitsForTheHung, SuspicionBounded
 from tools.dst.checkers.integrity import Integrity
@@ -35,14 +35,14 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     TextIntact,
     FramesInShape,
     AnswersComplete,
-    BilledIsDelivered,
+    MeteredIsDelivered,
     EndsJustified,
     Integrity,
     Fence,
     SlotsRest,
     AttemptsContinue,
     PlacementsFit,
-    PortionsFit,
+    PrefillChunksFit,
     NoIdleWait,
     NoStarvation,
     QueueBound,
@@ -73,7 +73,7 @@ class Checks:
         self._before_event = having("before_event")
         self._on_dispatch = having("on_dispatch")
         self._on_probe = having("on_probe")
-        self._on_portion = having("on_portion")
+        self._on_prefill_chunk = having("on_prefill_chunk")
         self._on_health = having("on_health")
         self._on_step = having("on_step")
         self._on_sent = having("on_sent")
@@ -101,9 +101,9 @@ class Checks:
         """A shard is asked for a token by the router itself."""
         _tell(self._on_probe, node, attempt)
 
-    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
+    def on_prefill_chunk(self, node: RouterNode, seen: SeenRequest | None, prefill_chunk: SubmitAttempt) -> None:
         """A shard is to compute a part of a prompt, for a request that waits."""
-        _tell(self._on_portion, node, seen, portion)
+        _tell(self._on_prefill_chunk, node, seen, prefill_chunk)
 
     def on_health(self, node: RouterNode, change: ShardHealthChanged) -> None:
         """A shard is suspected, probed or healthy again."""

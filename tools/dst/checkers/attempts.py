@@ -84,8 +84,8 @@ class SlotsRest(Checker):
     def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
         self.on_probe(node, attempt)
 
-    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
-        self.on_probe(node, portion)
+    def on_prefill_chunk(self, node: RouterNode, seen: SeenRequest | None, prefill_chunk: SubmitAttempt) -> None:
+        self.on_probe(node, prefill_chunk)
 
     def on_probe(self, node: RouterNode, attempt: SubmitAttempt) -> None:
         shard = node.witness.shards.get(attempt.shard_id)
@@ -98,35 +98,35 @@ class SlotsRest(Checker):
             self.fail(f"slot {spec.slot} arrived at {shard.shard_id} while it was in use there")
 
 
-class PortionsFit(Checker):
-    """A portion is the beginning of a prompt whose request waits, on a shard that may take it: whole blocks, one at a
-    time, and given up when the request does not wait for it any more."""
+class PrefillChunksFit(Checker):
+    """A prefill chunk is the beginning of a prompt whose request waits, on a shard that may take it: whole blocks, one
+    at a time, and given up when the request does not wait for it any more."""
 
     invariant = "portions_fit"
 
-    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
-        name, prompt = portion.request.request_id, portion.request.prompt_token_ids
-        shard = node.witness.shards.get(portion.shard_id)
+    def on_prefill_chunk(self, node: RouterNode, seen: SeenRequest | None, prefill_chunk: SubmitAttempt) -> None:
+        name, prompt = prefill_chunk.request.request_id, prefill_chunk.request.prompt_token_ids
+        shard = node.witness.shards.get(prefill_chunk.shard_id)
         if seen is None or not seen.is_waiting or seen.num_attempts:
             self.fail(f"{name} is computed for a request that does not wait for its first attempt")
-        if seen.portion is not None:
-            self.fail(f"{name} is computed while {seen.portion} is")
+        if seen.prefill_chunk is not None:
+            self.fail(f"{name} is computed while {seen.prefill_chunk} is")
         if shard is None or not shard.can_take(seen) or not shard.has_room:
-            self.fail(f"{name} was dispatched to {portion.shard_id}, which cannot take it now")
+            self.fail(f"{name} was dispatched to {prefill_chunk.shard_id}, which cannot take it now")
         whole = seen.request.prompt_token_ids
         if len(prompt) % shard.description.block_size or not 0 < len(prompt) < len(whole):
             self.fail(f"{name} has {len(prompt)} of {len(whole)} tokens")
-        if list(prompt) != list(whole[: len(prompt)]) or portion.request.tenant != seen.request.tenant:
+        if list(prompt) != list(whole[: len(prompt)]) or prefill_chunk.request.tenant != seen.request.tenant:
             self.fail(f"{name} is not the beginning of its request's prompt")
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         for seen in node.witness.live.values():
-            if seen.portion is not None and not seen.is_waiting:
-                self.fail(f"{seen.request.request_id} does not wait, and a portion of its prompt is computed")
+            if seen.prefill_chunk is not None and not seen.is_waiting:
+                self.fail(f"{seen.request.request_id} does not wait, and a prefill chunk of its prompt is computed")
 
     def on_ended(self, node: RouterNode, seen: SeenRequest | None, end: RequestEnded) -> None:
-        if seen is not None and seen.portion is not None:
-            self.fail(f"{end.request_id} has ended, and a portion of its prompt is computed")
+        if seen is not None and seen.prefill_chunk is not None:
+            self.fail(f"{end.request_id} has ended, and a prefill chunk of its prompt is computed")
 
 
 class AttemptsContinue(Checker):

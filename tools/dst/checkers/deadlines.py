@@ -28,8 +28,8 @@ class DeadlinesKept(Checker):
         if seen is not node.witness.arriving and node.now >= deadline:
             self.fail(f"{seen.request.request_id} was dispatched at {node.now:.3f}, its deadline was {deadline:.3f}")
 
-    def on_portion(self, node: RouterNode, seen: SeenRequest | None, portion: SubmitAttempt) -> None:
-        self.on_dispatch(node, seen, portion)
+    def on_prefill_chunk(self, node: RouterNode, seen: SeenRequest | None, prefill_chunk: SubmitAttempt) -> None:
+        self.on_dispatch(node, seen, prefill_chunk)
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
         if not isinstance(event, Tick | RequestArrived):

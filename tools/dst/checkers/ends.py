@@ -51,7 +51,7 @@ class EndsOnce(Checker):
                     self.fail(f"{stream.client_id} waits for {len(stream.open)} answers for ever")
 
 
-class BilledIsDelivered(Checker):
+class MeteredIsDelivered(Checker):
     """Billed tokens are those that were sent to the client, and those that it read."""
 
     invariant = "billed_is_delivered"

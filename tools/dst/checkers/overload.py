@@ -97,15 +97,15 @@ class OutagePatience(Checker):
             self.fail(f"{seen.request.request_id} was given up {node.now - since:.3f} s into an outage")
 
     def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
-        hopeless = [seen for seen in node.witness.waiting() if not eligible(node.witness.shards, seen)]
+        unschedulable = [seen for seen in node.witness.waiting() if not eligible(node.witness.shards, seen)]
         before = self._since
-        if before or hopeless:
+        if before or unschedulable:
             self._since = {key: at for key, at in before.items() if key[0] is not node}
-            for seen in hopeless:
+            for seen in unschedulable:
                 self._since[node, seen] = before.get((node, seen), node.now)
         if not isinstance(event, Tick):
             return
-        for seen in hopeless:
+        for seen in unschedulable:
             seconds = node.now - self._since[node, seen]
             if seconds >= node.config.overload.outage_patience_seconds and seconds > 0:
                 self.fail(f"{seen.request.request_id} has waited {seconds:.3f} s for a shard that does not exist")

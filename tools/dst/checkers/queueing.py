@@ -33,8 +33,8 @@ class NoIdleWait(Checker):
             if seen.request.tier is not Tier.INTERACTIVE and others_go_first(node, seen):
                 continue
             if node.holds_requests:
-                # A portion of its prompt may be computed on a shard that was suspected when there was no other.
-                if seen.portion is None and all(shard.is_idle for shard in able):
+                # A prefill chunk of its prompt may be computed on a shard that was suspected when there was no other.
+                if seen.prefill_chunk is None and all(shard.is_idle for shard in able):
                     self.fail(f"{seen.request.request_id} waits, all of {len(able)} shards are idle")
                 continue
             for shard in able:

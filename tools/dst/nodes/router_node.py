@@ -22,7 +22,7 @@ from router.core.actions import (
     WantKvSnapshot,
 )
 from router.core.core import RouterCore
-from router.core.events import DrainEnded, Event, QuietFrame, StepArrived, Tick
+from router.core.events import DrainEnded, Event, StepArrived, Tick, TokensOnlyFrame
 from router.core.placement import POLICIES
 from tools.dst.nodes.safety import SafetyStream
 from tools.dst.nodes.shard_stream import ShardStream
@@ -214,5 +214,5 @@ class RouterNode:
 def _as_links_tell_it(event: Event) -> Event:
     """A step with nothing but tokens comes as a frame whose other news may be put off."""
     if isinstance(event, StepArrived) and event.step.is_plain:
-        return QuietFrame(event.shard_id, event.step, tuple)
+        return TokensOnlyFrame(event.shard_id, event.step, tuple)
     return event

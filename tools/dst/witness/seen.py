@@ -83,9 +83,9 @@ class SeenRequest:
         "is_ending",
         "num_attempts",
         "num_ends",
-        "num_portions",
+        "num_prefill_chunks",
         "policy",
-        "portion",
+        "prefill_chunk",
         "queue_deadline",
         "request",
     )
@@ -99,8 +99,8 @@ class SeenRequest:
         """Of the safety service when it came."""
         self.choices = [SeenChoice(self, spec) for spec in request.choices]
         self.num_attempts = 0
-        self.num_portions = 0
-        self.portion: tuple[str, int] | None = None
+        self.num_prefill_chunks = 0
+        self.prefill_chunk: tuple[str, int] | None = None
         """Shard and slot where a part of its prompt is computed."""
         self.avoid_shard_id = ""
         """Where it failed last."""
@@ -114,7 +114,7 @@ class SeenRequest:
 
     @property
     def was_dispatched(self) -> bool:
-        return self.num_attempts > 0 or self.num_portions > 0
+        return self.num_attempts > 0 or self.num_prefill_chunks > 0
 
     @property
     def min_window(self) -> int:
@@ -146,7 +146,7 @@ class SeenShard:
         """Sequences that it is sent at most."""
         self.open: dict[int, SeenChoice | None] = {}
         """By slot: what was submitted and has not been finished by the shard, cancelled ones too. None: a probe, or a
-        portion."""
+        prefill chunk."""
 
     @property
     def has_room(self) -> bool:

@@ -133,7 +133,7 @@ class Witness:
         for finish in step.finishes:
             choice = shard.current(finish.slot)
             shard.open.pop(finish.slot, None)
-            self._drop_portion(shard, finish.slot)
+            self._drop_prefill_chunk(shard, finish.slot)
             if choice is not None:
                 reason = 0 if finish.error is None else finish.error.reason
                 if reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
@@ -144,7 +144,7 @@ class Witness:
         shard = self.shards.pop(shard_id, None)
         if shard is not None:
             for slot in list(shard.open):
-                self._drop_portion(shard, slot)
+                self._drop_prefill_chunk(shard, slot)
                 choice = shard.current(slot)
                 if choice is not None:
                     self._leave(choice, shard, can_retry=True)
@@ -177,8 +177,8 @@ class Witness:
                     self.shards[action.shard_id].open[action.choices[0].slot] = None
                 case SubmitAttempt() if action.prepares:
                     seen = self.live.get(action.prepares)
-                    checks.on_portion(node, seen, action)
-                    self._take_portion(seen, action)
+                    checks.on_prefill_chunk(node, seen, action)
+                    self._take_prefill_chunk(seen, action)
                 case SubmitAttempt():
                     seen = self.live.get(action.request.request_id)
                     checks.on_dispatch(node, seen, action)
@@ -259,25 +259,25 @@ class Witness:
             choice.place = (action.shard_id, spec.slot)
             shard.open[spec.slot] = choice
 
-    def _take_portion(self, seen: SeenRequest | None, action: SubmitAttempt) -> None:
+    def _take_prefill_chunk(self, seen: SeenRequest | None, action: SubmitAttempt) -> None:
         slot = action.choices[0].slot
         self.shards[action.shard_id].open[slot] = None
         if seen is not None:
-            seen.num_portions += 1
-            seen.portion = (action.shard_id, slot)
+            seen.num_prefill_chunks += 1
+            seen.prefill_chunk = (action.shard_id, slot)
 
-    def _drop_portion(self, shard: SeenShard, slot: int) -> None:
+    def _drop_prefill_chunk(self, shard: SeenShard, slot: int) -> None:
         """It has ended, or will."""
         for seen in self.live.values():
-            if seen.portion == (shard.description.shard_id, slot):
-                seen.portion = None
+            if seen.prefill_chunk == (shard.description.shard_id, slot):
+                seen.prefill_chunk = None
 
     def _take_cancel(self, action: CancelOnShard) -> None:
         shard = self.shards.get(action.shard_id)
         for slot in action.slots:
             if shard is None:
                 continue
-            self._drop_portion(shard, slot)
+            self._drop_prefill_chunk(shard, slot)
             choice = shard.current(slot)
             if choice is not None:
                 choice.place = None

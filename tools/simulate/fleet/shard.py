@@ -35,7 +35,7 @@ class _Counts:
 
 
 @dataclasses.dataclass(slots=True)
-class ShardNews:
+class ShardOutput:
     """What steps that have just ended brought."""
 
     starts: list[Sequence] = dataclasses.field(default_factory=list)
@@ -169,9 +169,9 @@ class SimShard:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def end_steps(self, now: float) -> ShardNews:
+    def end_steps(self, now: float) -> ShardOutput:
         """The steps that were under way have ended."""
-        news = ShardNews()
+        news = ShardOutput()
         if self._run is not None:
             self._speed.add_decode_run(self._run, self._num_steps)
             for sequence in self._decoding.advance(self._num_steps):
@@ -283,7 +283,7 @@ class SimShard:
 
     # -- progress -------------------------------------------------------------------------------------------------
 
-    def _compute(self, sequence: Sequence, num_tokens: int, news: ShardNews) -> None:
+    def _compute(self, sequence: Sequence, num_tokens: int, news: ShardOutput) -> None:
         """`num_tokens` more tokens of its prompt are computed."""
         sequence.num_computed_tokens += num_tokens
         counts = self._counts[sequence.router_index]
@@ -298,7 +298,7 @@ class SimShard:
         else:
             self._decoding.join(sequence)
 
-    def _land(self, sequence: Sequence, news: ShardNews) -> None:
+    def _land(self, sequence: Sequence, news: ShardOutput) -> None:
         """Its fetch is through: what it brought can be reused, the rest of the prompt computed."""
         if sequence.lease is None:
             return
@@ -307,7 +307,7 @@ class SimShard:
         sequence.num_fetched_blocks = 0
         self._prefilling.append(sequence)
 
-    def _store(self, sequence: Sequence, num_blocks: int, news: ShardNews) -> None:
+    def _store(self, sequence: Sequence, num_blocks: int, news: ShardOutput) -> None:
         assert sequence.lease is not None
         stored = self.cache.store(sequence.lease, min(num_blocks, len(sequence.hashes)))
         if stored:
@@ -319,7 +319,7 @@ class SimShard:
         self._counts[sequence.router_index].num_queued_prefill_tokens -= num_tokens - sequence.num_computed_tokens
         sequence.num_computed_tokens = sequence.num_cached_tokens = num_tokens
 
-    def _end(self, sequence: Sequence, news: ShardNews) -> None:
+    def _end(self, sequence: Sequence, news: ShardOutput) -> None:
         """Take it out, wherever it is."""
         del self._sequences[sequence.router_index, sequence.slot]
         news.ends.append(sequence)

@@ -7,10 +7,10 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core.frames import Finish, Start, Step
-from tools.simulate.fleet.shard import ShardNews
+from tools.simulate.fleet.shard import ShardOutput
 
 
-def step_of(news: ShardNews, router_index: int) -> Step:
+def step_of(news: ShardOutput, router_index: int) -> Step:
     """What one router gets of a shard's news. A sequence's first token comes by itself; all the others come at once,
     with its end, so that virtual time costs no more where answers are long."""
     step = Step()

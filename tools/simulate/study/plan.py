@@ -23,7 +23,7 @@ NUM_SHARDS: Final = 8
 MOONCAKE_RATE: Final = 3.25
 WEKA_USERS: Final = (80, 110)
 
-Job = RunSpec | CapacitySpec
+StudyJob = RunSpec | CapacitySpec
 TableKind = Literal["figures", "contest", "capacity"]
 """figures: one workload, a row for each policy. contest: a row for each setting, the default policy against its rivals.
 capacity: the highest load of each of those."""
@@ -48,7 +48,7 @@ class StudyTable:
     def capacity_job(self, row: Row, policy: str) -> CapacitySpec:
         return CapacitySpec(run=replace(row.run, policy=policy), seeds=CONTEST_SEEDS)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[StudyJob]:
         if self.kind == "capacity":
             return [self.capacity_job(row, policy) for row in self.rows for policy in self.policies]
         return [self.job(row, policy, seed) for row in self.rows for policy in self.policies for seed in self.seeds]

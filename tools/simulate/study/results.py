@@ -10,7 +10,7 @@ import xxhash
 
 from tools.failures import CommandError
 from tools.simulate.runs import CapacityReport, CapacitySpec, RunReport, RunSpec
-from tools.simulate.study.plan import Job
+from tools.simulate.study.plan import StudyJob
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _REPOSITORY: Final = _PACKAGE.parents[1]
@@ -20,7 +20,7 @@ _PRESENTATION: Final = ("command.py", "parallel.py", "plot.py", "rows.py", "tabl
 
 class _Line(msgspec.Struct):
     key: str
-    job: Job
+    job: StudyJob
     run: RunReport | None = None
     capacity: CapacityReport | None = None
 
@@ -50,10 +50,10 @@ class StudyResults:
         report = self._reports.get(self._key(job))
         return report if isinstance(report, CapacityReport) else None
 
-    def has(self, job: Job) -> bool:
+    def has(self, job: StudyJob) -> bool:
         return self._key(job) in self._reports
 
-    def keep(self, job: Job, report: RunReport | CapacityReport) -> None:
+    def keep(self, job: StudyJob, report: RunReport | CapacityReport) -> None:
         key = self._key(job)
         self._reports[key] = report
         line = _Line(key, job)
@@ -79,7 +79,7 @@ class StudyResults:
             if report is not None:
                 self._reports[line.key] = report
 
-    def _key(self, job: Job) -> str:
+    def _key(self, job: StudyJob) -> str:
         trace = (job.run if isinstance(job, CapacitySpec) else job).trace
         if trace.path not in self._traces:
             try:

@@ -18,7 +18,7 @@ _FINISH_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENG
 
 
 @dataclasses.dataclass(slots=True)
-class News:
+class StreamDelta:
     """`logprobs` is empty unless the request asked for them; `end` and `error` are set when the sequence is over."""
 
     token_ids: list[int]
@@ -32,9 +32,9 @@ class RequestStream:
 
     __slots__ = (
         "_max_tokens",
+        "cancelling_sequences",
         "cut_off_at",
         "has_root",
-        "letting_go",
         "num_tokens",
         "output",
         "request",
@@ -45,10 +45,10 @@ class RequestStream:
         self.request = request
         self.output = output
         self.submitted_at = submitted_at
-        self.letting_go: SequenceEnd | None = None
+        self.cancelling_sequences: SequenceEnd | None = None
         """Once it has been aborted: how it will end. Its tokens do not matter any more."""
         self.cut_off_at = 0.0
-        """When it ends even if TensorRT-LLM does not end it; set with letting_go."""
+        """When it ends even if TensorRT-LLM does not end it; set with cancelling_sequences."""
         self.has_root = False
         """Whether its first block is in the RootLedger."""
         self.num_tokens = 0
@@ -60,12 +60,12 @@ class RequestStream:
         request = self.request
         return len(request.prompt_token_ids) + len(request.output_token_ids) + self.num_tokens
 
-    def take(self, output: RequestOutput) -> News:
+    def take(self, output: RequestOutput) -> StreamDelta:
         """What is new. After an `end` it must not be called again."""
         completion = output.outputs[0]
         seen = self.num_tokens
         token_ids = completion.token_ids[seen:] if len(completion.token_ids) > seen else []
-        news = News(token_ids, [])
+        news = StreamDelta(token_ids, [])
         if output.finished:
             self._finish(news, completion)
         self._trim(news)
@@ -74,13 +74,13 @@ class RequestStream:
         self.num_tokens += len(news.token_ids)
         return news
 
-    def _finish(self, news: News, completion: CompletionOutput) -> None:
+    def _finish(self, news: StreamDelta, completion: CompletionOutput) -> None:
         reason = completion.finish_reason
         news.end = _FINISH_REASONS.get(reason or "", FinishReason.ERROR)
         if news.end is FinishReason.ERROR:
             news.error = f"TensorRT-LLM ended it with finish_reason {reason!r}"
 
-    def _trim(self, news: News) -> None:
+    def _trim(self, news: StreamDelta) -> None:
         """Nothing lies behind a stop token or beyond max_tokens, also when a step brings several tokens."""
         stops = self.request.stop_token_ids
         left = self._max_tokens - self.num_tokens

@@ -1,5 +1,5 @@
 """Decode steps of a few fixed sizes over static buffers: on a GPU each is recorded once and then replayed, which costs
-one launch instead of a thousand (CUDA graphs). Elsewhere the same steps run as they are written."""
+one launch instead of a thousand (CUDA graphs). ResponseLocator the same steps run as they are written."""
 
 from __future__ import annotations
 

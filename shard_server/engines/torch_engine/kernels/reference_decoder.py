@@ -1,4 +1,4 @@
-"""A yardstick for `kvloom bench engine --sketch`: the plainest decoder that computes the same model.
+"""A yardstick for `kvloom bench engine --reference`: the plainest decoder that computes the same model.
 
 Contiguous KV, one batch of equally long sequences, stock attention, no scheduler, no paging, no sampling beyond argmax,
 no promise about bits. What the engine's paging, ragged lengths and determinism cost shows against it, on one machine in
@@ -22,14 +22,16 @@ _PROMPT_TOKENS = 144
 _DECODE_STEPS = 48
 
 
-class Sketch:
+class ReferenceDecoder:
     """Llama-family weights in bf16, without biases. Raises EngineError when they cannot be read."""
 
     def __init__(self, model_dir: Path, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._config = load_config(model_dir)
         if self._config.qkv_bias or self._config.qk_norm or any(self._config.layer_windows):
-            raise EngineError("the sketch computes models without biases, windows and norms of queries and keys only")
+            raise EngineError(
+                "the reference decoder computes models without biases, windows and norms of queries and keys only"
+            )
         self._weights = {name: w.to(torch.bfloat16) for name, w in load_weights(model_dir, self._config).items()}
         for layer in range(self._config.num_layers):
             self._fuse(layer, "qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.process.aligned_timer import seconds_to_beat
+from kvloom.process.aligned_timer import seconds_to_aligned_tick
 
 TIMES = st.floats(0.0, 1e7)
 PIDS = st.integers(1, 2**22)
@@ -16,22 +16,22 @@ PIDS = st.integers(1, 2**22)
 @given(now=TIMES, pid=PIDS, period=st.sampled_from([0.5, 1.0, 2.0]))
 def test_whoever_waits_from_beat_to_beat_wakes_up_once_a_period(now: float, pid: int, period: float):
     """Also if timers go off a little early, or what is done takes its time."""
-    first = now + seconds_to_beat(now, period, pid)
+    first = now + seconds_to_aligned_tick(now, period, pid)
     assert first > now
     for moment in (first - 0.001, first, first + 0.5 * period):
-        following = moment + seconds_to_beat(moment, period, pid)
+        following = moment + seconds_to_aligned_tick(moment, period, pid)
         assert abs(following - (first + period)) < 1e-6
 
 
 @given(one=TIMES, other=TIMES, pid=PIDS)
 def test_all_that_a_process_does_falls_together(one: float, other: float, pid: int):
     """Whenever it began: that is what the beat is for. What is done every two seconds is done at one of its seconds."""
-    beats = [one + seconds_to_beat(one, 1.0, pid), other + seconds_to_beat(other, 2.0, pid)]
+    beats = [one + seconds_to_aligned_tick(one, 1.0, pid), other + seconds_to_aligned_tick(other, 2.0, pid)]
     apart = abs(beats[0] - beats[1]) % 1.0
     assert min(apart, 1.0 - apart) < 1e-6
 
 
 def test_processes_do_not_crowd_together():
     """Those that were started one after the other have neighbouring ids."""
-    moments = sorted(seconds_to_beat(0.0, 1.0, pid) % 1.0 for pid in range(1000, 1008))
+    moments = sorted(seconds_to_aligned_tick(0.0, 1.0, pid) % 1.0 for pid in range(1000, 1008))
     assert all(later - earlier > 0.05 for earlier, later in itertools.pairwise(moments))

@@ -26,7 +26,7 @@ from router.links.local_link import LocalRouterLink
 NUM_TOKENS = 2 * MAX_FRAMES + 3
 
 
-class FlowingAnswer:
+class FastPathAnswer:
     """Counts what it is told, and keeps the text in the order in which it came, whichever way."""
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class FlowingAnswer:
     def on_finish(self, index: int, finish: SequenceFinish) -> None:
         self.finish = finish
 
-    def flow(self, index: int) -> Callable[[str], None]:
+    def fast_writer(self, index: int) -> Callable[[str], None]:
         return self.push
 
     def push(self, text: str) -> None:
         self.num_pushed += 1
         self.text += text
 
-    def on_flowed(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
+    def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
         self.num_tokens += len(token_ids)
         self.when_told()
 
@@ -135,10 +135,10 @@ def way(request: pytest.FixtureRequest) -> type[Way]:
     return request.param
 
 
-def link_with(way: type[Way], num_requests: int) -> tuple[Way, list[TrackedRequest], list[FlowingAnswer], Owner]:
+def link_with(way: type[Way], num_requests: int) -> tuple[Way, list[TrackedRequest], list[FastPathAnswer], Owner]:
     """A connected link whose requests have the slots 1, 2, ..."""
     router, owner = way(), Owner()
-    answers = [FlowingAnswer() for _ in range(num_requests)]
+    answers = [FastPathAnswer() for _ in range(num_requests)]
     requests: list[TrackedRequest] = []
     for number, answer in enumerate(answers):
         request = LinkRequest(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
@@ -163,7 +163,7 @@ async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way:
         assert answer.num_pushed > NUM_TOKENS // 2
         assert answer.text == "".join(f"<{number}>" for number in range(NUM_TOKENS))
         assert request.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
-        [begun] = request.next_attempt().begun
+        [begun] = request.next_attempt().partial_choices
         assert begun.token_ids.tolist() == [100 * slot + number for number in range(NUM_TOKENS)]
         assert begun.num_chars == len(answer.text)
 
@@ -190,7 +190,7 @@ async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(way: type[Way]
     router.finish(1)
     assert answers[0].finish is not None
     assert answers[0].num_tokens == 5
-    late = FlowingAnswer()
+    late = FastPathAnswer()
     request = LinkRequest("late", "m", [1], "", SamplingParams(), StopConditions())
     router.link.submit(request, TrackedRequest(3, request, late, owner, b""))
     for number in range(5):
@@ -207,7 +207,7 @@ async def test_tokens_of_frames_with_several_an_entry_come_behind_those_that_flo
     router.tell([1], [7, 8], ["ab"], [2])
     tell(router, 4, [1])
     await router.lose()
-    [begun] = requests[0].next_attempt().begun
+    [begun] = requests[0].next_attempt().partial_choices
     assert begun.token_ids.tolist() == [100, 101, 102, 103, 7, 8, 104]
     assert answers[0].text == "<0><1><2><3>ab<4>"
 

@@ -1,4 +1,5 @@
-"""Sequences that flow, frames that are put off: what is done later must come to the same as if it were done at once."""
+"""Sequences that forward_fast, frames that are put off: what is done later must come to the same as if it were done at
+once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from router.core.events import (
     KvEventsArrived,
     KvSnapshotArrived,
     LoadReported,
-    QuietFrame,
     Request,
     RequestArrived,
     SafetyUp,
@@ -31,6 +31,7 @@ from router.core.events import (
     SlotsCancelled,
     StepArrived,
     Tick,
+    TokensOnlyFrame,
 )
 from router.core.fleet.shard_health import HealthSettings
 from router.core.frames import Finish, Start, Step
@@ -40,7 +41,7 @@ from tests.fakes.core_rig import CoreRig, only, sent, submitted
 NUM_TOKENS = MAX_FRAMES + 8
 
 
-def flowing_rig(*slots: int, safety: bool = False) -> tuple[CoreRig, list[int]]:
+def fast_path_rig(*slots: int, safety: bool = False) -> tuple[CoreRig, list[int]]:
     """Requests on shard s0 that have had a first token; their slots there."""
     rig = CoreRig(safety=None if safety else (False, False))
     if safety:
@@ -55,7 +56,7 @@ def flowing_rig(*slots: int, safety: bool = False) -> tuple[CoreRig, list[int]]:
 @pytest.mark.parametrize("safety", [False, True])
 def test_whoever_goes_on_with_a_flowing_answer_gets_all_its_tokens(safety: bool) -> None:
     """They are written into the failover buffer many frames late."""
-    rig, slots = flowing_rig(1, 2, safety=safety)
+    rig, slots = fast_path_rig(1, 2, safety=safety)
     for number in range(NUM_TOKENS):
         step = sent(rig.step("s0", *[(slot, [100 * slot + number], "ab") for slot in slots]))
         assert step.slots == [1, 2]
@@ -71,7 +72,7 @@ def test_whoever_goes_on_with_a_flowing_answer_gets_all_its_tokens(safety: bool)
 
 def test_a_cancelled_answer_tells_the_shard_how_much_came() -> None:
     """Its tokens wait in frames that it shares with those that go on."""
-    rig, slots = flowing_rig(1, 2)
+    rig, slots = fast_path_rig(1, 2)
     for number in range(5):
         rig.step("s0", *[(slot, [number], "a") for slot in slots])
     cancel = only(rig.handle(SlotsCancelled("c", [1])), CancelOnShard)
@@ -85,8 +86,8 @@ def test_a_cancelled_answer_tells_the_shard_how_much_came() -> None:
 
 
 def test_text_in_which_something_may_begin_stops_its_sequence_only() -> None:
-    """The safety service hears of what was skipped; the others flow on in the same frame."""
-    rig, slots = flowing_rig(1, 2, safety=True)
+    """The safety service hears of what was skipped; the others forward_fast on in the same frame."""
+    rig, slots = fast_path_rig(1, 2, safety=True)
     for number in range(3):
         rig.step("s0", *[(slot, [number], "abc") for slot in slots])
     actions = rig.step("s0", (slots[0], [8], "a for"), (slots[1], [9], "abc"))
@@ -116,7 +117,9 @@ def test_frames_for_several_clients_are_put_off_too() -> None:
 
     def frame(wanted: Sequence[int]) -> list[tuple[str, list[int], list[int], list[str]]]:
         step = Step(list(wanted), [], [10 + slot for slot in wanted], [f"t{slot}" for slot in wanted])
-        actions = [action for action in rig.handle(QuietFrame("s0", step, read_rest)) if isinstance(action, SendStep)]
+        actions = [
+            action for action in rig.handle(TokensOnlyFrame("s0", step, read_rest)) if isinstance(action, SendStep)
+        ]
         return [(a.client_id, a.step.slots, a.step.token_ids, a.step.deltas) for a in actions]
 
     first, second, third = slots
@@ -131,7 +134,7 @@ def test_frames_for_several_clients_are_put_off_too() -> None:
     assert frame([third]) == [due[third]]
     assert num_read == 3
     rig.core.check_integrity()
-    assert rig.core._fleet.shards["s0"].flows.only_client is not None
+    assert rig.core._fleet.shards["s0"].fast_path.only_client is not None
 
 
 class Script:
@@ -213,7 +216,7 @@ class Script:
         )
         plain = FrameArrived(shard_id, [*rest, StepArrived(shard_id, copy)])
         self.num_quiet += step.is_plain
-        self.tell(QuietFrame(shard_id, step, lambda: rest) if step.is_plain else plain, plain)
+        self.tell(TokensOnlyFrame(shard_id, step, lambda: rest) if step.is_plain else plain, plain)
 
     def run(self, num_events: int) -> None:
         for _ in range(num_events):

@@ -136,7 +136,7 @@ def names(actions: list[Action]) -> list[str]:
 def test_the_backlog_drains_by_tier() -> None:
     """What can wait goes only when nothing urgent does, however long it has been there."""
     for policy in ("least_requests", "ect"):
-        rig = CoreRig(policy=policy, portions=None)
+        rig = CoreRig(policy=policy, prefill_chunks=None)
         rig.add_shard(max_batch=1, max_model_len=10**6, num_blocks=10**4)
         big = list(range(40_000))  # keeps the shard busy under a policy that holds requests back
         running = [submitted(rig.submit("first", slots=(0,), prompt_token_ids=big))[1][0]]

@@ -1,4 +1,4 @@
-"""Long prompts are prefilled in portions: shorter ones go in between, and nobody hears of it."""
+"""Long prompts are prefilled in prefill chunks: shorter ones go in between, and nobody hears of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SendStep, SubmitAttempt
 from router.core.dispatch.overload import OverloadConfig
-from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PortionSettings
+from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PrefillChunkSettings
 from router.core.events import KvChange, KvEventsArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad
 from router.core.frames import Finish, Start
 from router.core.load.speed_model import PrefillWork, SpeedModel
@@ -20,7 +20,7 @@ SECOND = 10_000
 """Tokens that a new shard is thought to prefill in one."""
 
 
-class PortionRig(CoreRig):
+class PrefillChunkRig(CoreRig):
     """Shards that do as they are told, one thing at a time."""
 
     def __init__(self, num_shards: int = 1, **config: object) -> None:
@@ -32,7 +32,7 @@ class PortionRig(CoreRig):
         return self.submit(name, slots=(slot,), prompt_token_ids=[slot, *range(num_tokens - 1)], **changes)
 
     def compute(self, attempt: SubmitAttempt, num_cached_tokens: int, *, ends: bool) -> list[Action]:
-        """Its prefill is done, in the time that is expected of it; a portion ends with its token."""
+        """Its prefill is done, in the time that is expected of it; a prefill chunk ends with its token."""
         self.now += (len(attempt.request.prompt_token_ids) - num_cached_tokens) / SECOND
         slot = attempt.choices[0].slot
         finishes = [Finish(slot, FinishReason.FINISH_REASON_LENGTH)] if ends else []
@@ -44,34 +44,38 @@ def attempts(actions: Sequence[Action]) -> list[SubmitAttempt]:
     return [action for action in actions if isinstance(action, SubmitAttempt)]
 
 
-def run_portions(rig: PortionRig, portion: SubmitAttempt) -> tuple[list[SubmitAttempt], SubmitAttempt, list[Action]]:
-    """Compute one portion after the other; returns them, and the request itself with what came with it."""
-    portions, num_cached_tokens = [], 0
+def run_prefill_chunks(
+    rig: PrefillChunkRig, prefill_chunk: SubmitAttempt
+) -> tuple[list[SubmitAttempt], SubmitAttempt, list[Action]]:
+    """Compute one prefill chunk after the other; returns them, and the request itself with what came with it."""
+    prefill_chunks, num_cached_tokens = [], 0
     while True:
-        assert portion.prepares
-        portions.append(portion)
-        actions = rig.compute(portion, num_cached_tokens, ends=True)
-        num_cached_tokens = len(portion.request.prompt_token_ids)
-        portion = only(actions, SubmitAttempt)
-        if not portion.prepares:
-            return portions, portion, actions
+        assert prefill_chunk.prepares
+        prefill_chunks.append(prefill_chunk)
+        actions = rig.compute(prefill_chunk, num_cached_tokens, ends=True)
+        num_cached_tokens = len(prefill_chunk.request.prompt_token_ids)
+        prefill_chunk = only(actions, SubmitAttempt)
+        if not prefill_chunk.prepares:
+            return prefill_chunks, prefill_chunk, actions
 
 
 def test_a_long_prompt_comes_in_portions_that_grow_to_the_whole() -> None:
     """Each is the beginning of the prompt up to a block, for one token, in nobody's name; the client hears of none."""
-    rig = PortionRig()
-    portions, last, _ = run_portions(rig, only(rig.ask("r", 1, BIG, tenant="t"), SubmitAttempt))
+    rig = PrefillChunkRig()
+    prefill_chunks, last, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, BIG, tenant="t"), SubmitAttempt))
     whole = [1, *range(BIG - 1)]
-    ends = [len(portion.request.prompt_token_ids) for portion in portions]
-    assert len(portions) >= 2
+    ends = [len(prefill_chunk.request.prompt_token_ids) for prefill_chunk in prefill_chunks]
+    assert len(prefill_chunks) >= 2
     assert ends == sorted(set(ends))
-    for portion in portions:
-        request = portion.request
+    for prefill_chunk in prefill_chunks:
+        request = prefill_chunk.request
         assert list(request.prompt_token_ids) == whole[: len(request.prompt_token_ids)]
         assert len(request.prompt_token_ids) % 512 == 0
-        assert (request.client_id, request.tenant, portion.max_tokens) == (PORTION_CLIENT_ID, "t", 1)
-        assert portion.prepares == "r"
-    assert len({portion.request.request_id for portion in portions} | {"r"}) == len(portions) + 1
+        assert (request.client_id, request.tenant, prefill_chunk.max_tokens) == (PORTION_CLIENT_ID, "t", 1)
+        assert prefill_chunk.prepares == "r"
+    assert (
+        len({prefill_chunk.request.request_id for prefill_chunk in prefill_chunks} | {"r"}) == len(prefill_chunks) + 1
+    )
     assert (last.request.request_id, last.attempt_id, list(last.request.prompt_token_ids)) == ("r", 1, whole)
     assert last.num_expected_cached_tokens == ends[-1]
     assert not [action for action in rig.log if isinstance(action, SendStep | RequestEnded)]
@@ -79,9 +83,9 @@ def test_a_long_prompt_comes_in_portions_that_grow_to_the_whole() -> None:
 
 def test_what_portions_computed_is_not_called_cached() -> None:
     """The client is told of what lay in the cache when its request came."""
-    rig = PortionRig()
-    portions, last, _ = run_portions(rig, only(rig.ask("r", 1, BIG), SubmitAttempt))
-    ready = len(portions[-1].request.prompt_token_ids)
+    rig = PrefillChunkRig()
+    prefill_chunks, last, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, BIG), SubmitAttempt))
+    ready = len(prefill_chunks[-1].request.prompt_token_ids)
     news = only(rig.compute(last, ready, ends=False), SendStep).step
     assert news.starts[0].num_cached_tokens == 0
     end = only(rig.finish("s0", last.choices[0].slot), RequestEnded)
@@ -89,25 +93,25 @@ def test_what_portions_computed_is_not_called_cached() -> None:
 
 
 def test_a_short_prompt_goes_in_between() -> None:
-    """What portions are for: it waits for one portion, not for the whole prompt before it."""
-    rig = PortionRig()
-    portion = only(rig.ask("long", 1, BIG), SubmitAttempt)
+    """What prefill chunks are for: it waits for one prefill chunk, not for the whole prompt before it."""
+    rig = PrefillChunkRig()
+    prefill_chunk = only(rig.ask("long", 1, BIG), SubmitAttempt)
     assert rig.ask("short", 2, SMALL) == []
-    sent = attempts(rig.compute(portion, 0, ends=True))
+    sent = attempts(rig.compute(prefill_chunk, 0, ends=True))
     assert sent[0].request.request_id == "short"
     assert all(attempt.prepares == "long" for attempt in sent[1:])
 
 
 def test_short_prompts_and_other_policies_know_no_portions() -> None:
     """A split costs the request itself; and who does not hold back sends at once."""
-    assert not only(PortionRig().ask("r", 1, SMALL), SubmitAttempt).prepares
-    assert not only(PortionRig(portions=None).ask("r", 1, BIG), SubmitAttempt).prepares
-    assert not only(PortionRig(policy="conductor").ask("r", 1, BIG), SubmitAttempt).prepares
+    assert not only(PrefillChunkRig().ask("r", 1, SMALL), SubmitAttempt).prepares
+    assert not only(PrefillChunkRig(prefill_chunks=None).ask("r", 1, BIG), SubmitAttempt).prepares
+    assert not only(PrefillChunkRig(policy="conductor").ask("r", 1, BIG), SubmitAttempt).prepares
 
 
 def test_an_engine_that_keeps_nothing_gets_the_whole() -> None:
-    """Without a prefix cache every portion would be computed again with the next."""
-    rig = PortionRig()
+    """Without a prefix cache every prefill chunk would be computed again with the next."""
+    rig = PrefillChunkRig()
     first = only(rig.ask("r", 1, BIG), SubmitAttempt)
     second = only(rig.compute(first, 0, ends=True), SubmitAttempt)
     assert second.prepares
@@ -117,7 +121,7 @@ def test_an_engine_that_keeps_nothing_gets_the_whole() -> None:
 
 def test_evicted_portions_are_not_begun_anew() -> None:
     """The shard dropped what it had computed: the request goes whole rather than in a circle."""
-    rig = PortionRig()
+    rig = PrefillChunkRig()
     first = only(rig.ask("r", 1, BIG), SubmitAttempt)
     rig.now += 31.0  # what was placed there is not believed in for ever
     rig.handle(KvEventsArrived("s0", 1, [KvChange(cleared=True)]))
@@ -127,9 +131,9 @@ def test_evicted_portions_are_not_begun_anew() -> None:
 @pytest.mark.parametrize("how", ["cancelled", "shard drains", "shard is gone"])
 def test_a_portion_ends_with_its_purpose(how: str) -> None:
     """A request that ends or goes elsewhere leaves nothing behind that is computed for nobody."""
-    rig = PortionRig(num_shards=2)
-    portion = only(rig.ask("r", 1, BIG), SubmitAttempt)
-    slot, shard_id = portion.choices[0].slot, portion.shard_id
+    rig = PrefillChunkRig(num_shards=2)
+    prefill_chunk = only(rig.ask("r", 1, BIG), SubmitAttempt)
+    slot, shard_id = prefill_chunk.choices[0].slot, prefill_chunk.shard_id
     if how == "cancelled":
         actions = rig.handle(RequestCancelled("r"))
         assert only(actions, CancelOnShard).slots == [slot]
@@ -143,15 +147,15 @@ def test_a_portion_ends_with_its_purpose(how: str) -> None:
     again = only(actions, SubmitAttempt)
     assert again.shard_id != shard_id
     assert again.prepares == "r"
-    _, last, _ = run_portions(rig, again)
+    _, last, _ = run_prefill_chunks(rig, again)
     assert last.attempt_id == 1
 
 
 def test_a_portion_that_fails_does_no_harm() -> None:
     """What is missing is computed with the request itself."""
-    rig = PortionRig()
-    portion = only(rig.ask("r", 1, BIG), SubmitAttempt)
-    actions = rig.fail("s0", portion.choices[0].slot)
+    rig = PrefillChunkRig()
+    prefill_chunk = only(rig.ask("r", 1, BIG), SubmitAttempt)
+    actions = rig.fail("s0", prefill_chunk.choices[0].slot)
     attempt = only(actions, SubmitAttempt)
     assert attempt.prepares in ("", "r")
     assert not [action for action in rig.log if isinstance(action, RequestEnded)]
@@ -159,34 +163,34 @@ def test_a_portion_that_fails_does_no_harm() -> None:
 
 def test_who_has_begun_is_not_one_of_those_who_may_not_wait() -> None:
     """The bound of the queue is for those whom no shard serves; a shard works for this one."""
-    rig = PortionRig(max_queued_requests=1)
+    rig = PrefillChunkRig(max_queued_requests=1)
     assert only(rig.ask("long", 1, BIG), SubmitAttempt).prepares
     assert rig.ask("waits", 2, BIG + 512) == []
     assert only(rig.ask("refused", 3, BIG), RequestEnded).num_attempts == 0
 
 
 def test_the_decision_is_told_once_when_it_is_made() -> None:
-    """Explanations show the fleet as it was when the shard was chosen, before the first portion."""
-    rig = PortionRig(decision_sample_share=1.0)
+    """Explanations show the fleet as it was when the shard was chosen, before the first prefill chunk."""
+    rig = PrefillChunkRig(decision_sample_share=1.0)
     actions = rig.ask("r", 1, BIG)
     assert only(actions, PlacementDecided).attempt_id == 1
-    run_portions(rig, only(actions, SubmitAttempt))
+    run_prefill_chunks(rig, only(actions, SubmitAttempt))
     assert len([action for action in rig.log if isinstance(action, PlacementDecided)]) == 1
 
 
 def test_portions_are_bounded_in_number() -> None:
     """However wrong the learned speeds are."""
-    rig = PortionRig(portions=PortionSettings(overhead_seconds=1e-9, min_seconds=1e-6, min_tokens=512))
-    portions, _, _ = run_portions(rig, only(rig.ask("r", 1, 512 * 200), SubmitAttempt))
-    assert len(portions) == MAX_PORTIONS
+    rig = PrefillChunkRig(prefill_chunks=PrefillChunkSettings(overhead_seconds=1e-9, min_seconds=1e-6, min_tokens=512))
+    prefill_chunks, _, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, 512 * 200), SubmitAttempt))
+    assert len(prefill_chunks) == MAX_PORTIONS
 
 
 def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
-    """Those that lost their shard may be more than may wait; a new request whose first portion was just sent to a shard
-    that none of them can use is not refused for them."""
-    portions = PortionSettings(overhead_seconds=1e-12, min_seconds=1e-6, min_tokens=4)
+    """Those that lost their shard may be more than may wait; a new request whose first prefill chunk was just sent to a
+    shard that none of them can use is not refused for them."""
+    prefill_chunks = PrefillChunkSettings(overhead_seconds=1e-12, min_seconds=1e-6, min_tokens=4)
     overload = OverloadConfig(outage_patience_seconds=3.0)
-    rig = CoreRig(portions=portions, max_queued_requests=1, overload=overload)
+    rig = CoreRig(prefill_chunks=prefill_chunks, max_queued_requests=1, overload=overload)
     rig.add_shard("s0", max_batch=16, max_model_len=1000)
     rig.add_shard("s1", max_batch=16, max_model_len=64)
     for slot in range(3):
@@ -199,8 +203,8 @@ def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
 
 
 def test_portions_shrink_where_others_are_waiting_to_come() -> None:
-    """The order quantity: four times as many arrivals, half as long a portion; within bounds."""
-    settings = PortionSettings(overhead_seconds=0.02, min_seconds=0.01)
+    """The order quantity: four times as many arrivals, half as long a prefill chunk; within bounds."""
+    settings = PrefillChunkSettings(overhead_seconds=0.02, min_seconds=0.01)
     assert settings.portion_seconds(4.0) == pytest.approx(settings.portion_seconds(1.0) / 2)
     assert settings.portion_seconds(1.0) == pytest.approx(0.2)
     assert settings.portion_seconds(0.0) == settings.portion_seconds(0.02)

@@ -13,7 +13,7 @@ BIG, MIDDLE, SMALL = 40_000, 20_000, 3_000
 
 
 def make_rig(num_shards: int = 1, **config: object) -> CoreRig:
-    rig = CoreRig(**({"portions": None} | config))
+    rig = CoreRig(**({"prefill_chunks": None} | config))
     for i in range(num_shards):
         rig.add_shard(f"s{i}", block_size=512, max_model_len=10**6, num_blocks=10**4, max_batch=64)
     return rig

@@ -19,7 +19,7 @@ from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_on
 from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict
 from shard_server.engines.tensorrt_llm.outbox import MAX_UNREAD_TOKENS, Outbox
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
-from shard_server.engines.tensorrt_llm.requests.request_stream import News, RequestStream
+from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream, StreamDelta
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 from tests.fakes.fake_tensorrt_llm import configs, installed_tensorrt_llm
 from tests.fakes.fake_tensorrt_llm.llm import FakeLlm, Variant
@@ -50,7 +50,7 @@ class Scripted:
     def completion(self) -> CompletionOutput:
         return self.output.outputs[0]
 
-    def becomes(self, *token_ids: int, finish: str | None = None) -> News:
+    def becomes(self, *token_ids: int, finish: str | None = None) -> StreamDelta:
         self.completion.token_ids = list(token_ids)
         self.completion.finish_reason = finish
         self.output.finished = finish is not None
@@ -165,8 +165,8 @@ def test_progress_is_tokens_or_iterations():
 async def test_a_sequence_that_is_not_read_waits_and_the_others_do_not():
     """What waits here is bounded; what one does not read is not the others' fault."""
     outbox = Outbox()
-    outbox.add_news("a", News([1] * MAX_UNREAD_TOKENS, []))
-    outbox.add_news("b", News([1], []))
+    outbox.add_news("a", StreamDelta([1] * MAX_UNREAD_TOKENS, []))
+    outbox.add_news("b", StreamDelta([1], []))
     assert outbox.is_full("a")
     assert not outbox.is_full("b")
     waiting = asyncio.create_task(outbox.until_taken())

@@ -40,8 +40,8 @@ def test_the_command_prints_json_and_can_do_without_invariance(tmp_path: Path):
 
 def test_the_sketch_is_measured_beside_the_engine(tmp_path: Path):
     """What paging and determinism cost can only be told on one machine in one run."""
-    report = run_bench(write_tiny_llama(tmp_path), (1, 3), num_threads=1, with_sketch=True)
-    assert all(row["sketch_tokens_per_second"] > 0 for row in report["decode"])
+    report = run_bench(write_tiny_llama(tmp_path), (1, 3), num_threads=1, with_reference=True)
+    assert all(row["reference_tokens_per_second"] > 0 for row in report["decode"])
 
 
 def test_a_broken_model_is_an_engine_error(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""`Generate` with `begun`: going on with an answer of a router that was lost; and its settlement at the lost one."""
+"""`Generate` with `partial_choices`: going on with an answer of a router that was lost; and its settlement at the lost
+one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, SamplingParams, StopConditions
-from kvloom.v1.router_service_pb2 import BegunChoice, CancelRequest, GenerateRequest, GenerateResponse, TokenIds
+from kvloom.v1.router_service_pb2 import CancelRequest, GenerateRequest, GenerateResponse, PartialChoice, TokenIds
 from tests.fakes.fake_shard import expected_text, expected_tokens
 from tests.fakes.generate_stream import PROMPT, TOKEN, Stream, billed, start
 from tests.fakes.router_world import MODEL, RouterWorld, eventually
@@ -19,11 +20,11 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 SEEDED = SamplingParams(seed=7)
 
 
-def begun(index: int, count: int, **fields: Any) -> BegunChoice:
+def partial_choices(index: int, count: int, **fields: Any) -> PartialChoice:
     """`count` tokens of it have come, and their text."""
     token_ids = expected_tokens(PROMPT, index, count)
     chars = len(expected_text(PROMPT, index, count))
-    return BegunChoice(**{"index": index, "token_ids": token_ids, "num_delivered_chars": chars, **fields})
+    return PartialChoice(**{"index": index, "token_ids": token_ids, "num_delivered_chars": chars, **fields})
 
 
 async def collect(world: RouterWorld, **fields: Any) -> list[GenerateResponse]:
@@ -37,8 +38,10 @@ async def collect(world: RouterWorld, **fields: Any) -> list[GenerateResponse]:
 async def test_choices_go_on_behind_what_has_come(world: RouterWorld, resumable: bool) -> None:
     """One in its middle, one from its beginning; not one that is done. The bill is of what is new."""
     await start(world)
-    given = [begun(0, 12), begun(1, 0, done=True)]
-    responses = await collect(world, n=3, begun=given, resumable=resumable, starting_after=40 if resumable else 0)
+    given = [partial_choices(0, 12), partial_choices(1, 0, done=True)]
+    responses = await collect(
+        world, n=3, partial_choices=given, resumable=resumable, starting_after=40 if resumable else 0
+    )
     deltas = [delta for response in responses for delta in response.deltas]
     by_index = {i: [d for d in deltas if d.index == i] for i in range(3)}
     assert [t for d in by_index[0] for t in d.token_ids] == expected_tokens(PROMPT, 0, 30)[12:]
@@ -53,7 +56,7 @@ async def test_choices_go_on_behind_what_has_come(world: RouterWorld, resumable:
 async def test_an_answer_of_which_only_the_end_is_missing(world: RouterWorld) -> None:
     """All its tokens have come: it ends, and costs nothing."""
     await start(world)
-    (response,) = await collect(world, begun=[begun(0, 30)])
+    (response,) = await collect(world, partial_choices=[partial_choices(0, 30)])
     (delta,) = response.deltas
     assert (delta.finish.reason, delta.finish.num_output_tokens) == (FINISH_REASON_LENGTH, 30)
     assert not delta.token_ids
@@ -63,7 +66,7 @@ async def test_an_answer_of_which_only_the_end_is_missing(world: RouterWorld) ->
 async def test_a_resumed_answer_that_goes_on_is_numbered_on(world: RouterWorld) -> None:
     """Resume at the second router takes the numbers that its client has counted since the first one."""
     await start(world)
-    stream = Stream(world, begun=[begun(0, 5)], sampling=SEEDED, starting_after=4)
+    stream = Stream(world, partial_choices=[partial_choices(0, 5)], sampling=SEEDED, starting_after=4)
     await stream.begin()
     await stream.read_to_end()
     whole = list(stream.responses)
@@ -91,12 +94,12 @@ async def test_the_first_response_has_the_seed(world: RouterWorld) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"begun": [begun(1, 3)]}, "begun[0].index"),
-        ({"begun": [begun(0, 3), begun(0, 3)]}, "begun[1].index"),
-        ({"begun": [begun(0, 31)]}, "begun[0].token_ids"),
-        ({"begun": [begun(0, 1, token_ids=[100_000])]}, "begun[0].token_ids"),
-        ({"begun": [begun(0, 0, done=True)]}, "begun"),
-        ({"begun": [begun(0, 3)], "sampling": SamplingParams(temperature=0.5)}, "sampling.seed"),
+        ({"partial_choices": [partial_choices(1, 3)]}, "partial_choices[0].index"),
+        ({"partial_choices": [partial_choices(0, 3), partial_choices(0, 3)]}, "partial_choices[1].index"),
+        ({"partial_choices": [partial_choices(0, 31)]}, "partial_choices[0].token_ids"),
+        ({"partial_choices": [partial_choices(0, 1, token_ids=[100_000])]}, "partial_choices[0].token_ids"),
+        ({"partial_choices": [partial_choices(0, 0, done=True)]}, "partial_choices"),
+        ({"partial_choices": [partial_choices(0, 3)], "sampling": SamplingParams(temperature=0.5)}, "sampling.seed"),
     ],
 )
 async def test_what_cannot_have_begun(world: RouterWorld, fields: dict[str, Any], field: str, resumable: bool) -> None:
@@ -112,7 +115,7 @@ async def test_what_cannot_have_begun(world: RouterWorld, fields: dict[str, Any]
 async def test_starting_after_belongs_to_begun(world: RouterWorld) -> None:
     """An answer from its beginning has no earlier responses; no answer has 2^64."""
     await start(world)
-    for fields in ({}, {"begun": [begun(0, 1)], "starting_after": 2**64 - 1}):
+    for fields in ({}, {"partial_choices": [partial_choices(0, 1)], "starting_after": 2**64 - 1}):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(world, **{"resumable": True, "starting_after": 3, **fields})
         assert from_rpc_error(caught.value).field == "starting_after"
@@ -121,7 +124,7 @@ async def test_starting_after_belongs_to_begun(world: RouterWorld) -> None:
 async def test_greedy_answers_need_no_seed(world: RouterWorld) -> None:
     """Nothing is drawn."""
     await start(world)
-    assert await collect(world, begun=[begun(0, 3)], sampling=SamplingParams(temperature=0.0))
+    assert await collect(world, partial_choices=[partial_choices(0, 3)], sampling=SamplingParams(temperature=0.0))
 
 
 @pytest.mark.parametrize("resumable", [False, True])
