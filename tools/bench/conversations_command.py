@@ -19,12 +19,12 @@ from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from router.core.placement import POLICIES
 from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
-from tools.bench.child_fabric import child_fabric
 from tools.bench.conversations import Exchange, play
 from tools.bench.infinite_cache import CachedRequest, infinite_cache_tokens
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
+from tools.supervisor.child_fabric import child_fabric
 
 _DEFAULT_POLICIES: Final = "ect,round_robin"
 

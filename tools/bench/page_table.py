@@ -7,8 +7,8 @@ import os
 import platform
 from pathlib import Path
 
-from tools.bench.interpreter import interpreter_name
 from tools.failures import CommandError
+from tools.interpreter import interpreter_name
 
 
 def write_between(page: Path, begin: str, end: str, table: str) -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from tools.bench.data_plane.process_counters import rss_bytes
+from tools.process_counters import rss_bytes
 from tools.supervisor.supervised import ProcessStatus
 
 SAMPLE_SECONDS: Final = 5.0

@@ -22,10 +22,10 @@ from kvloom.config import KvloomConfig
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
-from tools.bench.interpreter import interpreter_name
 from tools.doctor.checks import CHECKS, CheckFailedError, CheckSkippedError
 from tools.doctor.session import EngineSession
 from tools.failures import CommandError
+from tools.interpreter import interpreter_name
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 
 ENGINES: Final = ("torch", "sim", "tensorrt_llm")

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from tools.bench.interpreter import interpreter_name
+from tools.interpreter import interpreter_name
 
 VERSION = f"Python {platform.python_version()}"
 

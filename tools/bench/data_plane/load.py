@@ -21,8 +21,8 @@ import uvloop
 
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.sim_stamps import TICK_SECONDS, seconds_since, stamp_token_ids
-from tools.bench.data_plane.process_counters import context_switches, cpu_microseconds, rss_bytes
 from tools.bench.data_plane.workloads import Workload, request_bodies
+from tools.process_counters import context_switches, cpu_microseconds, rss_bytes
 
 BEGUN: Final = b"begun\n"
 """The line."""

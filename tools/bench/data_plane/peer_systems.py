@@ -19,7 +19,6 @@ from typing import Final
 
 import msgspec
 
-from tools.bench.child_fabric import child_fabric
 from tools.bench.data_plane.run import GATEWAY, Plan, fabric_config, fabric_pids
 from tools.bench.data_plane.workloads import Workload
 from tools.bench.peers import mock_worker
@@ -27,6 +26,7 @@ from tools.bench.peers.install import Installed, last_words
 from tools.bench.peers.peer import Peer, PeerError, Site
 from tools.failures import CommandError
 from tools.supervisor.child import bound_command
+from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.processes import pick_free_ports
 
 KVLOOM: Final = "kvloom"

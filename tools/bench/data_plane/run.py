@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from kvloom.config import KvloomConfig, ModelConfig
-from tools.bench.child_fabric import child_fabric
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.workloads import Workload
+from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 
 OURS: Final = ("edge", "router", "safety")

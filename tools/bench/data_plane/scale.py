@@ -13,9 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tools.bench.child_fabric import child_fabric
 from tools.bench.data_plane.client import drive
-from tools.bench.data_plane.process_counters import cpu_microseconds, rss_bytes
 from tools.bench.data_plane.run import (
     Layout,
     Plan,
@@ -27,6 +25,8 @@ from tools.bench.data_plane.run import (
     warm_ups,
 )
 from tools.bench.data_plane.workloads import Workload
+from tools.process_counters import cpu_microseconds, rss_bytes
+from tools.supervisor.child_fabric import child_fabric
 
 MAX_SHARD_PROCESSES: Final = 4
 """Of more shards than that, all are in one process: what hundreds of processes need is another question."""

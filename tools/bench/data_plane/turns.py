@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloom.config import KvloomConfig
-from tools.bench.child_fabric import child_fabric
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.run import Plan, fabric_config, fabric_pids, figures_of, report_of, warm_ups
 from tools.bench.data_plane.workloads import Workload, beside_long_prompts
+from tools.supervisor.child_fabric import child_fabric
 
 GATE: Final = "gate"
 LONG_PROMPTS: Final = "long-prompts"
