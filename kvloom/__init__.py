@@ -7,6 +7,7 @@ first used, so that a process which needs only a part of the package does not pa
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ _HOMES = {
     "Delta": "kvloom.client.generation",
     "KvloomError": "kvloom.errors",
 }
+
+
+__version__ = importlib.metadata.version("kvloom")
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Which extra brings what is not installed: `pip install kvloom` brings the SDK, without the services."""
+"""Names the distribution or extra that brings a missing package: `pip install kvloom` brings only the SDK."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ _SERVICES: Final = (
 )
 _TORCH: Final = ("gguf", "llguidance", "numba", "numpy", "safetensors", "torch")
 _BROUGHT_BY: Final = {
-    **dict.fromkeys(_SERVICES, "services"),
-    **dict.fromkeys(_TORCH, "torch"),
-    "matplotlib": "simulate",
+    **dict.fromkeys(_SERVICES, "kvloom-fabric"),
+    **dict.fromkeys(_TORCH, "kvloom-fabric[torch]"),
+    "matplotlib": "kvloom-fabric[simulate]",
 }
 _OWN: Final = frozenset(("edge_http", "kvloom", "router", "safety_svc", "shard_server", "tools"))
 
 
 class MissingPackageError(Exception):
-    """A package is not installed. The text says which, and the extra that brings it."""
+    """A package is not installed. The message names it and the distribution or extra that brings it."""
 
 
 @contextlib.contextmanager
 def naming_extras() -> Iterator[None]:
-    """For what may import something that is not installed: raises MissingPackageError then. That one of our own modules
-    is missing is a bug, and no matter of what is installed: ModuleNotFoundError as ever."""
+    """Turn the ModuleNotFoundError of a third-party package, or of the benches, into a MissingPackageError. When
+    another module of kvloom's own is missing, that is a bug, and the ModuleNotFoundError is raised unchanged."""
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
+        module = error.name or ""
+        package = module.partition(".")[0]
+        if module == "tools.bench" or module.startswith("tools.bench."):
+            message = "benches are part of kvloom's repository: the installed package does not contain them"
+            raise MissingPackageError(message) from error
         if not package or package in _OWN:
             raise
-        extra = _BROUGHT_BY.get(package)
-        comes_with = "" if extra is None else f'; it comes with pip install "kvloom[{extra}]"'
+        distribution = _BROUGHT_BY.get(package)
+        comes_with = "" if distribution is None else f'; it comes with pip install "{distribution}"'
         raise MissingPackageError(f"{package} is not installed{comes_with}") from error

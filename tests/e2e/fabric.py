@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def run_kvloom(
     *args: str, env: dict[str, str], timeout_seconds: float = START_TIMEOUT_SECONDS, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(KVLOOM), *args],
+        [shutil.which("kvloom", path=env["PATH"]) or str(KVLOOM), *args],
         env=env,
         input=stdin,
         capture_output=True,

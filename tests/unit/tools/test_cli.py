@@ -127,7 +127,8 @@ def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
     with pytest.raises(SystemExit) as exit_info:
         group.main(["run"])
     assert exit_info.value.code == 1
-    assert capsys.readouterr().err == ('error: torch is not installed; it comes with pip install "kvloom[torch]"\n')
+    expected = 'error: torch is not installed; it comes with pip install "kvloom-fabric[torch]"\n'
+    assert capsys.readouterr().err == expected
     with pytest.raises(SystemExit):
         group.main(["peer"])
     assert capsys.readouterr().err == "error: no_such_package is not installed\n"
