@@ -11,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 class StubsBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         """Raises RuntimeError if protoc refuses a file; its message is on stderr then."""
-        from grpc_tools import _protoc_compiler, protoc  # noqa: F401  (a build dependency)
+        from grpc_tools import protoc  # a build dependency
 
         root = Path(self.root)
         well_known = Path(protoc.__file__).parent / "_proto"
