@@ -1,0 +1,15 @@
+"""Benches: what engines, routing and the data plane cost or reach, each printed as a table or JSON.
+
+data_plane/                 CPU per token and request of the fabric, process by process, also beside other gateways
+engine/                     the embedded engine by itself
+engine_peers/               other engines for `kvloom bench engine --vs`
+peers/                      other gateways for `kvloom bench data-plane --peers`
+conversations_command.py    `kvloom bench conversations`: cache hits of each placement policy on a live fabric
+conversations.py            plays conversations over HTTP
+infinite_cache.py           the hits that a perfect cache would have
+overload.py                 `kvloom bench overload`
+overload_model.py           goodput under overload, in virtual time
+prefix_index.py             `kvloom bench index`: the router's prefix index
+prefix_index_fill.py        fills an index as a fleet does
+page_table.py               writes a table into a documentation page
+"""

@@ -1,4 +1,4 @@
-"""Conversations with a running fabric over HTTP, as a chat client has them: what was sent, what came back, and when."""
+"""Plays conversations against a running fabric over HTTP, as a chat client would, and records every turn."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ SYSTEM_PROMPT: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
-    """One turn of one conversation. Times are the monotonic clock's."""
+    """One turn of one conversation. Times are readings of the monotonic clock, in seconds."""
 
     conversation: int
     turn: int
     messages: list[dict[str, str]]
-    """What was sent: the whole conversation so far."""
+    """The whole conversation so far, as it was sent."""
     sent_at: float
     first_text_at: float
     ended_at: float
@@ -67,7 +67,7 @@ class Exchange:
 
 
 def user_message(conversation: int, turn: int) -> str:
-    """About a hundred tokens, always the same for the same numbers, and different for all others."""
+    """A message of about a hundred tokens: always the same for the same numbers, and different for all others."""
     rng = random.Random(f"{conversation}.{turn}")
     topic = _TOPICS[conversation % len(_TOPICS)]
     words = " ".join(rng.choices(_SENTENCES.split(), k=_MESSAGE_WORDS))
@@ -79,8 +79,9 @@ def user_message(conversation: int, turn: int) -> str:
 async def play(
     url: str, model: str, *, num_conversations: int, num_turns: int, max_tokens: int, think_seconds: float
 ) -> list[Exchange]:
-    """All conversations at once, each waiting for its answers and then up to `think_seconds` (drawn, but the same for
-    every run). Returns the exchanges in the order in which they were sent. Raises CommandError."""
+    """Play all conversations concurrently. Each one waits for an answer and then for up to `think_seconds`, which are
+    random but the same in every run. Returns the exchanges in the order in which they were sent. Raises CommandError.
+    """
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         tasks = [
@@ -172,7 +173,7 @@ async def _ask(
 
 
 async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream of events."""
+    """Yield the JSON objects of a stream of server-sent events."""
     async for line in answer.content:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
             yield json.loads(line[6:])

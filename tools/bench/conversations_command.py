@@ -1,4 +1,5 @@
-"""`kvloom bench conversations`: how much of what a perfect cache would give each placement policy gets, live."""
+"""`kvloom bench conversations`: the share of a perfect cache's hits that each placement policy reaches on a live
+fabric."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _DEFAULT_POLICIES: Final = "ect,round_robin"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played, and on what."""
+    """The conversations to play, and the fabric to play them on."""
 
     model: ModelConfig
     num_shards: int = 2
@@ -53,8 +54,8 @@ class Plan:
 def run_bench(
     plan: Plan, policies: Sequence[str], num_rounds: int = 1, on_progress: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """One report a policy, over all rounds; in each round every policy gets a fresh fabric, in turning order. Raises
-    CommandError."""
+    """Return one report per policy over all rounds. In each round every policy gets a fresh fabric, and the order
+    rotates. Raises CommandError."""
     tokenizer = ModelTokenizer.load(Path(plan.model.path))
     turns: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
     try:
@@ -125,8 +126,8 @@ def _turns(exchanges: Sequence[Exchange], prompts: Sequence[Sequence[int]], bloc
 
 
 def _report(policy: str, plan: Plan, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """`cached_share`: of the infinite cache's tokens. What a shard has beyond them (a prefix that was still being
-    prefilled when the request was sent) is not counted for it."""
+    """`cached_share` is relative to the infinite cache's tokens. Tokens that a shard has beyond those (a prefix that
+    was still being prefilled when the request was sent) are not counted."""
     infinite = sum(turn["infinite_cache_tokens"] for turn in turns)
     reached = sum(min(turn["cached_tokens"], turn["infinite_cache_tokens"]) for turn in turns)
     ttfts = sorted(turn["ttft"] for turn in turns)
@@ -175,7 +176,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 def bench_conversations(
     model: str, policies: str, num_rounds: int, data_dir: Path | None, as_json: bool, **sizes: Any
 ) -> None:
-    """Hold conversations with a fabric per policy: cached prompt tokens against an infinite cache, and TTFT."""
+    """Hold conversations with one fabric per policy; compare cached prompt tokens with an infinite cache, and TTFT."""
     names = [name.strip() for name in policies.split(",")]
     for name in names:
         if name not in POLICIES:

@@ -1,4 +1,4 @@
-"""How many prompt tokens a cache that never forgets, and that every shard shares, would have had. Pure."""
+"""Computes how many prompt tokens a cache that never forgets, and that all shards share, would have had. Pure."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachedRequest:
-    """What a request asks of the cache, and what it leaves there."""
+    """What a request reads from the cache, and when its own blocks are there for others."""
 
     prompt_token_ids: Sequence[int]
     num_output_tokens: int
     sent_at: float
     prefilled_at: float
-    """From then on the prompt's blocks are there for others."""
+    """From this time on, the prompt's blocks are available to others."""
     ended_at: float
-    """From then on the answer's are, too."""
+    """From this time on, the answer's blocks are available too."""
 
 
 def infinite_cache_tokens(requests: Sequence[CachedRequest], block_size: int) -> list[int]:
-    """For each request, the longest prefix of whole blocks that an earlier request had left when it was sent.
+    """Return, for each request, the length in tokens of the longest prefix of whole blocks that earlier requests had
+    left when it was sent.
 
-    Answers are only known as text: where a prompt goes on behind a whole earlier prompt, it is taken to go on with that
-    request's answer, but for its last token, which is drawn and never computed. That is the most that any cache can
-    have. The last token of a prompt is never reused: its logits are needed.
+    Answers are only known as text. Where a prompt continues a whole earlier prompt, it is assumed to contain that
+    request's answer except for the answer's last token, which is sampled but never computed. That is the most that any
+    cache can have. The last token of a prompt is never reused, because its logits are needed.
     """
     found: list[int] = []
     for request in requests:

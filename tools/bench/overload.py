@@ -1,4 +1,4 @@
-"""`kvloom bench overload`: what is left of the fleet's work when more is asked of it than it can do."""
+"""`kvloom bench overload`: the goodput that remains when clients ask for more than the fleet can serve."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _TITLES = {"shedding": "Requests are refused early", "without": "Only a full que
 @option("--seed", type=click.IntRange(0), default=1, show_default=True, scope="bench-overload")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_overload(as_json: bool, **plan: Any) -> None:
-    """Goodput at 0.5 to 3 times what the fleet can do: the real router core before modelled shards, in virtual time,
-    so that the figures are the same on every machine."""
+    """Measure goodput at 0.5 to 3 times the fleet's capacity, with the real router core and modelled shards in virtual
+    time, so that the figures are the same on every machine."""
     report = run(OverloadPlan(**plan))
     if as_json:
         print(json.dumps(report, indent=2))

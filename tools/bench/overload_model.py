@@ -1,7 +1,7 @@
-"""Goodput under overload, in virtual time: the real router core before modelled shards, and clients with deadlines.
+"""Goodput under overload in virtual time: the real router core, modelled shards, and clients with deadlines.
 
-A request is good when its last token comes within its deadline, counted from its arrival. Load 1 is what the fleet
-completes when there is always more to do and nobody is in a hurry.
+A request is good when its last token arrives within its deadline, counted from its arrival. Load 1 is the rate that the
+fleet completes when requests never run out and have no deadline.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BLOCK_SIZE: Final = 64
 MEAN_PROMPT_TOKENS: Final = 2000.0
 MEAN_OUTPUT_TOKENS: Final = 150.0
 SPREAD: Final = 0.8
-"""Sigma of the logarithms of both lengths."""
+"""Standard deviation of the logarithms of prompt and answer lengths."""
 MAX_PROMPT_TOKENS: Final = 32_000
 MAX_OUTPUT_TOKENS: Final = 2000
 WARM_UP_SHARE: Final = 0.25
-"""Of the time; what arrives in it does not count."""
+"""Share of the virtual time whose arrivals are not counted."""
 SATURATING_RATE: Final = 200.0
-"""Requests a second and shard, of the run that finds out what the fleet can do."""
+"""Requests per second and shard in the run that measures the fleet's capacity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class OverloadPlan:
     policy: str = "ect"
     deadline_seconds: float = 20.0
     seconds: float = 120.0
-    """Of virtual time, during which requests arrive."""
+    """Virtual time during which requests arrive."""
     seed: int = 1
     loads: Sequence[float] = (0.5, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 class PoissonCalls:
-    """Independent requests of random lengths: a prompt has nothing in common with any other."""
+    """Independent requests of random lengths: no two prompts share a prefix."""
 
     block_size = BLOCK_SIZE
 
@@ -74,7 +74,7 @@ class PoissonCalls:
 
 
 def find_capacity(plan: OverloadPlan) -> float:
-    """Requests a second that the fleet completes when it never runs out of them."""
+    """Return the requests per second that the fleet completes when requests never run out."""
     rate = SATURATING_RATE * plan.num_shards
     num_calls = int(plan.seconds * 20 * plan.num_shards)
     options = FleetOptions(
@@ -82,13 +82,13 @@ def find_capacity(plan: OverloadPlan) -> float:
     )
     result = simulate(PoissonCalls(rate, math.inf, plan.seed, num_calls), options)
     ends = sorted(outcome.finished_at for outcome in result.outcomes)
-    # Neither the first answers, for which the batches fill up, nor the last, for which they run dry.
+    # The first answers are left out because batches are still filling up, the last because batches run empty.
     first, last = ends[len(ends) // 4], ends[3 * len(ends) // 4]
     return (len(ends) // 2) / (last - first)
 
 
 def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_early: bool) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one row of the table."""
     options = FleetOptions(
         profile=PROFILES[plan.profile],
         num_shards=plan.num_shards,
@@ -115,7 +115,7 @@ def measure(plan: OverloadPlan, capacity: float, load: float, *, sheds_early: bo
 
 
 def run(plan: OverloadPlan) -> dict[str, Any]:
-    """Every load with and without early shedding."""
+    """Measure every load with and without early shedding."""
     capacity = find_capacity(plan)
     runs = {
         name: [measure(plan, capacity, load, sheds_early=sheds_early) for load in plan.loads]
@@ -134,13 +134,13 @@ def run(plan: OverloadPlan) -> dict[str, Any]:
 
 
 def _kept(rows: Sequence[dict[str, Any]]) -> float:
-    """Goodput at the highest load, of its peak."""
+    """Goodput at the highest load, relative to the peak."""
     peak = max(row["goodput_per_second"] for row in rows)
     return round(rows[-1]["goodput_per_second"] / peak, 4) if peak else 0.0
 
 
 def _core_config(plan: OverloadPlan, *, sheds_early: bool) -> CoreConfig:
-    """The router's defaults, but for the deadline, and without a safety service."""
+    """The router's defaults, except for the deadline, and without a safety service."""
     defaults = core_config(KvloomConfig())
     overload = dataclasses.replace(defaults.overload, sheds_early=True) if sheds_early else OverloadConfig()
     return dataclasses.replace(
@@ -156,7 +156,7 @@ def _core_config(plan: OverloadPlan, *, sheds_early: bool) -> CoreConfig:
 
 
 def _wasted_share(outcomes: Sequence[Outcome]) -> float:
-    """Of the prompt tokens that shards were sent: those of requests that did not make it."""
+    """Of the prompt tokens that shards were sent, the share that belongs to requests which missed their deadline."""
     sent = [o for o in outcomes if not o.failed or o.ttft_seconds < o.finished_at - o.arrived_at]
     num_tokens = sum(outcome.call.num_prompt_tokens for outcome in sent)
     num_wasted = sum(outcome.call.num_prompt_tokens for outcome in sent if outcome.failed)

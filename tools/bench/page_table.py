@@ -1,4 +1,4 @@
-"""What a table that a bench writes into a documentation page needs: its place there, and under what it was measured."""
+"""Writes a bench's table into a documentation page, with the conditions under which it was measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.interpreter import interpreter_name
 
 
 def write_between(page: Path, begin: str, end: str, table: str) -> None:
-    """Put the table between the page's markers. Raises CommandError when it has none."""
+    """Replace the text between the page's two markers with the table. Raises CommandError when a marker is missing."""
     before, begin_found, rest = page.read_text("utf-8").partition(begin)
     _, end_found, after = rest.partition(end)
     if not begin_found or not end_found:
@@ -21,7 +21,7 @@ def write_between(page: Path, begin: str, end: str, table: str) -> None:
 
 
 def conditions(command: str, num_runs: int) -> str:
-    """The command, the day, the machine, and what a figure with ± is; without a full stop."""
+    """The command, the date, the machine, and the meaning of ± in a figure; without a final full stop."""
     model = next((line.partition(":")[2].strip() for line in _cpu_info() if line.startswith("model name")), "CPU")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return (

@@ -1,4 +1,4 @@
-"""`kvloom bench index`: what the router's prefix index costs on this machine, in CPU time and memory."""
+"""`kvloom bench index`: the CPU time and memory that the router's prefix index needs on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCHES: Final = (1, 16, 512)
 _BATCH_RUNS: Final = 200
 _LOOK_UPS: Final = 400
 _FRESH: Final = 1 << 48
-"""Seeds from here on are of chains that are in no conversation."""
+"""Chains with seeds from this one on belong to no conversation."""
 
 
 def run_bench(
@@ -29,8 +29,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Fill an index, then measure look-ups, updates, snapshots and departures on it, one after the other.
 
-    All times are of this thread's CPU clock. They do not depend on what else runs, apart from what is shared: caches,
-    and cores that run two threads.
+    All times are readings of this thread's CPU clock. Other load affects them only through shared caches and through
+    cores that run two threads.
     """
     gc.collect()
     rss_before = _rss_bytes()
@@ -55,7 +55,7 @@ def run_bench(
 
 
 def _look_ups(fleet: FilledIndex) -> list[dict[str, Any]]:
-    """The cases in which the walk is longest, each with 256 shards' worth of bits in play."""
+    """Measure the cases in which the walk is longest, each with the bits of 256 shards in use."""
     rows: list[dict[str, Any]] = []
     size = fleet.prompt_blocks
     look_up = fleet.index.count_overlaps
@@ -103,7 +103,7 @@ def _updates(fleet: FilledIndex) -> list[dict[str, Any]]:
     for batch in BATCHES:
         batches = [chain(next(seeds), batch) for _ in range(_BATCH_RUNS)]
         stored = _time(fleet.store, ((shard_id, hashes) for hashes in batches))
-        # As an engine evicts: the oldest sequence first, its last block first.
+        # As an engine evicts: the oldest sequence first, and its last block first.
         removed = _time(fleet.remove, ((shard_id, hashes[::-1]) for hashes in batches))
         for operation, times in (("store", stored), ("remove", removed)):
             rows.append({"operation": operation, "batch": batch, **_percentiles(times, per=batch)})
@@ -125,7 +125,7 @@ def _placements(fleet: FilledIndex) -> list[dict[str, Any]]:
         ("all new", new),
     )
     for case, prompts in cases:
-        for prompt in prompts:  # the look-up that goes before
+        for prompt in prompts:  # the look-up that precedes a placement
             fleet.index.count_overlaps(prompt, 0.0)
         times = _time(fleet.index.place, ((i, prompt, 0.0) for i, prompt in zip(shard_ids, prompts, strict=True)))
         rows.append({"case": case, **_percentiles(times)})
@@ -133,7 +133,8 @@ def _placements(fleet: FilledIndex) -> list[dict[str, Any]]:
 
 
 def _snapshot(fleet: FilledIndex, num_blocks: int) -> dict[str, Any]:
-    """A snapshot of a new shard, then the shard's departure, each with the work that is left for later steps."""
+    """Measure a snapshot of a new shard, then the shard's departure, each with the work that is deferred to later
+    steps."""
     index = fleet.index
     hashes = chain(5 * _FRESH + num_blocks, num_blocks)
     index.add_shard("new", num_blocks, 0.0)
@@ -162,7 +163,7 @@ def _hashing_times(num_prompt_tokens: int, block_size: int) -> list[int]:
 
 
 def _time(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> list[int]:
-    """CPU-nanoseconds of each call; the arguments are made outside of them."""
+    """Return the CPU-nanoseconds of each call. The arguments are prepared outside of the measurement."""
     clock = time.thread_time_ns
     times: list[int] = []
     for arguments in calls:
@@ -181,8 +182,8 @@ def _percentiles(times: list[int], per: int = 1) -> dict[str, float]:
 
 
 def _rss_bytes() -> int:
-    # For an index much smaller than the rest of the process the growth says little, and may even be negative: memory
-    # that was free before is used first.
+    # For an index that is much smaller than the rest of the process, the growth says little and may even be negative:
+    # memory that was free before is used first.
     return psutil.Process().memory_info().rss
 
 
@@ -225,7 +226,7 @@ def bench_index(
     snapshot_sizes: Sequence[int],
     as_json: bool,
 ) -> None:
-    """Measure the router's prefix index: look-ups, updates, snapshots, memory, in CPU time of one thread."""
+    """Measure the router's prefix index: look-ups, updates, snapshots and memory, in CPU time of one thread."""
     if not 16 <= num_prompt_tokens // block_size <= num_blocks // 100:
         raise click.UsageError("The prompt must have at least 16 blocks, and at most a hundredth of all blocks.")
     report = run_bench(

@@ -1,4 +1,4 @@
-"""A prefix index as a fleet fills it: conversations of one length, spread over the shards."""
+"""Fills a prefix index as a fleet does: with conversations of one length, spread over the shards."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from router.core.events import KvChange
 from router.core.prefix_index.prefix_index import PrefixIndex
 
 PREFILL_BLOCKS: Final = 128
-"""What one engine step stores of a prompt: a chunk of 2,048 tokens in blocks of 16."""
+"""Blocks of a prompt that one engine step stores: a chunk of 2,048 tokens in blocks of 16."""
 GENERATED_SHARE: Final = 1 / 16
-"""Of a conversation's blocks, the last answer: stored one by one, between those of other conversations."""
+"""Share of a conversation's blocks that are its last answer. They are stored one by one, between those of other
+conversations."""
 DECODING_TOGETHER: Final = 16
 
 
 def chain(seed: int, num_blocks: int) -> list[int]:
-    """Hashes of a prompt's blocks, the same for the same seed, as new int objects (as if just computed)."""
+    """The hashes of a prompt's blocks: the same for the same seed, but new int objects, as if just computed."""
     draw = random.Random(seed).getrandbits
     return [draw(64) for _ in range(num_blocks)]
 
 
 class FilledIndex:
-    """Shards `shard-0` ... with `num_blocks` blocks in all, no two of them alike. Conversation k is `chain(k, ...)` and
-    lies on shard k modulo the number of shards. Nothing but the index keeps the hashes."""
+    """Shards `shard-0` ... hold `num_blocks` blocks in all, and no two blocks are alike. Conversation k is `chain(k,
+    ...)` and lies on shard k modulo the number of shards. Only the index keeps the hashes."""
 
     def __init__(self, num_shards: int, num_blocks: int, prompt_blocks: int, seed: int) -> None:
         self.index = PrefixIndex()

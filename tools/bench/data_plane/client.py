@@ -1,4 +1,4 @@
-"""One run of a data-plane workload, by load clients that are processes of their own."""
+"""Runs a data-plane workload once, with load clients in processes of their own."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tools.supervisor.child import bound_command
 _MARGIN_SECONDS: Final = 60.0
 _BEGIN_TIMEOUT_SECONDS: Final = 120.0
 _OTHERS_SEED: Final = 1000
-"""Added to a run's: other prompts than its own."""
+"""Added to a run's seed for the other clients, so that their prompts differ from the measured ones."""
 
 
 async def drive(
     model: ModelConfig, workload: Workload, url: str, pids: dict[str, list[int]], seed: int
 ) -> dict[str, Any]:
-    """What the client has measured, of these processes by role too. Raises CommandError."""
+    """Return what the client has measured, including the CPU time and memory of the given processes by role. Raises
+    CommandError."""
     address = urlsplit(url)
     order = Order(
         host=address.hostname or "127.0.0.1",
@@ -60,7 +61,7 @@ async def _measure(order: Order) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _sending(order: Order) -> AsyncIterator[None]:
-    """From the first answer on, until the end of the block."""
+    """Send the order's requests from the first answer on, until the end of the block."""
     name = order.workload.name
     async with _client(order) as process:
         assert process.stdout is not None
@@ -82,7 +83,7 @@ async def _sending(order: Order) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _client(order: Order) -> AsyncIterator[Process]:
-    """Has the order; ends with the block at the latest."""
+    """Start a load client with the order. It is ended at the end of the block at the latest."""
     command = bound_command((sys.executable, "-P", "-m", "tools.bench.data_plane.load"))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:

@@ -1,4 +1,4 @@
-"""`kvloom bench data-plane`: what the fabric itself costs per token and per request, process by process."""
+"""`kvloom bench data-plane`: CPU time that the fabric itself needs per token and per request, process by process."""
 
 from __future__ import annotations
 

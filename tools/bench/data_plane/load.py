@@ -1,8 +1,8 @@
-"""The load of `kvloom bench data-plane`, in a process of its own: an Order on stdin, on stdout a line when the first
-request has been answered, and at the end the figures. Order and figures are JSON.
+"""The load client of `kvloom bench data-plane`, a process of its own. It reads an Order from stdin, prints a line when
+the first request has been answered, and prints the figures at the end. Order and figures are JSON.
 
-One callback per read and nothing else: requests are made beforehand, connections have no tasks, and of what is read
-only the last token's stamp is looked at.
+The client does as little as possible, so that it does not disturb what it measures: one callback per read, requests
+prepared beforehand, no task per connection, and only the last token's stamp of each read is parsed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tools.bench.data_plane.workloads import Workload, request_bodies
 from tools.process_counters import context_switches, cpu_microseconds, rss_bytes
 
 BEGUN: Final = b"begun\n"
-"""The line."""
+"""The line that is printed when the first request has been answered."""
 _TOKEN: Final = b'"content":" '
 _EVENT: Final = b"\ndata: "
 _END: Final = b"\r\n0\r\n\r\n"
 _BETWEEN_CHUNKS: Final = re.compile(rb"\r\n[0-9a-f]+\r\n")
-"""A proxy may cut anywhere."""
+"""Chunk boundaries inside the data: a proxy may cut anywhere."""
 _TAIL_BYTES: Final = 96
-"""Enough for the end of an answer."""
+"""Bytes that surely hold the end of an answer."""
 _CONNECT_TIMEOUT_SECONDS: Final = 20.0
 _NUM_SHOWN_ERRORS: Final = 5
 
@@ -45,7 +45,7 @@ class Order(msgspec.Struct):
     workload: Workload
     seed: int
     pids: dict[str, list[int]]
-    """Of the processes to be watched, by role."""
+    """The processes to be watched, by role."""
 
 
 class Load:
@@ -63,9 +63,9 @@ class Load:
         self.num_events = 0
         self.num_reads = 0
         self.first_token_seconds: list[float] = []
-        """From the request to the first token, minus the time that the engine says it took."""
+        """Time from each request to its first token, minus the prefill time that the engine reports."""
         self.transit_seconds: list[float] = []
-        """From the engine to the client, of the last token of each read."""
+        """Time from the engine to the client, for the last token of each read."""
 
     async def run(self) -> dict[str, Any]:
         workload, pids = self._order.workload, self._order.pids
@@ -116,7 +116,7 @@ class Load:
         }
 
     def next_request(self) -> bytes | None:
-        """None: all are sent."""
+        """Return the next request, or None when all have been sent."""
         if self._next_body == len(self._bodies):
             return None
         body = self._bodies[self._next_body]
@@ -135,7 +135,7 @@ class Load:
         self.num_complete += 1
 
     def on_idle(self) -> None:
-        """A connection has nothing more to do."""
+        """Called when a connection has nothing more to do."""
         self._num_open -= 1
         if not self._num_open:
             self._done.set()
@@ -149,7 +149,8 @@ class Load:
 
 
 class Connection(asyncio.Protocol):
-    """Requests one after the other. A failed one ends the connection: the rest is left to the others."""
+    """Sends its requests one after the other. A failed request ends the connection; the remaining requests are left to
+    the others."""
 
     __slots__ = ("_head", "_in_answer", "_is_idle", "_load", "_sent_at", "_tail", "_transport", "_waits_for_token")
 
@@ -211,7 +212,7 @@ class Connection(asyncio.Protocol):
             self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
 
     def _read_stamp(self, data: bytes, now: float) -> None:
-        """A stamp that lies across two reads is left out."""
+        """Record the transit time of the last stamp. A stamp that spans two reads is skipped."""
         load = self._load
         if self._waits_for_token:
             start = data.find(_TOKEN)
@@ -246,7 +247,7 @@ class Connection(asyncio.Protocol):
 
 
 def read_stamps(model_path: Path) -> dict[bytes, int]:
-    """A stamp's word (without its space) → its place."""
+    """Map each stamp's word (without its space) to its position."""
     tokenizer = ModelTokenizer.load(model_path)
     try:
         texts = tokenizer.token_texts

@@ -1,4 +1,4 @@
-"""The data plane's workloads against other gateways and ours, side by side: all are up at once, and take turns."""
+"""Compares the data plane with other gateways: all of them run at once and are measured alternately."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ PEERS: Final = {
     for peer in (NGINX, SGLANG_ROUTER, SMG, SMG_GRPC, VLLM_ROUTER, VLLM_ROUTER_ROUND_ROBIN, DYNAMO, LITELLM)
 }
 _SETTLE_SECONDS: Final = 1.0
-"""Between two measurements: what the last one left behind is done with."""
+"""Pause between two measurements, so that the first leaves no work behind."""
 
 Drive = Callable[[Workload, System, int], Awaitable[dict[str, Any]]]
-"""(workload, system, seed): one run's raw figures. Raises CommandError."""
+"""(workload, system, seed) -> one run's raw figures. Raises CommandError."""
 Progress = Callable[[str], None]
 Outcome = tuple[list[dict[str, Any]], dict[str, str]]
-"""Reports, with fields `system` and `version` each; what is missing and why."""
+"""Reports, with fields `system` and `version`; and the reason for each contender that is missing."""
 
 
 def run_with_peers(plan: Plan, peers: Sequence[Peer], cache_dir: Path, on_progress: Progress) -> Outcome:
-    """Raises CommandError when ours fails. All that it starts ends with it, at Ctrl-C and SIGTERM too."""
+    """Run the comparison. Raises CommandError when our own fabric fails. Every process that it starts ends with it,
+    also at Ctrl-C and SIGTERM."""
     began = time.monotonic()
 
     def report_progress(message: str) -> None:
@@ -56,7 +57,7 @@ def run_with_peers(plan: Plan, peers: Sequence[Peer], cache_dir: Path, on_progre
 
 
 async def _until_terminated(run: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """SIGTERM ends it as Ctrl-C does: what a gateway started would outlive a sudden end."""
+    """Let SIGTERM end the run as Ctrl-C does: processes that a gateway started would outlive a sudden end."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -115,7 +116,7 @@ class _Run:
 
 
 class Turns:
-    """Workloads of one pace: in each run every system in turn, in one order and then in the other."""
+    """Measures workloads of one pace: in each run every system once, in alternating order."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Turns:
         missing: dict[str, str],
         settle_seconds: float = _SETTLE_SECONDS,
     ) -> None:
-        """Who fails is noted in `missing`."""
+        """Measure the systems. A system that fails is noted in `missing`."""
         self._plan = plan
         self._settle_seconds = settle_seconds
         self._drive = drive
@@ -133,7 +134,7 @@ class Turns:
         self._missing = missing
 
     async def warm_up(self, systems: Sequence[System], first: Workload) -> list[System]:
-        """Those that survived it. Raises CommandError when ours do not."""
+        """Return the systems that survived the warm-up. Raises CommandError when our own did not."""
         ready: list[System] = []
         for system in systems:
             self._on_progress(f"warming up {system.name}")

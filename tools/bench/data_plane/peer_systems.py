@@ -1,4 +1,5 @@
-"""The contenders of `kvloom bench data-plane --peers` as processes: ours and other gateways, and the engines behind."""
+"""The contenders of `kvloom bench data-plane --peers` as processes: our fabric, other gateways, and the engines behind
+them."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ _LOG_TAIL_BYTES: Final = 2000
 
 
 class System(msgspec.Struct, frozen=True):
-    """One contender that is up."""
+    """One contender that is running."""
 
     name: str
     version: str
     url: str
     pids: Callable[[], dict[str, list[int]]]
-    """Of the gateway's processes, by role: engines are not among them."""
+    """The gateway's processes by role, without the engines."""
     max_share: float = 1.0
     has_stamps: bool = True
 
@@ -57,7 +58,7 @@ class System(msgspec.Struct, frozen=True):
 async def our_fabric(
     plan: Plan, workload: Workload, work_dir: Path, version: str, *, colocate: bool
 ) -> AsyncIterator[System]:
-    """Raises CommandError."""
+    """Start our fabric. Raises CommandError."""
     data_dir = work_dir / f"kvloom-{colocate:d}"
     data_dir.mkdir()
     layout = msgspec.structs.replace(plan.layout, colocate=colocate)
@@ -68,7 +69,7 @@ async def our_fabric(
 
 @contextlib.asynccontextmanager
 async def http_workers(plan: Plan, workload: Workload) -> AsyncIterator[list[str]]:
-    """URLs of engines that all gateways without engines of their own share."""
+    """Start the engines that all gateways without engines of their own share. Yields their URLs."""
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(_http_worker(plan, workload)) for _ in range(_NUM_WORKERS)]
 
@@ -93,7 +94,7 @@ async def _http_worker(plan: Plan, workload: Workload) -> AsyncIterator[str]:
 
 
 def site_of(peer: Peer, at: Installed, work_dir: Path, plan: Plan, workload: Workload, urls: Sequence[str]) -> Site:
-    """Where a peer is to serve: a folder and ports of its own."""
+    """Assign a peer a folder and ports of its own."""
     own_dir = work_dir / peer.name
     own_dir.mkdir()
     port, metrics_port, *engine_ports = pick_free_ports(2 + _NUM_WORKERS)
@@ -113,7 +114,7 @@ def site_of(peer: Peer, at: Installed, work_dir: Path, plan: Plan, workload: Wor
 
 @contextlib.asynccontextmanager
 async def gateway(peer: Peer, site: Site, version: str) -> AsyncIterator[System]:
-    """With the engines of its own, if it has any. Raises PeerError when it does not answer."""
+    """Start a gateway, with its own engines if it has any. Raises PeerError when it does not answer."""
     env = {**os.environ, **peer.env(site)}
     async with contextlib.AsyncExitStack() as stack:
         for number, argv in enumerate(peer.engines(site) if peer.engines else ()):
@@ -146,7 +147,7 @@ async def _process(argv: Sequence[str], env: Mapping[str, str], log_path: Path) 
 
 
 async def _stop(process: Process) -> None:
-    """With everything it started."""
+    """End a process and everything it started."""
     tree = _tree(process.pid)
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for pid in tree:
@@ -160,7 +161,7 @@ async def _stop(process: Process) -> None:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     found = [pid]
     for parent in found:
         try:

@@ -19,7 +19,7 @@ _NUM_SHOWN_ERRORS: Final = 2
 
 
 def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str], command: str) -> str:
-    """Markdown: one row a system; medians, ± half the spread."""
+    """Render Markdown with one row per system: medians, ± half the spread."""
     by_system: dict[str, dict[str, Mapping[str, Any]]] = {}
     for report in reports:
         by_system.setdefault(report["system"], {})[report["workload"]] = report
@@ -41,12 +41,12 @@ def peers_table(reports: Sequence[Mapping[str, Any]], missing: Mapping[str, str]
 
 
 def write_into_page(page: Path, table: str) -> None:
-    """Put the table between the page's markers. Raises CommandError when it has none."""
+    """Replace the table between the page's markers. Raises CommandError when a marker is missing."""
     write_between(page, BEGIN, END, table)
 
 
 def _columns(workload: str) -> list[tuple[str, Any]]:
-    """(title, what shows it from a system's reports by workload)."""
+    """Return (title, function that formats the cell from a system's reports by workload) for each column."""
 
     def figure(field: str, key: str | None, digits: int, *, with_spread: bool = True) -> Any:
         def show(own: Mapping[str, Mapping[str, Any]]) -> str:
@@ -71,7 +71,7 @@ def _columns(workload: str) -> list[tuple[str, Any]]:
         found.append(("W1 p99", figure("added_ttft_ms", "p99", 1, with_spread=False)))
     if workload in _TRANSIT:
         found.append((f"{workload} transit p99 ms", figure("transit_ms", "p99", 1)))
-    if workload == "W5":  # of several runs the most: later ones find memory that the first has left
+    if workload == "W5":  # the highest of several runs: later runs reuse memory that the first has left
         found.append(("W5 kB/stream", figure("rss_kb_per_stream", None, 1, with_spread=False)))
     return found
 
@@ -82,7 +82,7 @@ def _label(system: str, version: str) -> str:
 
 
 def _errors(report: Mapping[str, Any]) -> str:
-    """Which, and how often, over all its runs; "" if there were none."""
+    """Each error and its count over all runs; "" if there were none."""
     counts = Counter[str]()
     for run in report["runs"]:
         for error, count in run["errors"].items():

@@ -1,4 +1,4 @@
-"""Runs the data plane's workloads against fabrics of real processes and reduces what was measured."""
+"""Runs the data plane's workloads against fabrics of real processes and reduces the measurements to figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.supervisor.child_fabric import child_fabric
 from tools.supervisor.state import RunFolder
 
 OURS: Final = ("edge", "router", "safety")
-"""What stands between client and engine."""
+"""The roles between client and engine."""
 GATEWAY: Final = "gateway"
 """The role of another gateway's processes."""
 _COUNTED: Final = (*OURS, GATEWAY)
@@ -31,7 +31,7 @@ _WARM_UP: Final = (
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How many processes of each kind."""
+    """The number of processes of each role."""
 
     num_edges: int = 1
     num_routers: int = 1
@@ -50,8 +50,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_bench(plan: Plan, on_progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """One report a workload. Workloads that want the same pace of the engine share a fabric, and alternate. Raises
-    CommandError."""
+    """Return one report per workload. Workloads that need the same pace of the engine share a fabric and are measured
+    alternately. Raises CommandError."""
     reports: list[dict[str, Any]] = []
     paces = dict.fromkeys(map(pace_of, plan.workloads))
     for pace in paces:
@@ -86,17 +86,19 @@ async def _run_on_fresh_fabric(
 
 
 def warm_ups(first: Workload) -> Sequence[Workload]:
-    """What a fabric is driven with before `first` is measured: no stream of many tokens where these come slowly."""
+    """The workloads that warm up a fabric before `first` is measured: without streams of many tokens where tokens are
+    slow."""
     return _WARM_UP if first.decode_every == 1 else _WARM_UP[:1]
 
 
 def pace_of(workload: Workload) -> tuple[float, int]:
-    """Of the engine: workloads that agree in it can share a fabric."""
+    """The engine's pace for a workload. Workloads with the same pace can share a fabric."""
     return workload.step_ms, workload.decode_every
 
 
 def fabric_config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
-    """The engine is never what a request waits for, apart from its steps: room for all, and prefill in no time."""
+    """A configuration in which the engine delays a request only by its steps: it has room for all, and prefill takes no
+    time."""
     config = KvloomConfig(model=plan.model)
     config.router.max_queued_requests = 8192
     config.shard.engine = "sim"
@@ -128,7 +130,8 @@ def fabric_pids(data_dir: Path) -> dict[str, list[int]]:
 
 
 def figures_of(workload: Workload, raw: dict[str, Any]) -> dict[str, Any]:
-    """Of one run. Costs per request are of those that were answered whole; memory is what a stream adds."""
+    """Reduce the raw figures of one run. Costs per request count requests that were answered in full; memory is the
+    growth per stream."""
     num_requests = max(1, raw["num_complete"])
     num_tokens = num_requests * workload.num_tokens
     cpu_us = raw["cpu_us"] | {"sum": sum(raw["cpu_us"].get(role, 0.0) for role in _COUNTED)}
@@ -160,8 +163,8 @@ def _percentiles_ms(ordered: Sequence[float]) -> dict[str, float | None]:
 
 
 def report_of(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """The median of every figure over the runs, its `spread` (highest less lowest), and the runs. Of memory the most: a
-    run finds what the one before it has left."""
+    """Return the median of every figure over the runs, its `spread` (highest less lowest) and the runs. Of memory, the
+    highest is taken, because a run reuses memory that the run before has left."""
     return {
         "workload": workload.name,
         "about": workload.about,

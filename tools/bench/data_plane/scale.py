@@ -1,4 +1,5 @@
-"""The data plane's workloads over fabrics of growing size: what more edges, routers and shards bring, and cost."""
+"""Measures the data plane's workloads over fabrics of growing size: what more edges, routers and shards bring, and what
+they cost."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ from tools.process_counters import cpu_microseconds, rss_bytes
 from tools.supervisor.child_fabric import child_fabric
 
 MAX_SHARD_PROCESSES: Final = 4
-"""Of more shards than that, all are in one process: what hundreds of processes need is another question."""
+"""With more shards than this, all are simulated in one process: the cost of hundreds of processes is another question.
+"""
 IDLE_SECONDS: Final = 2.0
-"""Some of the heartbeats and looks at the registry that come once a second."""
+"""Long enough for several of the heartbeats and registry reads that happen once a second."""
 GRID: Final = tuple(
     "1x1x1 1x1x2 1x1x4 2x1x2 2x2x2 4x1x4 1x4x4 2x2x4 4x4x4 1x1x16 1x1x64 1x1x256".split()  # noqa: SIM905
 )
@@ -39,18 +41,18 @@ _PATTERN: Final = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a fabric takes while nobody asks it for anything."""
+    """What a fabric consumes while it is idle."""
 
     ready_seconds: float
-    """From the command to "every router knows every shard"."""
+    """Time from the command until every router knows every shard."""
     cpu_us_per_second: dict[str, float]
-    """By role, all its processes."""
+    """CPU-microseconds per second by role, over all its processes."""
     rss_mb: dict[str, float]
-    """By role, of one process: the mean."""
+    """Mean resident memory of one process, by role."""
 
 
 def parse_layout(text: str) -> Layout:
-    """Edges, routers and shards, as "2x2x4". Raises ValueError."""
+    """Parse the numbers of edges, routers and shards, written as "2x2x4". Raises ValueError."""
     match = _PATTERN.fullmatch(text)
     counts = [int(count) for count in match.groups()] if match else [0]
     if not all(counts):
@@ -67,8 +69,9 @@ def parse_layout(text: str) -> Layout:
 def run_scale_out(
     plan: Plan, layouts: Sequence[str], on_progress: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """One report a layout: `layout`, `standing`, and `workloads` with a report of each. Every run has all layouts, one
-    after the other, each a fresh fabric (one for each pace that the workloads want). Raises CommandError."""
+    """Return one report per layout: `layout`, `standing`, and `workloads` with a report of each. Every run measures all
+    layouts, one after the other, each with a fresh fabric (one for each pace that the workloads need). Raises
+    CommandError."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     standings: dict[str, list[Standing]] = {}
     plans = {name: msgspec.structs.replace(plan, layout=parse_layout(name)) for name in layouts}
@@ -91,7 +94,7 @@ def run_scale_out(
 
 
 async def _measure(plan: Plan, workloads: Sequence[Workload], seed: int) -> tuple[Standing, list[dict[str, Any]]]:
-    """Of one fabric, started for it."""
+    """Measure one fabric that is started for this."""
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
         data_dir = Path(home)
         began = time.monotonic()
@@ -113,18 +116,19 @@ async def _measure(plan: Plan, workloads: Sequence[Workload], seed: int) -> tupl
 
 
 def _by_fabric(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """Those that want the same pace share a fabric; an answer of one token has none."""
+    """Group workloads that need the same pace, so that they share a fabric. Workloads with answers of one token have no
+    pace of their own."""
     paced = [pace_of(workload) for workload in workloads if workload.num_tokens > 1]
     groups: dict[tuple[float, int], list[Workload]] = {}
     for workload in workloads:
         pace = pace_of(workload) if workload.num_tokens > 1 or not paced else paced[0]
         groups.setdefault(pace, []).append(workload)
-    # The one that the fabric is paced for comes first.
+    # The fabric takes its pace from the first one.
     return [sorted(group, key=lambda workload: workload.num_tokens == 1) for group in groups.values()]
 
 
 def _once(workload: Workload) -> Workload:
-    """Each stream once, where it is long: there are many fabrics to measure."""
+    """Play each long stream only once, since many fabrics are measured."""
     if workload.num_tokens == 1:
         return workload
     return msgspec.structs.replace(workload, num_requests=min(workload.num_requests, workload.num_streams))

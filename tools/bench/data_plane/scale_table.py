@@ -15,7 +15,7 @@ Report = Mapping[str, Any]
 
 
 def scale_table(reports: Sequence[Report], command: str) -> str:
-    """Markdown: one table a workload, and one of what a fabric takes by itself; a row a layout."""
+    """Render Markdown: one table per workload and one for the idle fabric, with one row per layout."""
     num_runs = max((w["num_runs"] for report in reports for w in report["workloads"]), default=0)
     lines = [
         conditions(command, num_runs)

@@ -1,5 +1,5 @@
-"""One workload in two ways, by turns: what the answers' gate costs, what others' long prompts do to a stream, and what
-event loops save that stay on a CPU."""
+"""Compares two variants of one workload by measuring them alternately: the cost of the answers' safety gate, the effect
+of other clients' long prompts on a stream, and the benefit of event loops that stay on one CPU."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COMPARISONS: Final = (GATE, LONG_PROMPTS, CPUS)
 _SETTLE_SECONDS: Final = 1.0
 
 Measure = Callable[[Workload, int], Any]
-"""Of a workload and a seed; awaits what the client says."""
+"""Measures a workload with a seed, and returns the client's figures."""
 Ways = Callable[[Plan, Workload, Path], contextlib.AbstractAsyncContextManager[Mapping[str, Measure]]]
-"""Of a workload, in a directory for what fabrics keep: the first is what the second is compared with."""
+"""Starts the variants of a workload, in a directory for the fabrics' files. The first variant is the reference."""
 
 
 def run_by_turns(comparison: str, plan: Plan, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One comparison a workload: a report of each way, and the `difference` of the second from the first, the median
-    over the pairs of runs. Raises CommandError."""
+    """Return one comparison per workload: a report of each variant, and the `difference` of the second from the first,
+    the median over pairs of runs. Raises CommandError."""
     return [asyncio.run(_compare(comparison, plan, workload, on_progress)) for workload in plan.workloads]
 
 
@@ -65,7 +65,7 @@ def _stay_on_cpus(config: KvloomConfig, is_on: bool) -> None:
 
 
 def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -> Ways:
-    """Two fabrics that are up at the same time."""
+    """Two fabrics with different settings that run at the same time."""
 
     @contextlib.asynccontextmanager
     async def ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:

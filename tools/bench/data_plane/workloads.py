@@ -1,4 +1,4 @@
-"""The data plane's workloads: what clients ask of the fabric, and how fast the simulated engine answers."""
+"""The data plane's workloads: the requests of the clients, and the pace of the simulated engine."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _WORDS: Final = (
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Closed loop: each connection sends its next request when the answer to the last one is complete."""
+    """A closed loop: each connection sends its next request when the answer to the previous one is complete."""
 
     name: str
     about: str
     num_streams: int
     num_requests: int
     num_tokens: int
-    """Of every answer."""
+    """Tokens of every answer."""
     step_ms: float
-    """Of the engine; 0: as fast as it can."""
+    """Time of an engine step; 0: as fast as possible."""
     decode_every: int = 1
-    """A stream has a token in every so many-th step."""
+    """A stream gets a token in every n-th step."""
     prompt_bytes: int = 200
     num_groups: int = 0
-    """Prompts whose first three quarters are the same within a group; 0: no two prompts are alike."""
+    """Number of groups of prompts that share their first three quarters; 0: no two prompts are alike."""
     stagger_seconds: float = 0.0
-    """The connections' first requests are spread over this."""
+    """The connections' first requests are spread over this time."""
     settle_seconds: float | None = None
-    """When memory is measured: behind the first request. None: at the end."""
+    """How long after the first request memory is measured. None: at the end."""
     timeout_seconds: float = 120.0
     beside: Workload | None = None
-    """What other clients send as long as this is measured, from before its first request on: of more requests than can
-    be answered meanwhile."""
+    """Requests of other clients for as long as this workload is measured, from before its first request on. There must
+    be more of them than can be answered meanwhile."""
 
     def scaled(self, share: float) -> Workload:
-        """A smaller one of the same kind."""
+        """A smaller workload of the same kind."""
         if share == 1:
             return self
         return msgspec.structs.replace(
@@ -81,7 +81,7 @@ _W4: Final = Workload(
 
 
 def beside_long_prompts(workload: Workload) -> Workload:
-    """The same while 16 other clients send W4's prompts: what they do to its tokens."""
+    """The same workload while 16 other clients send W4's prompts, to show what these do to its tokens."""
     others = msgspec.structs.replace(
         _W4, name="long prompts", num_requests=1500, timeout_seconds=10 * workload.timeout_seconds
     )
@@ -138,7 +138,7 @@ WORKLOADS: Final = {
 
 
 def request_bodies(workload: Workload, model: str, seed: int) -> list[bytes]:
-    """All requests' JSON. Another seed has other prompts, groups included."""
+    """The JSON of all requests. Another seed gives other prompts, and other groups."""
     draw = random.Random(seed)
     shared_bytes = workload.prompt_bytes * 3 // 4 if workload.num_groups else 0
     prefixes = [_text(draw, shared_bytes) for _ in range(workload.num_groups)]
@@ -158,5 +158,5 @@ def request_bodies(workload: Workload, model: str, seed: int) -> list[bytes]:
 
 
 def _text(draw: random.Random, num_bytes: int) -> str:
-    """Words; the average one has 6.5 bytes with its space."""
+    """Random words: the average word has 6.5 bytes with its space."""
     return " ".join(draw.choices(_WORDS, k=num_bytes * 2 // 13))

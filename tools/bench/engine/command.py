@@ -1,4 +1,4 @@
-"""`kvloom bench engine`: what the embedded engine does on this machine, without the fabric around it."""
+"""`kvloom bench engine`: the speed of the embedded engine on this machine, without the fabric around it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PREFILL_TOKENS: Final = 512
 _PREFILL_RUNS: Final = 5
 _DECODE_STEPS: Final = 48
 _PROMPT_TOKENS: Final = (32, 256)
-"""Shortest and longest prompt of a decoding batch; the others lie evenly between."""
+"""Shortest and longest prompt of a decoding batch; the others are spread evenly between them."""
 
 
 def run_bench(
@@ -49,9 +49,10 @@ def run_bench(
     temperature: float = 0.0,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> dict[str, Any]:
-    """Measure a fresh engine in this process (its memory is counted in). Medians; raises EngineError.
+    """Measure a fresh engine in this process, so that the process's memory is part of its own. Returns medians. Raises
+    EngineError.
 
-    `num_threads` 0: one per core. `with_reference`: also what the plainest decoder reaches (see reference_decoder.py).
+    `num_threads` 0 means one per core. `with_reference` also measures the plainest decoder (see reference_decoder.py).
     """
     num_threads = num_threads or os.cpu_count() or 1
     torch_config = TorchConfig(
@@ -110,7 +111,7 @@ async def _measure(engine: TorchEngine, batches: Sequence[int], temperature: flo
 
 
 class _Bench:
-    """Drives one engine with random prompts, no two of which begin alike (nothing is reused)."""
+    """Drives one engine with random prompts, no two of which begin alike, so that nothing is reused."""
 
     def __init__(self, engine: TorchEngine, temperature: float) -> None:
         self._engine = engine
@@ -120,7 +121,7 @@ class _Bench:
         self._num_requests = 0
 
     async def prefill_seconds(self) -> float:
-        """From submitting a prompt to its first token."""
+        """Time from submitting a prompt to its first token."""
         begin = time.perf_counter()
         self._submit(_PREFILL_TOKENS, max_tokens=1)
         while not (await anext(self._steps)).token_ids:
@@ -128,9 +129,9 @@ class _Bench:
         return time.perf_counter() - begin
 
     async def decode_step_seconds(self, batch: int) -> float:
-        """The median time between two steps in each of which every sequence of the batch got a token."""
+        """Median time between two steps in each of which every sequence of the batch got a token."""
         lengths = _prompt_lengths(batch)
-        # Those that are prefilled first decode alone for a while; all must live for _DECODE_STEPS after that.
+        # Sequences that are prefilled first decode alone for a while; all must live for _DECODE_STEPS after that.
         num_prefill_steps = -(-sum(lengths) // _PREFILL_TOKENS) + 1
         for length in lengths:
             self._submit(length, max_tokens=num_prefill_steps + _DECODE_STEPS)

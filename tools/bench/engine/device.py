@@ -1,5 +1,5 @@
-"""`kvloom bench engine --shape`: the runner with random weights of a real model's shape, on one device, against what
-the device's memory and matrix units could do."""
+"""`kvloom bench engine --shape`: the runner with random weights of a real model's shape on one device, compared with
+the limits of the device's memory and matrix units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shard_server.engines.torch_engine.sampling.sampler import Draws
 
 _BLOCK_SIZE: Final = 16
 _CONTEXT_TOKENS: Final = 512
-"""Behind which every sequence of a decoding batch gets its tokens."""
+"""Context length at which every sequence of a decoding batch gets its tokens."""
 _WARM_UPS: Final = 3
 _DECODE_STEPS: Final = 20
 _PREFILL_RUNS: Final = 5
@@ -32,18 +32,19 @@ _PUBLISHED: Final = {
     "A100": (2.039e12, 312e12),
     "L40S": (0.864e12, 362e12),
 }
-"""Bytes a second of memory and bf16 operations a second (dense), by what the device's name holds: its data sheet."""
+"""Bytes per second of memory and dense bf16 operations per second, by a part of the device's name, from its data sheet.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """What is measured, and how large."""
+    """The model's shape and the sizes that are measured."""
 
     config: LlamaConfig
     batches: tuple[int, ...]
     prefill_tokens: int
     probe_size: int
-    """Side of the square matrices whose product tells the matrix rate."""
+    """Side of the square matrices whose product measures the matrix rate."""
 
 
 def _llama(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> LlamaConfig:
@@ -74,13 +75,13 @@ SHAPES: Final = {
     "llama-3-8b": Shape(_llama(128_256, 4096, 14_336, 32, 32), (1, 32, 256), 2048, 8192),
     "tiny": Shape(_llama(512, 64, 160, 2, 4), (1, 3), 64, 128),
 }
-"""tiny: to see whether the command works."""
+"""tiny: for trying whether the command works."""
 
 
 def run_device_bench(
     shape_name: str, device_name: str, on_progress: Callable[[str], None] = lambda _message: None
 ) -> dict[str, Any]:
-    """Medians. Raises EngineError when the device cannot be used."""
+    """Return medians. Raises EngineError when the device cannot be used."""
     device = find_device(device_name)
     shape = SHAPES[shape_name]
     on_progress("memory and matrix rate of the device")
@@ -128,7 +129,7 @@ class _DeviceBench:
         return {"decode": decode, "prefill": self._prefill()}
 
     def _decode(self, batch: int) -> dict[str, Any] | None:
-        """None where the KV of the batch does not fit."""
+        """Return None where the KV of the batch does not fit."""
         width = -(-(_CONTEXT_TOKENS + _WARM_UPS + _DECODE_STEPS) // _BLOCK_SIZE)
         if width * batch > self._runner.num_blocks:
             return None
@@ -157,7 +158,7 @@ class _DeviceBench:
         seconds = _median_seconds(
             lambda _: self._runner.run([ScheduledSequence(ids, 0, table, True)]), _PREFILL_RUNS, self._device
         )
-        # Of attention the half that is seen: scores, and sums of values.
+        # Of attention only the unmasked half counts: scores, and sums of values.
         attention = 2 * 2 * config.num_layers * config.query_size * num_tokens**2 / 2
         operations = 2 * (self._linear_weights - self._head_weights) * num_tokens + attention
         return {
@@ -193,7 +194,7 @@ def _runner(
 
 
 def random_weights(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Of such sizes that activations stay of the size of one."""
+    """Weights of such sizes that activations stay of the size of one."""
     generator = torch.Generator(device).manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
     for name, size in expected_shapes(config).items():
@@ -203,7 +204,7 @@ def random_weights(config: LlamaConfig, dtype: torch.dtype, device: torch.device
 
 
 def _limits(device: torch.device, size: int) -> dict[str, Any]:
-    """What a copy and a product reach here, and what the data sheet says."""
+    """The rates that a copy and a product reach here, and those of the data sheet."""
     source = torch.empty(size * size * 8, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     copy_seconds = _median_seconds(lambda _: target.copy_(source), 10, device)
@@ -221,7 +222,7 @@ def _limits(device: torch.device, size: int) -> dict[str, Any]:
 
 
 def _parity(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """The largest difference of a logit from transformers', in float32, of the first layers: a prompt in two parts,
+    """The largest difference of a logit from transformers' in float32, for the first layers: a prompt in two parts,
     then tokens one by one."""
     try:
         import transformers
@@ -282,7 +283,7 @@ def _median_seconds(run: Callable[[int], object], num_runs: int, device: torch.d
 
 
 def device_table(report: dict[str, Any]) -> str:
-    """In Markdown."""
+    """Render the report as Markdown."""
     limits = report["limits"]
     lines = [
         f"{report['name']}, torch {report['torch']}, {report['shape']}, bf16, random weights",

@@ -1,4 +1,4 @@
-"""What int8 weights change in the answers: on a text that every Python has, and on a few greedy answers."""
+"""Measures how int8 weights change the answers: on a text that every Python has, and on a few greedy answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _QUESTIONS: Final = (
 
 
 def measure_int8_quality(model_dir: Path, num_threads: int) -> dict[str, Any]:
-    """int8 against bfloat16. `greedy_tokens_agreeing`: for every question, how many tokens of the two answers are the
-    same before the first that is not; `greedy_answer_tokens`: of the one in bfloat16. Raises EngineError."""
+    """Compare int8 with bfloat16. `greedy_tokens_agreeing` counts, for every question, the tokens of the two answers
+    before the first difference; `greedy_answer_tokens` counts those of the bfloat16 answer. Raises EngineError."""
     tokenizer = ModelTokenizer.load(model_dir)
     topics = pydoc_data.topics.topics
     ids = tokenizer.encode_now("\n\n".join(topics[name] for name in sorted(topics)))
@@ -75,15 +75,15 @@ def measure_int8_quality(model_dir: Path, num_threads: int) -> dict[str, Any]:
 
 
 def _log_probabilities(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
-    """float32 [len(token_ids) - 1, vocab_size]: behind every token but the last."""
+    """float32 [len(token_ids) - 1, vocab_size]: the distribution after every token but the last."""
     blocks = list(range(-(-len(token_ids) // _BLOCK_SIZE)))
-    # All but the first token as drafts: so there are logits behind every token.
+    # All tokens but the first are drafts, so that there are logits after every token.
     logits = runner.run([ScheduledSequence(token_ids, 0, blocks, True, len(token_ids) - 1)])
     return torch.log_softmax(logits[:-1], -1)
 
 
 def _answer(runner: ModelRunner, prompt: list[int]) -> list[int]:
-    """Greedy, to the end of the sequence."""
+    """A greedy answer, up to the end of the sequence."""
     known, num_computed = list(prompt), 0
     for _ in range(_ANSWER_TOKENS):
         blocks = list(range(-(-len(known) // _BLOCK_SIZE)))

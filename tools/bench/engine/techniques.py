@@ -1,4 +1,5 @@
-"""What single techniques of the embedded engine bring or cost: speculation by prompt lookup, guided decoding."""
+"""Measures the benefit or cost of single techniques of the embedded engine: speculation by prompt lookup, and guided
+decoding."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ _DOCUMENT: Final = '{"name": "Ada Lovelace", "age": 36, "tags": ["red", "blue"],
 async def measure_speculation(
     model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str
 ) -> list[dict[str, Any]]:
-    """Decoding speed without and with drafts, in turn on one machine, of a text that repeats itself (greedy) and of one
-    that does not (drawn at temperature 0.8). Raises EngineError."""
+    """Measure decoding speed without and with drafts, alternately, for a text that repeats itself (greedy) and for one
+    that does not (sampled at temperature 0.8). Raises EngineError."""
     tokenizer = ModelTokenizer.load(model_dir)
     engines = [_engine(model_dir, num_threads, dtype, speculation) for speculation in (None, SPECULATION)]
     rows: list[dict[str, Any]] = []
@@ -73,8 +74,8 @@ async def measure_speculation(
 
 
 def measure_guided(model_dir: Path, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """What a JSON schema adds to drawing a token, in microseconds: mask, masked drawing and bookkeeping, against plain
-    drawing. Raises EngineError."""
+    """Measure what a JSON schema adds to sampling a token, in microseconds: mask, masked sampling and bookkeeping,
+    compared with plain sampling. Raises EngineError."""
     tokenizer = ModelTokenizer.load(model_dir)
     ids = tokenizer.encode_now(_DOCUMENT)
     compiler = GuideCompiler(model_dir / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_token_ids)
@@ -113,7 +114,7 @@ def measure_guided(model_dir: Path, batches: Sequence[int]) -> list[dict[str, An
 
 
 class _AnswerBench:
-    """One engine, and answers of _ANSWER_TOKENS tokens from it."""
+    """One engine that gives answers of _ANSWER_TOKENS tokens."""
 
     def __init__(self, engine: TorchEngine, tokenizer: ModelTokenizer) -> None:
         self._engine = engine
@@ -129,7 +130,7 @@ class _AnswerBench:
         return cls(engine, tokenizer)
 
     async def tokens_per_second(self, text: str, batch: int) -> float:
-        """From the step that brings every sequence's first token, at the latest, to the end of all."""
+        """The rate from the step in which the last sequence got its first token to the end of all."""
         temperature = 0.0 if text == "repetitive" else 0.8
         for seed in range(batch):
             self._num_requests += 1
@@ -150,7 +151,7 @@ class _AnswerBench:
         return num_tokens / (time.perf_counter() - begin)
 
     def take_counts(self) -> tuple[int, int]:
-        """Draft tokens accepted and drafted since the last call."""
+        """Draft tokens accepted and proposed since the last call."""
         accepted, drafted = (now - before for now, before in zip(self._counts, self._counts_taken, strict=True))
         self._counts_taken = self._counts
         return accepted, drafted
@@ -166,5 +167,5 @@ def _engine(model_dir: Path, num_threads: int, dtype: str, speculation: Speculat
 
 
 def run_speculation(model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str) -> list[dict[str, Any]]:
-    """`measure_speculation`, in a loop of its own."""
+    """Run `measure_speculation` in an event loop of its own."""
     return asyncio.run(measure_speculation(model_dir, batches, num_threads, dtype))

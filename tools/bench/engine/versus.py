@@ -1,4 +1,5 @@
-"""`kvloom bench engine --vs`: our engine and others with the same model and prompts, taking turns in one run."""
+"""`kvloom bench engine --vs`: compares our engine with others on the same model and prompts, alternating within one
+run."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CHOICES: Final = (INT8, *ENGINE_PEERS)
 _PREFILL_TOKENS: Final = 512
 _PROMPT_TOKENS: Final = (32, 256)
 _DECODE_TOKENS: Final = {1: 48, 8: 64, 32: 80}
-"""Long enough that all sequences of the batch decode together for a while, behind the prefill of the last."""
+"""Answer length by batch size: long enough that all sequences decode together for a while after the last prefill."""
 _WARM_UP_TOKENS: Final = 4
 _VOCABULARY: Final = range(100, 4000)
 """Ordinary tokens of every model."""
@@ -40,7 +41,7 @@ _ORDER_TIMEOUT_SECONDS: Final = 240.0
 
 
 class Contender(Protocol):
-    """See ContenderProcess."""
+    """The methods of ContenderProcess that a comparison needs."""
 
     version: str
     load_seconds: float
@@ -51,7 +52,7 @@ class Contender(Protocol):
 
 
 class Entrant(msgspec.Struct, frozen=True):
-    """One to be measured; `argv` may install it first and raises ContenderError when that fails."""
+    """One engine to be measured. `argv` may install it first, and raises ContenderError when that fails."""
 
     name: str
     argv: Callable[[], Sequence[str]]
@@ -60,7 +61,7 @@ class Entrant(msgspec.Struct, frozen=True):
 def plan_entrants(
     names: Sequence[str], model: str, model_dir: Path, num_threads: int, cache_dir: Path
 ) -> list[Entrant]:
-    """Our engine first, then those of CHOICES that were asked for, in the order given."""
+    """Our engine first, then the requested ones of CHOICES in the order given."""
     max_batch = max(BATCHES)
 
     def own(weights: str) -> Callable[[], Sequence[str]]:
@@ -82,7 +83,7 @@ def plan_entrants(
 
 
 def gguf_of(model: str) -> Path:
-    """The GGUF file of a model as it was named. Raises ContenderError."""
+    """The GGUF file of a model as the user named it. Raises ContenderError."""
     if model == BUILTIN_MODEL_NAME:
         try:
             return find_builtin_gguf()
@@ -100,9 +101,10 @@ def compare(
     start: Callable[[Sequence[str], float], Contender] = ContenderProcess,
     max_seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """{"engines": [...], "missing": {name: why}}. All are up at once, and each measures before anyone measures the next
-    thing; medians over the rounds. One that fails is reported and left out from then on. Ctrl-C ends it early, with the
-    figures that there are; so does a round that would not end within `max_seconds` of the start."""
+    """Return {"engines": [...], "missing": {name: why}}. All engines are up at the same time, and every engine is
+    measured before the next measurement begins; figures are medians over the rounds. An engine that fails is reported
+    and left out from then on. Ctrl-C ends the run early with the figures so far; so does a round that would not end
+    within `max_seconds` of the start."""
     begin = time.monotonic()
     missing: dict[str, str] = {}
     running: dict[str, Contender] = {}
@@ -132,7 +134,7 @@ def _measure(
     missing: dict[str, str],
     on_progress: Callable[[str], None],
 ) -> None:
-    # Round 0 warms up: kernels, caches, pages.
+    # Round 0 warms up kernels, caches and pages.
     longest_turn_seconds = 0.0
     for turn in range(num_rounds + 1):
         begin = time.monotonic()
@@ -155,8 +157,8 @@ def _measure(
 
 
 def decode_rate(times: Sequence[Sequence[float]]) -> float | None:
-    """Tokens per second while all sequences decode: from the last one's first token to the first one's end. None: never
-    did all at once."""
+    """Tokens per second while all sequences decode: from the last one's first token to the first one's end. None when
+    they never all decoded at the same time."""
     begin, end = max(own[0] for own in times), min(own[-1] for own in times)
     if end <= begin:
         return None
@@ -164,7 +166,7 @@ def decode_rate(times: Sequence[Sequence[float]]) -> float | None:
 
 
 def _orders(turn: int) -> list[tuple[str, list[list[int]], int]]:
-    """(what, prompts, max_tokens): the same for everyone, in no two rounds the same."""
+    """(what, prompts, max_tokens): the same for every engine, and different in every round."""
     chooser = random.Random(turn)
 
     def prompt(num_tokens: int) -> list[int]:
@@ -204,7 +206,7 @@ def _report(name: str, contender: Contender, results: dict[str, list[float]]) ->
 
 
 def comparison_table(report: dict[str, Any]) -> str:
-    """In Markdown: medians, with the slowest and the fastest round."""
+    """Render Markdown: medians, with the slowest and the fastest round."""
     whats = ["prefill", *(f"decode {batch}" for batch in BATCHES)]
     lines = [
         f"| tokens/s | {' | '.join(whats)} | RSS, GiB | load, s |",

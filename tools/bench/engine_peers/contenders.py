@@ -1,4 +1,4 @@
-"""Who can be measured by `kvloom bench engine --vs`, how it is installed, and its process."""
+"""The engines that `kvloom bench engine --vs` can measure, their installation, and their processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _WORKER: Final = Path(__file__).with_name("worker.py")
 
 
 class ContenderError(Exception):
-    """It cannot be measured; the message says why."""
+    """An engine cannot be measured; the message says why."""
 
 
 class EnginePeer(msgspec.Struct, frozen=True):
-    """Another engine, as it comes from the package index."""
+    """Another engine, as the package index offers it."""
 
     name: str
     requirement: str
     wants_gguf: bool
     unwanted: Sequence[str] = ()
-    """What it depends on and does not need, and what keeps it from loading beside a torch for CPUs."""
+    """Dependencies that it does not need and that keep it from loading beside a torch for CPUs."""
 
     @property
     def folder(self) -> str:
@@ -47,7 +47,8 @@ ENGINE_PEERS: Final = {peer.name: peer for peer in (VLLM, LLAMACPP)}
 
 
 def install(peer: EnginePeer, cache_dir: Path, run: Callable[[Sequence[str], float], None]) -> Path:
-    """Its interpreter, installed once. Wheels only: nothing is compiled. Raises ContenderError."""
+    """Install the engine once and return its interpreter. Only wheels are installed, so nothing is compiled. Raises
+    ContenderError."""
     home = cache_dir / peer.folder
     python = home / "bin" / "python"
     marker = home / "requirement"
@@ -64,7 +65,7 @@ def install(peer: EnginePeer, cache_dir: Path, run: Callable[[Sequence[str], flo
 
 
 def run_command(argv: Sequence[str], timeout_seconds: float) -> None:
-    """Raises ContenderError with its last line when it fails or takes too long."""
+    """Raises ContenderError with the command's last line when it fails or takes too long."""
     try:
         done = subprocess.run(argv, capture_output=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
@@ -85,10 +86,10 @@ def own_argv(model_dir: Path, num_threads: int, max_batch: int, weights: str) ->
 
 
 class ContenderProcess:
-    """One that is up. Every order has an end: a process that takes longer is ended, which fails the order."""
+    """A running engine. Every order has a time limit: a process that exceeds it is ended, and the order fails."""
 
     def __init__(self, argv: Sequence[str], start_timeout_seconds: float) -> None:
-        """Raises ContenderError when it does not come up."""
+        """Raises ContenderError when it does not start."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
         self._process = subprocess.Popen(
             bound_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
@@ -102,7 +103,7 @@ class ContenderProcess:
         self.load_seconds: float = hello["load_seconds"]
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, timeout_seconds: float) -> list[list[float]]:
-        """Seconds from the order to each token of each answer. Raises ContenderError."""
+        """Return the seconds from the order to each token of each answer. Raises ContenderError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
@@ -112,7 +113,7 @@ class ContenderProcess:
         return self._read(timeout_seconds)["times"]
 
     def rss_bytes(self) -> int:
-        """Of the process and all it started."""
+        """Resident memory of the process and of all that it started."""
         try:
             process = psutil.Process(self._process.pid)
             return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
@@ -153,7 +154,7 @@ class ContenderProcess:
 
 
 def last_line(said: bytes) -> str:
-    """The last that speaks of an error, else the last."""
+    """The last line that mentions an error, otherwise the last line."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:200]

@@ -1,4 +1,4 @@
-"""Our own engine as a contender of `kvloom bench engine --vs`: measured in the same way, in a process of its own."""
+"""Our own engine as a contender of `kvloom bench engine --vs`: measured like the others, in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shard_server.engines.torch_engine.engine import TorchEngine
 from tools.bench.engine_peers.worker import serve
 
 _WINDOW = 2048
-"""As the others have it."""
+"""The context window that the others have."""
 _NUM_BLOCKS = 640
-"""10,240 tokens: a third more than the largest batch needs. What is cached for later prompts counts as memory, and
-no prompt comes twice."""
+"""10,240 tokens: a third more than the largest batch needs. Blocks cached for later prompts count as memory, and no
+prompt comes twice."""
 
 
 class KvloomDriver:
-    """`weights`: as in the setting."""
+    """`weights` is the setting of that name."""
 
     def __init__(self, model_dir: str, num_threads: int, max_batch: int, weights: str) -> None:
         torch = TorchConfig(num_threads=num_threads, weights="int8" if weights == "int8" else "dtype")
@@ -35,7 +35,7 @@ class KvloomDriver:
         self.version = f"kvloom {version('kvloom')}, {'int8 weights' if weights == 'int8' else 'bfloat16'}"
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
-        """See `Driver.run`."""
+        """Implements `Driver.run`."""
         return self._runner.run(self._run(prompts, max_tokens))
 
     async def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:

@@ -1,6 +1,7 @@
-"""Runs one engine for `kvloom bench engine --vs`: orders come as JSON lines on stdin, answers go to stdout.
+"""Runs one engine for `kvloom bench engine --vs`: it reads orders as JSON lines from stdin and writes answers to
+stdout.
 
-The interpreter is the engine's own, so this file needs nothing but the standard library and that engine.
+It runs in the engine's own interpreter, so this file imports only the standard library and that engine.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ class Driver(Protocol):
     version: str
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
-        """Answer all prompts at once, greedily, `max_tokens` each: when (time.perf_counter) each got its tokens."""
+        """Answer all prompts concurrently and greedily with `max_tokens` each. Returns the times (time.perf_counter) at
+        which each prompt got its tokens."""
         ...
 
 
 def serve(load: Callable[[], Driver]) -> None:
-    """Until stdin ends. What the engine prints goes to stderr."""
+    """Serve orders until stdin ends. Output that the engine prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     begin = time.perf_counter()
@@ -118,7 +120,7 @@ class LlamaCppDriver:
             thread.start()
         for thread in threads:
             thread.join()
-        # The last chunk carries the statistics, not a token.
+        # The last chunk carries statistics and no token.
         return [own[:max_tokens] for own in times]
 
 

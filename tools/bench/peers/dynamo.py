@@ -1,7 +1,7 @@
-"""NVIDIA Dynamo's frontend with its KV router, before Dynamo's own simulated engines (its mocker).
+"""NVIDIA Dynamo's frontend with its KV router, in front of Dynamo's own simulated engines (its mocker).
 
-The mocker's engines keep our pace: a performance profile says that every decode step takes as long as the workload's,
-and a prefill no time. Their tokens are drawn at random, so nothing tells when one was made: no latencies.
+A performance profile makes the mocker's decode steps as long as the workload's, and its prefill instantaneous. Its
+tokens are random, so that they cannot say when they were made, and no latencies are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tools.bench.peers.peer import Peer, Site
 _BROKER: Final = Path(__file__).with_name("dynamo_broker.py")
 _NUM_ENGINES: Final = 2
 _UNPACED: Final = 1_000_000
-"""How much faster than Dynamo's default engine: microseconds a step. A profile's steps take at least a millisecond."""
+"""Speed-up over Dynamo's default engine for unpaced workloads, in microseconds per step. A profile's steps take at
+least a millisecond."""
 
 
 def _argv(site: Site) -> Sequence[str]:
@@ -72,7 +73,7 @@ def _pace(site: Site) -> Sequence[str]:
 
 
 def _model_without_end(site: Site) -> Path:
-    """The model's files, with no token that ends an answer: the mocker draws from all tokens."""
+    """A copy of the model's files without an end-of-sequence token: the mocker samples from all tokens."""
     model_dir = site.work_dir / "model"
     model_dir.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -87,7 +88,7 @@ def _model_without_end(site: Site) -> Path:
 DYNAMO = Peer(
     name="dynamo",
     about="KV router by tokens, tokenizes; before its mocker",
-    # Of what it asks for, `aisimulate` is not on PyPI, and the frontend and the mocker need only these.
+    # Of its dependencies, `aisimulate` is not on PyPI, and the frontend and the mocker need only these.
     bare_requirements=("ai-dynamo==1.6.1",),
     requirements=(
         "ai-dynamo-runtime==1.6.1", "msgspec==0.22.0", "numpy==2.4.6", "packaging==26.3", "prometheus-client==0.26.0",

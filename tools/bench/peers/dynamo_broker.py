@@ -1,7 +1,7 @@
-"""Where Dynamo's processes meet to exchange their events: `python dynamo_broker.py IN_PORT OUT_PORT`.
+"""The broker through which Dynamo's processes exchange their events: `python dynamo_broker.py IN_PORT OUT_PORT`.
 
 Without a broker each process of Dynamo binds its event sockets on all of the machine's interfaces; with one they bind
-nothing. It runs in Dynamo's own virtualenv.
+nothing. The broker runs in Dynamo's own virtualenv.
 """
 
 from __future__ import annotations

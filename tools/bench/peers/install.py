@@ -1,4 +1,4 @@
-"""Puts a peer's programs into a folder of ours, once: from PyPI into a virtualenv, or out of a Debian package."""
+"""Installs a peer's programs into a folder of ours, once: from PyPI into a virtualenv, or from a Debian package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERSION: Final = re.compile(r"\d+(?:\.\d+)+")
 class Installed(NamedTuple):
     bin_dir: Path
     version: str
-    """Of the gateway."""
+    """The gateway's version."""
 
 
 async def install(peer: Peer, cache_dir: Path, on_progress: Callable[[str], None]) -> Installed:
@@ -46,7 +46,8 @@ async def install(peer: Peer, cache_dir: Path, on_progress: Callable[[str], None
 
 
 async def _program(peer: Peer, cache_dir: Path, on_progress: Callable[[str], None]) -> Installed:
-    """The system's, or one unpacked from the system's package archive: that needs no right to install anything."""
+    """The system's program, or one unpacked from the system's package archive, which needs no right to install
+    anything."""
     home = cache_dir / peer.program
     found = shutil.which(peer.program) or shutil.which(peer.program, path=str(home / "usr" / "sbin"))
     if found is None:
@@ -68,7 +69,7 @@ async def _program(peer: Peer, cache_dir: Path, on_progress: Callable[[str], Non
 
 
 async def _run(directory: str, *argv: str) -> str:
-    """What it said, on both outputs. Raises PeerError when it fails."""
+    """Return what the command wrote to both outputs. Raises PeerError when it fails."""
     process = await asyncio.create_subprocess_exec(
         *bound_command(argv), stdin=DEVNULL, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, cwd=directory or None
     )
@@ -87,7 +88,7 @@ async def _run(directory: str, *argv: str) -> str:
 
 
 def last_words(said: bytes) -> str:
-    """The line that names an error, else the last one."""
+    """The line that names an error, otherwise the last one."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:200]

@@ -1,7 +1,9 @@
-"""An OpenAI-compatible engine that costs as little as possible, for the gateways beside ours: an Order on stdin, the
-port on stdout. Tokens come at the workload's pace and carry the same stamps as our simulated engine's.
+"""An OpenAI-compatible engine that costs as little as possible, for the gateways that are compared with ours. It reads
+an Order from stdin and prints its port. Tokens come at the workload's pace and carry the same stamps as our simulated
+engine's.
 
-Besides chat completions it answers what gateways ask of their workers: health, models, server info, tokenize.
+Besides chat completions it answers the requests that gateways make to their workers: health, models, server info,
+tokenize.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Order(msgspec.Struct):
 
 
 class Worker:
-    """Streams under way, and the clock that they share."""
+    """The streams in progress, and the clock that they share."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -171,7 +173,7 @@ def _known(path: str, model: str, body: bytes) -> Any:
             "max_total_num_tokens": 1 << 20, "max_running_requests": 4096, "context_length": 131_072,
             "internal_states": [{}],
         }  # fmt: skip
-    if path == "/tokenize":  # four bytes a token: what it costs is the worker's
+    if path == "/tokenize":  # four bytes per token: the cost is the worker's
         ids = list(body[::4])
         return {"count": len(ids), "max_model_len": 131_072, "tokens": ids}
     if path in ("/get_load", "/v1/loads", "/load"):
@@ -198,7 +200,7 @@ def _dechunked(framed: bytes) -> bytes:
 
 
 def _words(model_path: Path) -> list[bytes]:
-    """By stamp, with the space before."""
+    """The words by stamp, each with a leading space."""
     tokenizer = ModelTokenizer.load(model_path)
     try:
         texts = tokenizer.token_texts

@@ -1,4 +1,4 @@
-"""nginx as a plain proxy: what a gateway costs that looks at nothing."""
+"""nginx as a plain proxy: the cost of a gateway that inspects nothing."""
 
 from __future__ import annotations
 

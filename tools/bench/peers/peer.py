@@ -1,4 +1,4 @@
-"""Other gateways, as `kvloom bench data-plane --peers` runs them: what to install, and how to start it."""
+"""Other gateways, as `kvloom bench data-plane --peers` installs and starts them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class PeerError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """Where a gateway is to serve, and what stands behind it."""
+    """The addresses and folders at which a gateway is to serve, and the engines behind it."""
 
     bin_dir: Path
-    """Of its virtualenv."""
+    """The `bin` folder of its virtualenv."""
     work_dir: Path
-    """For files that it needs; its own."""
+    """A folder of its own for the files that it needs."""
     port: int
     metrics_port: int
     engine_ports: Sequence[int]
-    """Two free ones, for engines of its own kind."""
+    """Two free ports for engines of its own kind."""
     worker_urls: Sequence[str]
-    """OpenAI-compatible, e.g. http://127.0.0.1:9101"""
+    """URLs of OpenAI-compatible engines, e.g. http://127.0.0.1:9101"""
     model: str
     model_path: Path
     step_ms: float
-    """How fast engines are to be; 0: as fast as they can."""
+    """Length of an engine step; 0: as fast as possible."""
     decode_every: int = 1
-    """A stream has a token in every so many-th step."""
+    """A stream gets a token in every n-th step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,24 +41,24 @@ class Peer:
     about: str
     argv: Callable[[Site], Sequence[str]]
     requirements: Sequence[str] = ()
-    """What pip installs; the first is the gateway itself. Empty for a program of the system."""
+    """Packages that pip installs; the first is the gateway itself. Empty for a program of the system."""
     bare_requirements: Sequence[str] = ()
-    """Installed without what they depend on; the first is the gateway itself if there are any."""
+    """Packages that are installed without their dependencies; the first is the gateway itself if there are any."""
     program: str = ""
-    """Of the system, if it has it."""
+    """A program of the system, used if it is installed."""
     debian_package: str = ""
-    """Else unpacked from here, where there is apt-get."""
+    """The package from which the program is unpacked otherwise, where there is apt-get."""
     env: Callable[[Site], Mapping[str, str]] = lambda _: {}
-    """On top of this process's environment, for the gateway and for its engines."""
+    """Variables added to this process's environment, for the gateway and for its engines."""
     engines: Callable[[Site], Sequence[Sequence[str]]] | None = None
     """Commands that serve in place of the OpenAI-compatible workers."""
     has_stamps: bool = True
-    """Its engines say when each token was made. Else only what it costs is measured."""
+    """Whether its engines say when each token was made. Without that only costs are measured."""
     max_share: float = 1.0
-    """Of a workload's requests: a slow one would otherwise take minutes for each."""
+    """Share of a workload's requests that is sent: with all of them a slow gateway would take minutes per run."""
     start_timeout_seconds: float = 120.0
 
     @property
     def packages(self) -> Sequence[str]:
-        """All that pip installs, the gateway itself first."""
+        """All packages that pip installs, the gateway itself first."""
         return (*self.bare_requirements, *self.requirements)

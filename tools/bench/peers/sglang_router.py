@@ -1,4 +1,4 @@
-"""sglang-router before HTTP workers."""
+"""sglang-router in front of HTTP workers."""
 
 from __future__ import annotations
 

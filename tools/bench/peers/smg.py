@@ -1,4 +1,5 @@
-"""smg (Shepherd Model Gateway): before HTTP workers it relays, before gRPC workers it tokenizes and detokenizes."""
+"""smg (Shepherd Model Gateway): in front of HTTP workers it relays, in front of gRPC workers it tokenizes and
+detokenizes."""
 
 from __future__ import annotations
 

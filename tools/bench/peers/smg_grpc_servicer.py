@@ -1,8 +1,8 @@
-"""An engine for smg's gRPC mode that costs as little as it can: `python smg_grpc_servicer.py ORDER_FILE PORT`.
+"""An engine for smg's gRPC mode that costs as little as possible: `python smg_grpc_servicer.py ORDER_FILE PORT`.
 
-It runs in smg's own virtualenv, so this file needs nothing but the standard library, grpcio and smg's protocol. It
-keeps the same time as the HTTP workers (mock_worker.py): all streams have their tokens in the same steps, one message a
-token, with stamps for tokens.
+It runs in smg's own virtualenv, so this file imports only the standard library, grpcio and smg's protocol. Like the
+HTTP workers (mock_worker.py) it has one clock: all streams get their tokens in the same steps, one message per token,
+with stamps as tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as service  # pyright: ignore[re
 
 
 class Steps:
-    """The engine's steps, while anybody waits for one."""
+    """The engine's steps, which run while a stream waits for one."""
 
     def __init__(self, step_ms: float) -> None:
         self._step_seconds = step_ms / 1e3
@@ -29,7 +29,7 @@ class Steps:
         self._next_at = 0.0
 
     async def wait(self, num_steps: int) -> None:
-        """For the end of so many steps."""
+        """Wait for the end of so many steps."""
         for _ in range(num_steps):
             if not self._step_seconds:
                 await asyncio.sleep(0)
@@ -38,7 +38,7 @@ class Steps:
                 self._next = self._loop.create_future()
                 self._next_at = max(self._next_at + self._step_seconds, self._loop.time())
                 self._loop.call_at(self._next_at, self._end_step)
-            # A stream that is cancelled must not cancel the others' step.
+            # A stream that is cancelled must not cancel the step of the others.
             await asyncio.shield(self._next)
 
     def _end_step(self) -> None:

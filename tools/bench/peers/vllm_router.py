@@ -1,4 +1,4 @@
-"""vllm-router before HTTP workers: round robin, and cache-aware, which has the workers tokenize."""
+"""vllm-router in front of HTTP workers: round robin, and cache-aware, which has the workers tokenize."""
 
 from __future__ import annotations
 
