@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.server.process import add_listen_flags, listen_options_from, load_model, serve_edge
+from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
 from kvloom.config import load_config
 from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
 from kvloom.process.service import announce_ready, run_service, stop_event
@@ -24,7 +24,9 @@ async def serve(options: argparse.Namespace) -> None:
         # Edges take CPUs from the first on, routers from the last on.
         with staying_on_a_cpu(number_of(options.name), wanted=config.edge.stays_on_cpu):
             async with linked_routers(config, options.name) as link:
-                await serve_edge(config, link, model, listen_options_from(options, config), stop, announce_ready)
+                await serve_edge(
+                    config, link, model, EdgeListenOptions.from_arguments(options, config), stop, announce_ready
+                )
     finally:
         model.tokenizer.close()
 
@@ -35,7 +37,7 @@ def main() -> None:
     parser.add_argument("--name", default="edge-0", help="name in logs and towards the router")
     parser.add_argument("--port", type=int, default=None, help="overrides edge.port; 0 picks one")
     parser.add_argument("--metrics-port", type=int, default=None, help="unused: /metrics is on the edge's own port")
-    add_listen_flags(parser)
+    EdgeListenOptions.add_flags(parser)
     run_service(serve(parser.parse_args()))
 
 

@@ -1,1 +1,24 @@
-import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)
+"""The router process: admits requests, places them on shards, screens answers and relays tokens to clients.
+
+All decisions are made in `router/core`, which does no I/O. The rest is the shell around it: it turns what peers send
+into the core's events and carries out the core's actions.
+
+__main__.py           `python -m router`
+process.py            builds a listening router from the configuration
+server.py             the parts of one router put together, from its start to its drain
+core_config.py        the core's settings, from the configuration
+core_driver.py        feeds events to the core and carries out its actions
+core/                 the sans-I/O core: admission, dispatch, placement, relay, health
+router_servicer.py    the RPCs of kvloom.v1.RouterService
+intake.py             checks requests, tokenizes them and fixes their seeds
+partial_choices.py    checks the choices of a request that resumes an answer of a lost router
+convert.py            conversions between protobuf messages and the core's types
+answers/              `Generate` and `Resume`: one request and its streamed answer
+links/                the connections to clients, shards and the safety service
+decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
+usage_records.py      usage records, kept so that tokens lost on the way can be credited
+metrics.py            Prometheus metrics and one log line per request
+health.py             grpc.health.v1
+"""
+
+import kvloom.transport.grpc_settings as _  # noqa: F401  (It must run before anything imports gRPC.)

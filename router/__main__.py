@@ -1,4 +1,4 @@
-"""python -m router --config FILE: one router process."""
+"""python -m router --config FILE: runs one router process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from kvloom.config import KvloomConfig, load_config
 from kvloom.process import service, telemetry
 from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
-from router.process import ListenOptions, add_listen_flags, listen_options_from, load_tokenizer, open_router
+from router.process import RouterListenOptions, load_tokenizer, open_router
 
 
-async def serve(config: KvloomConfig, name: str, listen_options: ListenOptions) -> None:
-    """Until SIGTERM or SIGINT. Raises StartError."""
+async def serve(config: KvloomConfig, name: str, listen_options: RouterListenOptions) -> None:
+    """Serves until SIGTERM or SIGINT. Raises StartError."""
     stop = service.stop_event()
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     server, address, metrics_address = await open_router(config, tokenizer, name, listen_options)
-    # Edges take CPUs from the first on, routers from the last on.
+    # Edges are pinned to CPUs from the first on, routers from the last on.
     with staying_on_a_cpu(-1 - number_of(name), wanted=config.router.stays_on_cpu):
         await server.serve(stop, lambda: service.announce_ready(address, metrics_address))
 
@@ -25,16 +25,16 @@ async def serve(config: KvloomConfig, name: str, listen_options: ListenOptions) 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML or JSON file")
-    parser.add_argument("--name", default="router", help="how this process calls itself in logs and to shards")
-    parser.add_argument("--port", type=int, help="instead of router.port; 0 picks one")
-    add_listen_flags(parser)
+    parser.add_argument("--name", default="router", help="the name of this process in logs and towards shards")
+    parser.add_argument("--port", type=int, help="overrides router.port; 0 picks one")
+    RouterListenOptions.add_flags(parser)
     arguments = parser.parse_args()
 
     async def run() -> None:
         config = load_config(arguments.config)
         telemetry.configure_logging(config.log, arguments.name)
         port = config.router.port if arguments.port is None else arguments.port
-        await serve(config, arguments.name, listen_options_from(arguments, port))
+        await serve(config, arguments.name, RouterListenOptions.from_arguments(arguments, port))
 
     service.run_service(run())
 

@@ -1,7 +1,7 @@
-"""Between protobuf frames and the core's own types.
+"""Conversions between protobuf messages and the core's own types.
 
-Repeated fields are copied as whole slices and messages are built by keyword: one call a field, whatever the number of
-sequences, is what keeps a frame's cost apart from its tokens'.
+Repeated fields are copied as whole slices, and messages are built by keyword. A frame thus takes one call per field,
+whatever the number of its sequences.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from router.core.frames import Finish, Start, Step
 
 M = TypeVar("M")
 PLAUSIBLE: Final = (1e-6, 1e9)
-"""Of speeds and times that shards measure. What lies outside would make sums infinite, and costs not a number."""
+"""The range of plausible speeds and times that shards measure. Values outside it would make sums infinite and costs
+NaN."""
 
 MAX_SINGLES: Final = 8
-"""Blocks of different sequences in one change: no more than the index keeps together without their being neighbours."""
+"""The most single blocks of different sequences that are joined into one change: as many as the index keeps together
+although they are not neighbours."""
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -47,7 +49,8 @@ def step_from_frame(frame: generation_pb2.StepFrame) -> Step:
 
 
 def fill_frame(frame: generation_pb2.StepFrame, step: Step) -> None:
-    """Write a step into an empty frame. In place: handing a finished frame to its response would copy it once more."""
+    """Writes a step into an empty frame. It works in place because setting a finished frame in its response would copy
+    it."""
     frame.slots.extend(step.slots)
     if step.num_tokens:
         frame.num_tokens.extend(step.num_tokens)
@@ -62,7 +65,7 @@ def fill_frame(frame: generation_pb2.StepFrame, step: Step) -> None:
 
 
 def logprobs_to_proto(slot: int, entry: object) -> generation_pb2.TokenLogprobs:
-    """`entry` is what `step_from_frame` made: the shard's message, renamed here to the client's slot."""
+    """Sets the client's slot in an entry of `step_from_frame`, which is the shard's message itself, and returns it."""
     assert isinstance(entry, generation_pb2.TokenLogprobs)
     entry.slot = slot
     return entry
@@ -80,7 +83,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
 def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
     return generation_pb2.SequenceFinish(
         slot=finish.slot,
-        reason=finish.reason,  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type, ints are fine)
+        reason=finish.reason,  # pyright: ignore[reportArgumentType]  (The stubs want the enum's type; ints are fine.)
         num_prompt_tokens=finish.num_prompt_tokens,
         num_cached_tokens=finish.num_cached_tokens,
         num_output_tokens=finish.num_output_tokens,
@@ -105,7 +108,7 @@ def _finish_from_proto(finish: generation_pb2.SequenceFinish) -> Finish:
 
 
 def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_service_pb2.ShardSubmit:
-    """`packs_token_ids`: for a shard that reads them so."""
+    """`packs_token_ids` is for a shard that reads packed token ids."""
     request = attempt.request
     submit = shard_service_pb2.ShardSubmit(
         request_id=request.request_id,
@@ -160,27 +163,27 @@ def load_from_proto(load: shard_service_pb2.LoadReport) -> ShardLoad:
     )
 
 
-def news_from_frame(
+def kv_events_and_load_from_frame(
     shard_id: str, frame: shard_service_pb2.ShardServiceConnectResponse
 ) -> list[KvEventsArrived | LoadReported]:
-    """What it says of the cache and the load, but for a snapshot."""
-    news: list[KvEventsArrived | LoadReported] = []
+    """Returns the events for the frame's KV events and its load report. A cache snapshot is not included."""
+    events: list[KvEventsArrived | LoadReported] = []
     if frame.HasField("kv_events"):
-        news.append(kv_events_from_proto(shard_id, frame.kv_events))
+        events.append(kv_events_from_proto(shard_id, frame.kv_events))
     if frame.more_kv_events:
-        news += [kv_events_from_proto(shard_id, batch) for batch in frame.more_kv_events]
+        events += [kv_events_from_proto(shard_id, batch) for batch in frame.more_kv_events]
     if frame.HasField("load"):
-        news.append(LoadReported(shard_id, load_from_proto(frame.load)))
-    return news
+        events.append(LoadReported(shard_id, load_from_proto(frame.load)))
+    return events
 
 
 def _plausible(measured: float) -> float:
-    """A speed or a time that can be reckoned with; 0, which means "not known", for anything else."""
+    """Returns the measured speed or time if it is plausible, else 0, which means "not known"."""
     return measured if PLAUSIBLE[0] <= measured <= PLAUSIBLE[1] else 0.0
 
 
 def kv_events_from_proto(shard_id: str, batch: kv_event_pb2.KvEventBatch) -> KvEventsArrived:
-    """Blocks that are stored one at a time, as by sequences that decode, become few changes."""
+    """Joins events of single stored blocks, as decoding sequences produce them, into few changes."""
     changes: list[KvChange] = []
     singles: list[int] | None = None
     for event in batch.events:
@@ -201,7 +204,7 @@ def kv_events_from_proto(shard_id: str, batch: kv_event_pb2.KvEventBatch) -> KvE
             changes.append(KvChange(removed=event.block_removed.block_hashes[:]))
         elif kind == "all_blocks_cleared":
             changes.append(KvChange(cleared=True))
-        # Else a kind of a later version: says nothing to us.
+        # Anything else is an event of a later version, which is ignored.
     return KvEventsArrived(shard_id, batch.number, changes)
 
 
@@ -218,7 +221,7 @@ def _choice_to_proto(choice: ChoiceSpec) -> generation_pb2.Choice:
 
 
 def verdict_from_proto(verdict: safety_service_pb2.PromptVerdict) -> PromptVerdict:
-    """Anything but a clear ALLOW is a block."""
+    """Everything but an explicit ALLOW blocks the prompt."""
     allowed = verdict.decision == safety_service_pb2.DECISION_ALLOW
     return PromptVerdict(verdict.check_id, allowed, verdict.finding.message)
 
@@ -253,6 +256,6 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
 
 
 def _message(value: object, kind: type[M]) -> M | None:
-    """The core carries sampling and stop conditions without looking into them: here they come out again."""
+    """Returns a message that the core has carried as an opaque object."""
     assert value is None or isinstance(value, kind)
     return value

@@ -1,4 +1,4 @@
-"""The router core as the configuration wants it."""
+"""The router core's settings, from the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.fleet.shard_health import HealthSettings
 
 MAX_HELD_TOKENS: Final = 4096
-"""Per sequence, while its text waits for the safety service."""
+"""The most tokens of one sequence that are held while its text waits for the safety service."""
 
 
 def core_config(config: KvloomConfig) -> CoreConfig:

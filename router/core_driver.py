@@ -1,7 +1,7 @@
-"""The one owner of the router core: events in from every link, actions out to them, in one order.
+"""The driver owns the router core: it feeds the core the events of all links and carries out the core's actions.
 
-Everything here runs on the event loop and nothing awaits, so that an event and its consequences are one step: a
-frame of a shard has reached the buffers of all its clients before anything else happens.
+Everything here runs on the event loop and nothing awaits, so an event and its consequences are one step: a frame of a
+shard has reached the buffers of all its clients before anything else happens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from router.usage_records import Credit
 log = structlog.get_logger()
 
 MIN_TICK_SECONDS: Final = 0.001
-"""Timers may fire a millisecond early: without a pause, ticks would then spin until the deadline has come."""
+"""Timers may fire a millisecond early; without a pause, ticks would then spin until the deadline has passed."""
 
 
 class Core(Protocol):
-    """What the shell needs of `router.core.core.RouterCore`."""
+    """The part of `router.core.core.RouterCore` that the driver and the links use."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
@@ -49,23 +49,24 @@ class Core(Protocol):
 
     @property
     def deadlines_stand(self) -> bool:
-        """The last event did not change it."""
+        """Whether the last event left the next deadline unchanged."""
         ...
 
     @property
     def fleet(self) -> FleetChanged: ...
 
 
-class ClientPeer(Protocol):
-    """Where a client's news goes. Never blocks, never raises."""
+class ClientSink(Protocol):
+    """Receives the steps of one client's requests and the state of the fleet. Its methods never block and never
+    raise."""
 
     def send_step(self, step: Step) -> None: ...
 
     def send_fleet(self, fleet: FleetChanged) -> None: ...
 
 
-class ShardPeer(Protocol):
-    """Where a shard's work goes. Never blocks, never raises."""
+class ShardSink(Protocol):
+    """Receives the work for one shard. Its methods never block and never raise."""
 
     def submit(self, attempt: SubmitAttempt) -> None: ...
 
@@ -74,8 +75,8 @@ class ShardPeer(Protocol):
     def want_kv_snapshot(self) -> None: ...
 
 
-class SafetyPeer(Protocol):
-    """Where text to be screened goes. Never blocks, never raises."""
+class SafetySink(Protocol):
+    """Receives the text to be screened. Its methods never block and never raise."""
 
     def check_prompt(self, check: CheckPrompt) -> None: ...
 
@@ -83,24 +84,24 @@ class SafetyPeer(Protocol):
 
 
 class Observer(Protocol):
-    """Hears what is worth counting."""
+    """Is called with everything that metrics, logs, health and the decision log record."""
 
     def placement_decided(self, decision: PlacementDecided) -> None:
-        """Of a sample of the requests. Comes before the end, if that comes at all."""
+        """Called for a sample of the requests, before `request_ended`. Requests may end without being placed."""
         ...
 
     def request_ended(self, ended: RequestEnded) -> None: ...
 
     def request_refused(self, error: KvloomError) -> None:
-        """It was not fit to be handed to the core."""
+        """Called when a link has rejected an invalid request, which the core never received."""
         ...
 
     def tokens_credited(self, credit: Credit) -> None:
-        """They were metered, and lost on their way to the client."""
+        """Called when a client has reported that metered tokens did not reach it."""
         ...
 
     def fleet_changed(self) -> None:
-        """Shards, the safety service or draining: what health depends on."""
+        """Called when shards, the safety service or draining changed, on which the router's health depends."""
         ...
 
     def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
@@ -109,19 +110,19 @@ class Observer(Protocol):
 
 
 class CoreDriver:
-    """Feeds the core and carries out what it wants.
+    """Feeds events to the core and carries out its actions.
 
-    A peer is added before the event that announces it and removed before the event that says it has gone, so an
-    action for a peer that is not here is always about to be corrected by an event: it is dropped.
+    A sink is added before the event that announces its peer and removed before the event that reports the peer as gone.
+    An action for a missing sink is therefore always about to be corrected by an event, and it is dropped.
     """
 
     def __init__(self, core: Core, observer: Observer) -> None:
         self.core = core
         self._observer = observer
         self._loop = asyncio.get_running_loop()
-        self._clients: dict[str, ClientPeer] = {}
-        self._shards: dict[str, ShardPeer] = {}
-        self._safety: SafetyPeer | None = None
+        self._clients: dict[str, ClientSink] = {}
+        self._shards: dict[str, ShardSink] = {}
+        self._safety: SafetySink | None = None
         self._pending: deque[Event] = deque()
         self._dispatching = False
         self._timer: asyncio.TimerHandle | None = None
@@ -136,8 +137,8 @@ class CoreDriver:
             WantKvSnapshot: self._want_kv_snapshot,
             CheckPrompt: self._check_prompt,
             ScreenAnswers: self._screen_answers,
-            RequestEnded: self._note_end,
-            FleetChanged: self._tell_fleet,
+            RequestEnded: self._on_request_ended,
+            FleetChanged: self._on_fleet_changed,
             PlacementDecided: observer.placement_decided,
             ShardHealthChanged: observer.shard_health_changed,
             RequestsMoved: observer.requests_moved,
@@ -145,10 +146,10 @@ class CoreDriver:
         self._carry_out = carry_out
 
     def now(self) -> float:
-        """Monotonic seconds, as the core counts them."""
+        """Returns the time of the core's clock, in monotonic seconds."""
         return self._loop.time()
 
-    def add_client(self, client_id: str, peer: ClientPeer) -> None:
+    def add_client(self, client_id: str, peer: ClientSink) -> None:
         """Raises ValueError when the id is taken."""
         if client_id in self._clients:
             raise ValueError(f"client id {client_id} is in use")
@@ -157,13 +158,13 @@ class CoreDriver:
     def remove_client(self, client_id: str) -> None:
         self._clients.pop(client_id, None)
 
-    def add_shard(self, shard_id: str, peer: ShardPeer) -> None:
+    def add_shard(self, shard_id: str, peer: ShardSink) -> None:
         self._shards[shard_id] = peer
 
     def remove_shard(self, shard_id: str) -> None:
         self._shards.pop(shard_id, None)
 
-    def set_safety(self, peer: SafetyPeer | None) -> None:
+    def set_safety(self, peer: SafetySink | None) -> None:
         self._safety = peer
         self._observer.fleet_changed()
 
@@ -176,10 +177,10 @@ class CoreDriver:
         return len(self._clients)
 
     def dispatch(self, event: Event) -> None:
-        """Handle an event and everything that it leads to.
+        """Handles an event and everything that follows from it.
 
-        A call from within (a peer that reacts to an action) is queued behind the event at hand. Raises what the core
-        raised: the caller owns the peer that the event came from, and breaks with it.
+        A nested call (a sink that reacts to an action) is queued behind the current event. Raises what the core raised:
+        the caller owns the peer that the event came from, and ends that peer's connection.
         """
         if type(event) is RequestArrived:
             self._num_live_requests += 1
@@ -197,7 +198,7 @@ class CoreDriver:
                 try:
                     for action in self.core.handle(next_event, self._loop.time()):
                         carry_out[type(action)](action)
-                except Exception as error:  # the events behind it belong to other peers: they are handled first
+                except Exception as error:  # Queued events belong to other peers, so they are handled first.
                     fault = fault or error
                 deadlines_stand = deadlines_stand and self.core.deadlines_stand
                 next_event = pending.popleft() if pending else None
@@ -210,23 +211,23 @@ class CoreDriver:
 
     @property
     def num_live_requests(self) -> int:
-        """Arrived and not ended."""
+        """The number of requests that have arrived and not ended."""
         return self._num_live_requests
 
     async def wait_idle(self) -> None:
-        """Until no request is under way."""
+        """Returns when no request is in flight."""
         await self._idle.wait()
 
-    def refused(self, error: KvloomError) -> None:
-        """A link turned a request down by itself."""
+    def request_refused(self, error: KvloomError) -> None:
+        """Called when a link has rejected an invalid request by itself."""
         self._observer.request_refused(error)
 
-    def credited(self, credit: Credit) -> None:
-        """A link has heard that its client did not get all that was metered."""
+    def tokens_credited(self, credit: Credit) -> None:
+        """Called when a client has reported that metered tokens did not reach it."""
         self._observer.tokens_credited(credit)
 
     def close(self) -> None:
-        """No more ticks."""
+        """Stops the ticks."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -261,20 +262,20 @@ class CoreDriver:
         if self._safety is not None:
             self._safety.screen_answers(action)
 
-    def _note_end(self, action: RequestEnded) -> None:
+    def _on_request_ended(self, action: RequestEnded) -> None:
         self._num_live_requests -= 1
         if not self._num_live_requests:
             self._idle.set()
         self._observer.request_ended(action)
 
-    def _tell_fleet(self, action: FleetChanged) -> None:
+    def _on_fleet_changed(self, action: FleetChanged) -> None:
         for client in list(self._clients.values()):
             client.send_fleet(action)
         self._observer.fleet_changed()
 
     def _arm_timer(self) -> None:
-        """Tick when the core's next deadline is due. A timer that is early is left alone: a tick too many costs less
-        than re-arming for every frame."""
+        """Schedules a tick for the core's next deadline. A timer that is earlier than that is kept, because one tick
+        too many costs less than re-arming it for every frame."""
         deadline = self.core.next_deadline()
         if deadline is None:
             return
@@ -282,7 +283,7 @@ class CoreDriver:
             if self._timer_at <= deadline:
                 return
             self._timer.cancel()
-        # uvloop's handle does not say when, if it is at once.
+        # The time is kept here because uvloop's handle has none if the callback is due at once.
         self._timer_at = max(deadline, self._loop.time() + MIN_TICK_SECONDS)
         self._timer = self._loop.call_at(self._timer_at, self._tick)
 

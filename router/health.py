@@ -1,4 +1,4 @@
-"""grpc.health.v1 for the router: SERVING while a request could be answered."""
+"""grpc.health.v1 for the router, which is SERVING while it could answer a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvloom.process.service import set_serving
 
 
 class HealthReporter:
-    """Follows the fleet. `run` is its only task, for the health servicer can only be told by awaiting."""
+    """Reports changes of the router's health. It needs a task, `run`, because the health servicer's setter is
+    asynchronous."""
 
     def __init__(self, health: HealthServicer, service_names: Sequence[str], is_serving: Callable[[], bool]) -> None:
         self._health = health
@@ -23,12 +24,12 @@ class HealthReporter:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        told = False
+        """Runs until it is cancelled."""
+        reported = False
         while True:
             await self._wake.wait()
             self._wake.clear()
             serving = self._is_serving()
-            if serving != told:
+            if serving != reported:
                 await set_serving(self._health, self._service_names, serving)
-                told = serving
+                reported = serving

@@ -1,4 +1,4 @@
-"""What may come in: requests as clients send them become the core's `Request`, checked, tokenized, with a seed."""
+"""Turns the requests that clients send into the core's `Request`: checked, tokenized and with a seed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from router.core.events import ChoiceSpec, Request, Tier
 from router.partial_choices import wanted_choices
 
 MAX_NAME_CHARS: Final = 256
-"""Of request ids, tenants, trace contexts and session keys."""
+"""The longest request id, tenant, trace context or session key."""
 MAX_MESSAGES: Final = 4096
 MAX_CHARS_PER_TOKEN: Final = 16
-"""A text longer than this for every token that a prompt may have is refused before any work is done on it."""
+"""A text with more characters than this per allowed prompt token is rejected before any work is done on it."""
 SEED_BITS: Final = 64
 _TIERS: Final[Mapping[int, Tier]] = {
     router_service_pb2.TIER_UNSPECIFIED: Tier.INTERACTIVE,
@@ -36,7 +36,7 @@ _TIERS: Final[Mapping[int, Tier]] = {
 
 
 class Intake:
-    """Checks requests for the model whose tokenizer this router has."""
+    """Checks requests and tokenizes those for the model whose tokenizer this router has."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Intake:
         self._needs_prompt_text = needs_prompt_text
 
     def request_from_submit(self, submit: Submit, client_id: str) -> Request:
-        """A request that came over a client's stream. Raises KvloomError."""
+        """Returns a request that arrived over a client's stream. Raises KvloomError."""
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
         return self._request(submit, _prompt_of(submit), choices, client_id)
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
-        """A request from this very process. Raises KvloomError."""
+        """Returns a request that was made in this process. Raises KvloomError."""
         check_num_choices(len(choices), "choices")
         return self._request(wanted, wanted.prompt_token_ids, choices, client_id)
 
@@ -73,12 +73,12 @@ class Intake:
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
         self._check_prompt(token_ids, submit.model, "prompt_token_ids")
-        text = submit.prompt_text  # once: each time it is decoded
+        text = submit.prompt_text  # It is read only once because every access decodes it.
         self._check_text_size(text, "prompt_text")
         return Request(
             request_id=submit.request_id or new_request_id(),
             client_id=client_id,
-            model=sys.intern(submit.model),  # one for all: it is kept for minutes
+            model=sys.intern(submit.model),  # Usage records keep it for minutes, so all share one string.
             prompt_token_ids=token_ids,
             prompt_text=text or self._text_for_screening(token_ids, submit.model),
             choices=choices,
@@ -93,7 +93,8 @@ class Intake:
         )
 
     async def request_from_generate(self, wanted: GenerateRequest, client_id: str, traceparent: str = "") -> Request:
-        """A request of the convenient kind; the slots of its choices are their indexes. Raises KvloomError."""
+        """Returns the request of a `Generate` or `Plan`; the slots of its choices are their indexes. Raises
+        KvloomError."""
         check_num_choices(wanted.n or 1)
         _check_names(request_id=wanted.request_id, traceparent=traceparent, session_key=wanted.session_key)
         check_sampling(wanted.sampling, "sampling.")
@@ -119,7 +120,7 @@ class Intake:
         )
 
     async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:
-        """(ids, text for the safety service) of whichever input was given."""
+        """Returns (token ids, text for the safety service) of whichever input was given."""
         match wanted.WhichOneof("input"):
             case "text":
                 if not wanted.text:
@@ -143,7 +144,7 @@ class Intake:
     async def _encoded_chat(self, messages: Sequence[ChatMessage]) -> Sequence[int]:
         try:
             token_ids, _ = await self._tokenizer.encode_chat(messages)
-        except KvloomError as error:  # the tokenizer speaks of "messages"; our callers' field is longer
+        except KvloomError as error:  # The tokenizer's field is "messages"; our callers' field is longer.
             field = f"conversation.{error.field}" if error.field else ""
             raise KvloomError(
                 error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds
@@ -156,10 +157,10 @@ class Intake:
         if not messages:
             raise invalid_argument(f"{at} must not be empty.", at)
         if len(messages) > MAX_MESSAGES:
-            raise invalid_argument(f"{at} has {len(messages)} messages; at most {MAX_MESSAGES}.", at)
-        found = [_checked_message(message, f"{at}[{i}]") for i, message in enumerate(messages)]
-        self._check_num_chars(sum(len(message.content) for message in found), at)
-        return found
+            raise invalid_argument(f"{at} has {len(messages)} messages; at most {MAX_MESSAGES} are allowed.", at)
+        checked = [_checked_message(message, f"{at}[{i}]") for i, message in enumerate(messages)]
+        self._check_num_chars(sum(len(message.content) for message in checked), at)
+        return checked
 
     def _check_prompt(self, token_ids: Sequence[int], model: str, field: str) -> None:
         if not token_ids:
@@ -167,10 +168,10 @@ class Intake:
         if len(token_ids) > self._max_prompt_tokens:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
-                f"The prompt has {len(token_ids)} tokens; at most {self._max_prompt_tokens} are taken.",
+                f"The prompt has {len(token_ids)} tokens; at most {self._max_prompt_tokens} are allowed.",
                 field=field,
             )
-        # Of other models the vocabulary is not known here: their shards check it.
+        # The vocabularies of other models are not known here; their shards check the ids.
         if model == self._model and not _are_below(token_ids, self._tokenizer.vocab_size):
             raise invalid_argument(
                 f"{field} holds {max(token_ids)}, but ids of this model are below {self._tokenizer.vocab_size}.", field
@@ -184,12 +185,13 @@ class Intake:
         if num_chars > limit:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
-                f"{field} has {num_chars} characters; at most {limit} are taken.",
+                f"{field} has {num_chars} characters; at most {limit} are allowed.",
                 field=field,
             )
 
     def _text_for_screening(self, token_ids: Sequence[int], model: str) -> str:
-        """What the tokens say, for a client that sent no text: nobody gets past the safety check by leaving it out."""
+        """Decodes the tokens of a client that sent no text, so that leaving it out does not bypass the safety check.
+        Returns "" when prompts are not screened."""
         if not self._needs_prompt_text():
             return ""
         if model != self._model:
@@ -211,7 +213,7 @@ def new_request_id() -> str:
 
 
 def seed_of(request: Request) -> int:
-    """As it was given or drawn."""
+    """Returns the seed that the client gave or the intake drew."""
     assert isinstance(request.sampling, SamplingParams)
     return request.sampling.seed
 
@@ -232,25 +234,25 @@ def _prompt_of(submit: Submit) -> Sequence[int]:
         return unpack_token_ids(submit.packed_prompt_token_ids)
     except ValueError as error:
         field = "packed_prompt_token_ids"
-        raise invalid_argument(f"{field} is torn: ids have four bytes each.", field) from error
+        raise invalid_argument(f"{field} is truncated: every id has four bytes.", field) from error
 
 
 def _check_choices(submit: Submit) -> None:
     check_num_choices(len(submit.choices), "choices")
     indexes = {choice.index for choice in submit.choices}
     if len(indexes) < len(submit.choices):
-        raise invalid_argument("choices must differ in their index.", "choices")
+        raise invalid_argument("choices must have different indexes.", "choices")
     if max(indexes) >= MAX_CHOICES:
         raise invalid_argument(f"An index of choices must be below {MAX_CHOICES}.", "choices")
 
 
 def _check_names(**names: str) -> None:
-    """By field."""
+    """Raises KvloomError for the first name that is too long; keywords are field names."""
     if max(map(len, names.values())) <= MAX_NAME_CHARS:
         return
     for field, value in names.items():
         if len(value) > MAX_NAME_CHARS:
-            raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS}.", field)
+            raise invalid_argument(f"{field} has {len(value)} characters; at most {MAX_NAME_CHARS} are allowed.", field)
 
 
 def _are_below(token_ids: Sequence[int], limit: int) -> bool:
@@ -258,7 +260,7 @@ def _are_below(token_ids: Sequence[int], limit: int) -> bool:
 
 
 def _tier(tier: int) -> Tier:
-    if tier not in _TIERS:  # the enum is open: any number can come over the wire
+    if tier not in _TIERS:  # The enum is open, so any number can arrive.
         raise invalid_argument(f"tier has no value {tier}.", "tier")
     return _TIERS[tier]
 
@@ -270,8 +272,8 @@ def _checked_timeout(timeout_seconds: float) -> float:
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:
-    """A copy (the original would keep its whole frame in memory) whose seed is fixed from here on, so that a later
-    attempt draws the same numbers."""
+    """Returns a copy (the original would keep its whole frame in memory) with a fixed seed, so that a later attempt
+    draws the same numbers."""
     fixed = SamplingParams()
     fixed.CopyFrom(sampling)
     if not fixed.HasField("seed"):

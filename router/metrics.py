@@ -1,4 +1,4 @@
-"""What the router measures: once a request and once a scrape, never once a token."""
+"""The router's Prometheus metrics and request log: updated once per request or per scrape, never per token."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LATENCY_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 TOKEN_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 
-class _OfModel:
-    """The series of one model. They are looked up by labels once: that costs more than counting."""
+class _ModelSeries:
+    """The series of one model. They are looked up once because a lookup by labels costs more than counting."""
 
     __slots__ = ("attempts", "cached_input", "duration", "ended", "input", "output", "queue_time", "tpot", "ttft")
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
         self.ended: dict[tuple[int, int], tuple[Count, str, str]] = {}
-        """(reason, error reason) → the series, and what the two are called."""
+        """(finish reason, error reason) -> (the series, the names of the two)."""
         self.attempts = metrics.attempts.labels(model)
         self.input = metrics.tokens.labels(model, "input")
         self.cached_input = metrics.tokens.labels(model, "cached_input")
@@ -43,7 +43,7 @@ class _OfModel:
 
 
 class RouterMetrics:
-    """Histograms carry the names of OpenTelemetry's GenAI conventions, the rest is `kvloom_router_...`."""
+    """Histograms are named after OpenTelemetry's GenAI conventions, and all other metrics `kvloom_router_...`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RouterMetrics:
         self._models = models
         self._shards = shards
         self._model_names: set[str] = set()
-        self._of_model: dict[str, _OfModel] = {}
+        self._series_by_model: dict[str, _ModelSeries] = {}
         self._registry = registry
         self._requests = CountFamily(
             "kvloom_router_requests",
@@ -74,7 +74,7 @@ class RouterMetrics:
             ("gen_ai_request_model", "gen_ai_token_type"),
             registry,
         )
-        self._credited = Counter(
+        self._tokens_credited = Counter(
             "kvloom_router_tokens_credited",
             "Output tokens of requests that ended, lost with the connection to their client: not delivered after all.",
             ("gen_ai_request_model",),
@@ -130,7 +130,7 @@ class RouterMetrics:
         _log_end(ended, outcome, error_type)
 
     def tokens_credited(self, credit: Credit) -> None:
-        self._credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
+        self._tokens_credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
         log.info(
             "request credited",
             request_id=credit.request_id,
@@ -153,19 +153,19 @@ class RouterMetrics:
         self._decisions_dropped.inc(count)
 
     def watch(self, gauges: Callable[[], dict[str, float]]) -> None:
-        """Read these (by name) and the fleet at every scrape."""
+        """Exports these gauges (by name) and the fleet's state at every scrape."""
         self._registry.register(_FleetCollector(gauges, self._models, self._shards))
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> DistributionFamily:
         return DistributionFamily(name, documentation, ("gen_ai_request_model",), buckets, self._registry)
 
-    def _series(self, model: str) -> _OfModel:
-        series = self._of_model.get(model)
+    def _series(self, model: str) -> _ModelSeries:
+        series = self._series_by_model.get(model)
         if series is None:
             label = self._model_label(model)
-            series = self._of_model.get(label)
+            series = self._series_by_model.get(label)
             if series is None:
-                series = self._of_model[label] = _OfModel(self, label)
+                series = self._series_by_model[label] = _ModelSeries(self, label)
         return series
 
     def _outcome(self, ended: RequestEnded) -> tuple[Count, str, str]:
@@ -174,7 +174,7 @@ class RouterMetrics:
         return self._requests.labels(self._model_label(ended.model), outcome, error_type), outcome, error_type
 
     def _model_label(self, model: str) -> str:
-        """Clients may ask for any model: only the fleet's own become labels."""
+        """Returns "other" for models outside the fleet, because clients may ask for any name."""
         if model not in self._model_names:
             self._model_names.update(state.name for state in self._models())
         return model if model in self._model_names else "other"

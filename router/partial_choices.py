@@ -1,4 +1,4 @@
-"""Choices of a `Generate` that goes on with an answer of a router that was lost: checked."""
+"""Checks the choices of a `Generate` that resumes an answer which a lost router had begun."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from router.core.events import ChoiceSpec
 
 
 def wanted_choices(wanted: GenerateRequest, tokenizer: ModelTokenizer, max_tokens: int) -> tuple[ChoiceSpec, ...]:
-    """Those that have not ended, each behind what has come of it; their slots are their indexes. `max_tokens`: of one
-    choice, if the request does not say. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
+    """Returns the choices that have not ended, each with the output that the client has already received. Their slots
+    are their indexes. `max_tokens` limits each choice's output if the request has no limit. Raises KvloomError
+    (INVALID_ARGUMENT) that names the field."""
     num_choices = wanted.n or 1
     partial_choices: dict[int, PartialChoice] = {}
     if wanted.stop.HasField("max_tokens"):
@@ -35,20 +36,20 @@ def wanted_choices(wanted: GenerateRequest, tokenizer: ModelTokenizer, max_token
     )
     if not choices:
         raise invalid_argument(
-            "Every choice of partial_choices is done: there is nothing to go on with.", "partial_choices"
+            "Every choice of partial_choices is done, so there is nothing to resume.", "partial_choices"
         )
     return choices
 
 
 def num_wanted_choices(wanted: GenerateRequest) -> int:
-    """Of a request that may yet turn out to be faulty."""
+    """Returns the number of choices that a request asks for. The request need not have been checked yet."""
     done = {choice.index for choice in wanted.partial_choices if choice.done}
     return max(1, (wanted.n or 1) - len(done))
 
 
 def named_for_callers(error: KvloomError) -> KvloomError:
-    """Shards know by what text they have made of the tokens whether num_delivered_chars can be; their field has another
-    name."""
+    """Renames the error's field for callers of `Generate`. Only shards, which detokenize the output, can check
+    num_delivered_chars, and their field has another name."""
     if not error.field.startswith("choices."):
         return error
     field = "partial_choices." + error.field.removeprefix("choices.")
@@ -76,7 +77,7 @@ def _check_output(choice: PartialChoice, at: str, tokenizer: ModelTokenizer, max
 
 
 def _check_seed(wanted: GenerateRequest) -> None:
-    """Another seed would be another answer."""
+    """Rejects a request without a seed, because another seed would lead to another answer."""
     sampling = wanted.sampling
     temperature = sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE
     if (
@@ -84,5 +85,5 @@ def _check_seed(wanted: GenerateRequest) -> None:
         and not sampling.HasField("seed")
         and any(choice.token_ids for choice in wanted.partial_choices)
     ):
-        message = "sampling.seed is required to go on with an answer: the first response has the one that was drawn."
+        message = "sampling.seed is required to resume an answer; the first response has the seed that was drawn."
         raise invalid_argument(message, "sampling.seed")

@@ -1,4 +1,4 @@
-"""A router from the settings to the moment it listens, in a process of its own or in an edge's."""
+"""Builds a router from the configuration and makes it listen, in a process of its own or inside an edge's."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from router.server import RouterServer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ListenOptions:
-    """Where a router listens, all on `router.host`. Port 0 picks one."""
+class RouterListenOptions:
+    """The ports of `router.host` where a router listens. Port 0 picks a free one."""
 
     port: int
     shares_port: bool = False
-    """With routers that the same supervisor has started: it holds the port against others."""
+    """Whether routers of the same supervisor share `port`. The supervisor keeps other processes from taking it."""
     own_port: int | None = None
-    """One that no other router shares: where edges find this one."""
+    """A port that no other router shares, where edges find this one."""
     metrics_port: int | None = None
-    """None: no /metrics."""
+    """Without it there is no /metrics."""
 
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--share-port", action="store_true", help="let other routers listen on router.port too")
+        parser.add_argument("--own-port", type=int, help="a port of its own where edges find this router; 0 picks one")
+        parser.add_argument("--metrics-port", type=int, help="serve /metrics on this port; 0 picks one")
 
-def add_listen_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share-port", action="store_true", help="let other routers listen on router.port, too")
-    parser.add_argument("--own-port", type=int, help="also listen there, alone, for edges; 0 picks one")
-    parser.add_argument("--metrics-port", type=int, help="serve /metrics there; 0 picks one")
-
-
-def listen_options_from(options: argparse.Namespace, port: int) -> ListenOptions:
-    return ListenOptions(port, options.share_port, options.own_port, options.metrics_port)
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace, port: int) -> RouterListenOptions:
+        return cls(port, arguments.share_port, arguments.own_port, arguments.metrics_port)
 
 
 async def open_router(
-    config: KvloomConfig, tokenizer: ModelTokenizer, name: str, listen_options: ListenOptions
+    config: KvloomConfig, tokenizer: ModelTokenizer, name: str, listen_options: RouterListenOptions
 ) -> tuple[RouterServer, str, str]:
-    """A router that listens, its address and that of /metrics ("": none). Raises StartError."""
+    """Returns a listening router, its address, and the address of /metrics or "". Raises StartError."""
     if not config.redis.url:
-        raise service.StartError("redis.url is not set: the router finds its shards there")
+        raise service.StartError("redis.url is not set: the router finds its shards in Redis")
     host = config.router.host
     server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=listen_options.shares_port)
     address = await server.start(host, listen_options.port, listen_options.own_port)

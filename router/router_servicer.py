@@ -1,4 +1,4 @@
-"""kvloom.v1.RouterService: every RPC that clients can call, each a few lines on top of the dispatcher."""
+"""kvloom.v1.RouterService: every RPC that clients can call, each a few lines on top of the core driver."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router import convert
-from router.answers.attempts import Attempts, name_of
 from router.answers.generate import GenerateCall, caller_of
+from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answers import ResumableAnswers
 from router.answers.resume import serve_generate, serve_resume
-from router.core.events import Request, RequestCancelled
+from router.core.core import RouterCore
+from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
-from router.decisions.explain import explanation_to_proto, not_remembered
 from router.decisions.log import DecisionLog
-from router.decisions.planner import Planner, plan_to_proto
+from router.decisions.responses import explanation_to_proto, not_remembered, plan_to_proto
 from router.intake import MAX_NAME_CHARS, Intake
 from router.links.client_link import ClientLink
 from router.links.link_sessions import LinkSessions
@@ -35,22 +35,22 @@ PLAN_CLIENT_ID = "plan"
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     def __init__(
         self,
-        dispatcher: CoreDriver,
+        driver: CoreDriver,
         intake: Intake,
-        planner: Planner,
+        core: RouterCore,
         decisions: DecisionLog,
         answers: ResumableAnswers,
-        attempts: Attempts,
-        named_links: LinkSessions,
+        named_calls: NamedCalls,
+        link_sessions: LinkSessions,
         incarnation_id: str = "",
     ) -> None:
-        self._dispatcher = dispatcher
+        self._driver = driver
         self._intake = intake
-        self._planner = planner
+        self._core = core
         self._decisions = decisions
         self._answers = answers
-        self._attempts = attempts
-        self._named_links = named_links
+        self._named_calls = named_calls
+        self._link_sessions = link_sessions
         self._incarnation_id = incarnation_id
         self._links: set[ClientLink] = set()
         self._calls: set[asyncio.Task[Any]] = set()
@@ -65,7 +65,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                 await serve_generate(self._answers, request, context)
             else:
                 address = self._answers.address
-                await GenerateCall(self._dispatcher, self._intake, self._attempts, context, address).serve(request)
+                await GenerateCall(self._driver, self._intake, self._named_calls, context, address).serve(request)
         except KvloomError as error:
             await abort(context, error)
         except Exception:
@@ -89,7 +89,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         ],
     ) -> None:
         address, incarnation_id = self._answers.address, self._incarnation_id
-        link = ClientLink(self._dispatcher, self._intake, context, self._named_links, address, incarnation_id)
+        link = ClientLink(self._driver, self._intake, context, self._link_sessions, address, incarnation_id)
         self._links.add(link)
         try:
             await link.serve()
@@ -100,10 +100,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self, request: router_service_pb2.PlanRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_service_pb2.PlanResponse:
         try:
-            planned: Request = await self._intake.request_from_generate(request.request, PLAN_CLIENT_ID)
-            return plan_to_proto(self._planner.plan(planned, self._dispatcher.now()))
+            planned = await self._intake.request_from_generate(request.request, PLAN_CLIENT_ID)
+            return plan_to_proto(self._core.plan(planned, self._driver.now()))
         except KvloomError as error:
-            # The fields are those of the nested request.
+            # The intake names fields of the nested request.
             field = f"request.{error.field}" if error.field else ""
             named = KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
             await abort(context, named)
@@ -132,31 +132,31 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         if request.resume_token:
             name = name_of(request.request_id, request.resume_token, caller_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
-            found = self._attempts.settle(name, request.request_id, num_tokens)
+            found = self._named_calls.settle(name, request.request_id, num_tokens)
             return router_service_pb2.CancelResponse(found=found)
         if request.link_id:
             link_id = request.link_id[:MAX_NAME_CHARS]
-            found = self._named_links.settle(link_id, request.request_id, request.num_received_tokens)
+            found = self._link_sessions.settle(link_id, request.request_id, request.num_received_tokens)
             return router_service_pb2.CancelResponse(found=found)
-        found = self._dispatcher.core.has_request(request.request_id)
+        found = self._core.has_request(request.request_id)
         if found:
-            self._dispatcher.dispatch(RequestCancelled(request.request_id))
+            self._driver.dispatch(RequestCancelled(request.request_id))
         return router_service_pb2.CancelResponse(found=found)
 
     async def ListModels(
         self, request: router_service_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_service_pb2.ListModelsResponse:
-        return router_service_pb2.ListModelsResponse(models=convert.fleet_to_proto(self._dispatcher.core.fleet).models)
+        return router_service_pb2.ListModelsResponse(models=convert.fleet_to_proto(self._core.fleet).models)
 
     def end_streams(self) -> None:
-        """Close every client's stream in good order: the router stops."""
+        """Closes every client's stream cleanly because the router stops."""
         self._answers.end_running()
         for link in list(self._links):
             link.end()
 
 
 async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any], rpc: str) -> NoReturn:
-    """A bug of ours: the stack trace goes to the log, never to the caller."""
+    """Handles a bug of the router: the stack trace goes to the log, never to the caller."""
     log.exception("rpc failed", rpc=rpc)
     error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")
     await abort(context, error)

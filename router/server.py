@@ -1,4 +1,4 @@
-"""The router process: its parts put together, from the first connection to a graceful end."""
+"""One router: its parts put together, from its start through its drain to its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 import structlog
@@ -20,17 +20,16 @@ from kvloom.process import service
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.transport.local_server import LocalServer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
-from router import core_driver
-from router.answers.attempts import Attempts
+from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers
 from router.answers.resume_metrics import ResumeMetrics
 from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged
+from router.core.core import RouterCore
 from router.core.events import DrainEnded, DrainStarted
-from router.core.fleet.shard_state import ShardState
+from router.core_driver import CoreDriver
 from router.decisions.file import DecisionWriter, RotatingFile
 from router.decisions.journal import DecisionJournal
 from router.decisions.log import DecisionLog
-from router.decisions.planner import Planner
 from router.health import HealthReporter
 from router.intake import Intake
 from router.links.fleet_watcher import FleetWatcher
@@ -46,40 +45,31 @@ log = structlog.get_logger()
 SERVICE_NAMES: Final = (router_service_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name,)
 SERVER_OPTIONS: Final = [
     *service.SERVER_OPTIONS,
-    # A client whose machine is gone must not hold its requests: it answers no ping.
+    # A client whose machine has failed must not hold its requests for long: it answers no pings.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # without it, a minute
+    ("grpc.http2.ping_timeout_ms", 10_000),  # The default is a minute.
 ]
 MAX_CONCURRENT_RPCS: Final = 16_384
 CLOSE_GRACE_SECONDS: Final = 1.0
 CANCEL_AGAIN_SECONDS: Final = 0.2
 
 
-class Core(core_driver.Core, Planner, Protocol):
-    """What the router needs of `router.core.core.RouterCore`."""
-
-    @property
-    def num_queued_requests(self) -> int: ...
-
-    @property
-    def shards(self) -> list[ShardState]: ...
-
-
 class RouterServer:
-    """Owns the dispatcher, the links and the gRPC server of one router. `start`, `serve`, and it is over."""
+    """Owns the core driver, the links and the gRPC server of one router. Call `start` and then `serve`, once each."""
 
     def __init__(
         self,
         config: KvloomConfig,
-        core: Core,
+        core: RouterCore,
         tokenizer: ModelTokenizer,
         router_id: str = "router",
         metrics_registry: CollectorRegistry = REGISTRY,
         *,
         shares_port: bool = False,
     ) -> None:
-        """`shares_port`: others may listen on its port (SO_REUSEPORT), a successor for one."""
+        """With `shares_port`, other processes may listen on the router's port (SO_REUSEPORT), for example a
+        successor."""
         self._config = config
         self._core = core
         self._router_id = router_id
@@ -87,28 +77,28 @@ class RouterServer:
         self._address = ""
         self._draining = False
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
-        self._dispatcher = core_driver.CoreDriver(core, self)
-        self._safety_link = _safety_link(config, self._dispatcher)
+        self._driver = CoreDriver(core, self)
+        self._safety_link = _safety_link(config, self._driver)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
-        self._watcher = FleetWatcher(self._registry, router_id, self._dispatcher)
+        self._watcher = FleetWatcher(self._registry, router_id, self._driver)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
         self._intake = intake
         self._decision_writer = self._new_decision_writer()
         journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
         self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
         self._usage_records = UsageRecords()
-        attempts = Attempts(self._dispatcher, self._usage_records)
+        named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
-            config.router.resume, self._dispatcher, intake, attempts, ResumeMetrics(metrics_registry), router_id
+            config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
         )
         self._servicer = RouterServicer(
-            self._dispatcher,
+            self._driver,
             intake,
             core,
             self._decisions,
             self._answers,
-            attempts,
-            LinkSessions(self._dispatcher, self._usage_records),
+            named_calls,
+            LinkSessions(self._driver, self._usage_records),
             self._incarnation_id,
         )
         self._shares_port = shares_port
@@ -124,8 +114,8 @@ class RouterServer:
         self._metrics.watch(self._gauges)
 
     async def start(self, host: str, port: int, own_port: int | None = None) -> str:
-        """Take its ports: who connects waits until `serve` opens them. Returns the address, with `own_port` the one
-        that is nobody else's. Raises StartError when a port is taken or the decision log's file is not to be
+        """Binds the ports; clients that connect wait until `serve` opens them. Returns the address, which is that of
+        `own_port` if one is given. Raises StartError when a port is taken or the decision log's file cannot be
         written."""
         if self._decision_writer is not None:
             self._decision_writer.open()
@@ -137,11 +127,11 @@ class RouterServer:
         return address
 
     def local_link(self, name: str) -> LocalRouterLink:
-        """A way in for this process itself."""
-        return LocalRouterLink(self._dispatcher, self._intake, name)
+        """Returns a link to this router for an edge in the same process."""
+        return LocalRouterLink(self._driver, self._intake, name)
 
     async def serve(self, stop: asyncio.Event, on_open: Callable[[], None] = lambda: None) -> None:
-        """Until `stop` is set; then lets running requests end. `on_open` is called when it can be reached. Raises what
+        """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -153,28 +143,28 @@ class RouterServer:
                     owned.append(tasks.create_task(self._safety_link.run(), name="safety link"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
-                await service.wait_to_open(self._find_others(), stop)
+                await service.wait_to_open(self._find_peers(), stop)
                 announcer = await self._open()
                 on_open()
                 announcing = tasks.create_task(announcer.run(), name="announcer")
                 await stop.wait()
-                await _end([announcing])
+                await _cancel_all([announcing])
                 await announcer.withdraw()
                 await self._drain()
                 await self._close_streams()
-                await _end(owned)
+                await _cancel_all(owned)
                 if self._decision_writer is not None:
-                    self._decision_writer.close()  # its task ends once what waits is written
+                    self._decision_writer.close()  # Its task ends once the remaining lines are written.
         finally:
             await self._close_streams()
             await self._answers.close()
-            self._dispatcher.close()
+            self._driver.close()
             await self._registry.close()
 
-    async def _find_others(self) -> None:
-        """Who comes before shards and safety service are known would be turned away, though nothing is wrong: beside
-        others at a shared port that is whoever connects."""
-        await self._watcher.first_look()
+    async def _find_peers(self) -> None:
+        """Requests that arrive before the shards and the safety service are known would be rejected although nothing is
+        wrong. At a port shared with other routers that may be any client's request."""
+        await self._watcher.wait_until_tried()
         if self._safety_link is not None:
             await self._safety_link.tried.wait()
 
@@ -187,22 +177,22 @@ class RouterServer:
 
     async def _drain(self) -> None:
         self._draining = True
-        self._dispatcher.dispatch(DrainStarted())
+        self._driver.dispatch(DrainStarted())
         self._health.refresh()
-        log.info("draining", num_live_requests=self._dispatcher.num_live_requests)
+        log.info("draining", num_live_requests=self._driver.num_live_requests)
         try:
             async with asyncio.timeout(self._config.router.drain_timeout_seconds):
-                await self._dispatcher.wait_idle()
+                await self._driver.wait_idle()
         except TimeoutError:
-            log.warning("drain timed out", num_live_requests=self._dispatcher.num_live_requests)
-            self._dispatcher.dispatch(DrainEnded())
+            log.warning("drain timed out", num_live_requests=self._driver.num_live_requests)
+            self._driver.dispatch(DrainEnded())
 
     async def _close_streams(self) -> None:
         self._servicer.end_streams()
         await asyncio.gather(self._server.stop(CLOSE_GRACE_SECONDS), self._local_server.stop(CLOSE_GRACE_SECONDS))
 
     def _new_decision_writer(self) -> DecisionWriter | None:
-        """None when the decision log has no file."""
+        """Returns None when the decision log has no file."""
         settings = self._config.router.decision_log
         if not settings.path:
             return None
@@ -223,7 +213,7 @@ class RouterServer:
         self._decisions.placement_decided(decision)
 
     def request_ended(self, ended: RequestEnded) -> None:
-        self._usage_records.note(ended)
+        self._usage_records.request_ended(ended)
         self._decisions.request_ended(ended)
         self._metrics.request_ended(ended)
 
@@ -248,7 +238,7 @@ class RouterServer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _is_serving(self) -> bool:
-        has_safety = self._dispatcher.has_safety or self._config.safety.on_unavailable == "allow"
+        has_safety = self._driver.has_safety or self._config.safety.on_unavailable == "allow"
         has_shard = any(model.num_ready_shards for model in self._core.fleet.models)
         return has_shard and has_safety and not self._draining
 
@@ -257,17 +247,17 @@ class RouterServer:
 
     def _gauges(self) -> dict[str, float]:
         return {
-            "requests_live": self._dispatcher.num_live_requests,
+            "requests_live": self._driver.num_live_requests,
             "requests_queued": self._core.num_queued_requests,
-            "clients_connected": self._dispatcher.num_clients,
-            "safety_connected": float(self._dispatcher.has_safety),
+            "clients_connected": self._driver.num_clients,
+            "safety_connected": float(self._driver.has_safety),
             "decisions_remembered": self._decisions.num_remembered,
             "draining": float(self._draining),
         }
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel until it works: the Redis client loses a cancellation that comes while its connection breaks."""
+async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels the tasks, repeatedly: the Redis client loses a cancellation that comes while its connection breaks."""
     pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:
@@ -275,13 +265,13 @@ async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
-def _safety_link(config: KvloomConfig, owner: core_driver.CoreDriver) -> SafetyLink | None:
-    """Raises StartError when requests need a safety service and none is named."""
+def _safety_link(config: KvloomConfig, driver: CoreDriver) -> SafetyLink | None:
+    """Returns None when there is no safety service. Raises StartError when requests need one and none is configured."""
     safety = config.safety
     if safety.port:
-        return SafetyLink(f"{safety.host}:{safety.port}", owner)
+        return SafetyLink(f"{safety.host}:{safety.port}", driver)
     if safety.on_unavailable == "refuse":
         raise service.StartError(
-            'safety.port is not set: name the safety service, or run without one by safety.on_unavailable = "allow"'
+            'safety.port is not set: configure a safety service, or run without one by safety.on_unavailable = "allow"'
         )
     return None

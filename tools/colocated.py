@@ -1,7 +1,7 @@
-"""python -m tools.colocated --config FILE: an edge with a router inside, in one process and on one event loop.
+"""python -m tools.colocated --config FILE: runs an edge with a router inside, in one process and on one event loop.
 
-Edge and router are what they are apart (edge_http, router): only the link between them is another. The router serves
-its gRPC API as ever, to SDKs and to edges elsewhere.
+Edge and router are the same as in processes of their own (edge_http, router); only the link between them differs. The
+router still serves its gRPC API, to SDKs and to edges elsewhere.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from edge_http.server.process import add_listen_flags as add_edge_flags
-from edge_http.server.process import listen_options_from as edge_listen_options_from
-from edge_http.server.process import serve_edge, served_model
+from edge_http.server.process import EdgeListenOptions, serve_edge, served_model
 from kvloom.config import load_config
 from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
 from kvloom.process.service import announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
-from router.process import add_listen_flags as add_router_flags
-from router.process import listen_options_from as router_listen_options_from
-from router.process import load_tokenizer, open_router
+from router.process import RouterListenOptions, load_tokenizer, open_router
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Until SIGTERM or SIGINT; the edge ends first, since it is the router's client. Raises StartError, ConfigError."""
+    """Serves until SIGTERM or SIGINT. The edge ends first because it is the router's client. Raises StartError,
+    ConfigError."""
     config = load_config(options.config)
     configure_logging(config.log, options.name)
     stop = stop_event()
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     router_port = config.router.port if options.router_port is None else options.router_port
-    listen_options = router_listen_options_from(options, router_port)
+    listen_options = RouterListenOptions.from_arguments(options, router_port)
     router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options)
 
     def on_ready(address: str, metrics_address: str) -> None:
@@ -40,7 +37,7 @@ async def serve(options: argparse.Namespace) -> None:
 
     async def serve_edge_side() -> None:
         try:
-            edge_listen_options = edge_listen_options_from(options, config)
+            edge_listen_options = EdgeListenOptions.from_arguments(options, config)
             await serve_edge(config, link, served_model(config, tokenizer), edge_listen_options, stop, on_ready)
         finally:
             await link.close()
@@ -64,8 +61,8 @@ def main() -> None:
     parser.add_argument("--name", default="edge-0", help="name in logs and towards shards")
     parser.add_argument("--port", type=int, help="overrides edge.port; 0 picks one")
     parser.add_argument("--router-port", type=int, help="overrides router.port; 0 picks one")
-    add_edge_flags(parser)
-    add_router_flags(parser)
+    EdgeListenOptions.add_flags(parser)
+    RouterListenOptions.add_flags(parser)
     run_service(serve(parser.parse_args()))
 
 

@@ -25,7 +25,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ListenOptions:
+class EdgeListenOptions:
     """Where an edge listens."""
 
     port: int
@@ -36,24 +36,23 @@ class ListenOptions:
     peer_port: int | None = None
     """One that no other edge shares, for other edges and /metrics; 0 picks one, None: `port` is not shared."""
 
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--listen-fd", type=int, help="a socket that is bound already, instead of edge.port")
+        help_text = "a port of its own for other edges and /metrics, when edges share edge.port; 0 picks one"
+        parser.add_argument("--peer-port", type=int, help=help_text)
 
-def add_listen_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen-fd", type=int, help="a socket that is bound already, instead of edge.port")
-    parser.add_argument(
-        "--peer-port", type=int, help="also listen there, alone; for edges that share edge.port; 0: any"
-    )
-
-
-def listen_options_from(options: argparse.Namespace, config: KvloomConfig) -> ListenOptions:
-    port = config.edge.port if options.port is None else options.port
-    return ListenOptions(port=port, listen_fd=options.listen_fd, peer_port=options.peer_port)
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace, config: KvloomConfig) -> EdgeListenOptions:
+        port = config.edge.port if arguments.port is None else arguments.port
+        return cls(port=port, listen_fd=arguments.listen_fd, peer_port=arguments.peer_port)
 
 
 async def serve_edge(
     config: KvloomConfig,
     link: RouterLink,
     model: ServedModel,
-    listen_options: ListenOptions,
+    listen_options: EdgeListenOptions,
     stop: asyncio.Event,
     on_ready: Callable[[str, str], None],
 ) -> None:
@@ -93,7 +92,7 @@ async def _until_ready(edge: Edge) -> None:
         await edge.link.wait_fleet_change()
 
 
-async def _open(server: EdgeServer, host: str, listen_options: ListenOptions) -> str:
+async def _open(server: EdgeServer, host: str, listen_options: EdgeListenOptions) -> str:
     if listen_options.listen_fd is None:
         return await server.listen(host, listen_options.port)
     try:

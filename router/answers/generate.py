@@ -1,4 +1,4 @@
-"""`RouterService.Generate`: one request, its answer streamed. A client of the dispatcher like any other, in process."""
+"""`RouterService.Generate`: one request and its streamed answer. To the core driver each call is one more client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON_ERROR
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
 from router import convert
-from router.answers.attempts import Attempts, name_of
+from router.answers.named_calls import NamedCalls, name_of
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, Request, RequestArrived
 from router.core.frames import Finish, Start, Step
@@ -26,7 +26,7 @@ from router.links.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
 from router.partial_choices import named_for_callers
 
 EXPLAIN_KEY: Final = "kvloom-explain"
-"""Request metadata that asks for the trailers kvloom-shard and kvloom-cached-tokens."""
+"""The request metadata that asks for the trailers kvloom-shard and kvloom-cached-tokens."""
 
 _numbers = itertools.count(1)
 
@@ -34,91 +34,91 @@ Context = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerateCall:
-    """One request's way through: submits it, streams its deltas, cancels it when the caller goes away."""
+    """Serves one request: submits it, streams its deltas, and cancels it when the caller disconnects."""
 
     def __init__(
         self,
-        dispatcher: CoreDriver,
+        driver: CoreDriver,
         intake: Intake,
-        attempts: Attempts,
+        named_calls: NamedCalls,
         context: Context,
         address: str,
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
-        """`address`: where this router listens and no other does."""
-        self._dispatcher = dispatcher
+        """`address` is one where this router listens and no other does."""
+        self._driver = driver
         self._intake = intake
-        self._attempts = attempts
+        self._named_calls = named_calls
         self._context = context
         self._address = address
         self._client_id = f"generate#{next(_numbers)}"
         self._outbox = StepOutbox(max_waiting_entries)
         self._too_slow = False
         self._is_settled = False
-        """Its client has gone on elsewhere: nothing may be metered any more."""
+        """The client has resumed the request elsewhere, so nothing may be metered here any more."""
         self._explains = wants_explanation(context)
         self._wake = asyncio.Event()
 
     async def serve(self, wanted: GenerateRequest) -> None:
-        """Raises KvloomError when the request ends in an error, be it before or after its first token."""
+        """Raises KvloomError when the request ends in an error, before or after its first token."""
         name = ""
         if wanted.resume_token:
             wanted.request_id = wanted.request_id or new_request_id()
             name = name_of(wanted.request_id, wanted.resume_token, caller_of(self._context))
-            self._attempts.open(name, self._client_id, self._on_settled)
+            self._named_calls.open(name, self._client_id, self._on_settled)
         try:
             if name:
-                # At once: its client does not wait long to hear that a router has it.
+                # This is sent at once because the client waits only briefly for a sign that a router has the request.
                 await self._context.send_initial_metadata(owner_metadata(self._address))
-            request = await self._taken_in(wanted)
-            self._dispatcher.add_client(self._client_id, self)
+            request = await self._accept(wanted)
+            self._driver.add_client(self._client_id, self)
             try:
-                self._dispatcher.dispatch(RequestArrived(request))
+                self._driver.dispatch(RequestArrived(request))
                 await self._stream(request)
             finally:
                 self._leave()
         finally:
             if name:
-                self._attempts.close(name, self._client_id)
+                self._named_calls.close(name, self._client_id)
 
-    async def _taken_in(self, wanted: GenerateRequest) -> Request:
+    async def _accept(self, wanted: GenerateRequest) -> Request:
         try:
             traceparent = metadata_value(self._context, "traceparent")
             request = await self._intake.request_from_generate(wanted, self._client_id, traceparent)
         except KvloomError as error:
-            self._dispatcher.refused(error)
+            self._driver.request_refused(error)
             raise
         if self._is_settled:
             raise _settled()
         return request
 
     def _leave(self) -> None:
-        self._dispatcher.remove_client(self._client_id)
-        self._dispatcher.dispatch(ClientGone(self._client_id))
+        self._driver.remove_client(self._client_id)
+        self._driver.dispatch(ClientGone(self._client_id))
 
     def _on_settled(self) -> None:
         self._is_settled = True
         self._leave()
         self._wake.set()
 
-    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+    # -- ClientSink ---------------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
         if self._too_slow:
             return
         if not self._outbox.add(step):
             self._too_slow = True
-            self._dispatcher.dispatch(ClientGone(self._client_id))  # the RPC itself may hang in a write
+            self._driver.dispatch(ClientGone(self._client_id))  # This happens here because the RPC may hang in a write.
         self._wake.set()
 
     def send_fleet(self, fleet: FleetChanged) -> None:
-        """Of no interest to a single request."""
+        """Does nothing: a single request does not depend on the fleet's state."""
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
     async def _stream(self, request: Request) -> None:
         num_open = len(request.choices)
-        has_news = any(choice.output_token_ids for choice in request.choices)
+        has_output = any(choice.output_token_ids for choice in request.choices)
         is_first = True
         while num_open:
             await self._wake.wait()
@@ -127,16 +127,17 @@ class GenerateCall:
                 raise _settled()
             if self._too_slow:
                 raise KvloomError(
-                    ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW, "The answer was not read fast enough: it was cancelled."
+                    ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW,
+                    "The answer was not read fast enough, so it was cancelled.",
                 )
             step = self._outbox.take()
             if step is None:
                 continue
             num_open -= len(step.finishes)
-            has_news = has_news or bool(step.slots)
-            error = error_of(step.finishes, has_news)
+            has_output = has_output or bool(step.slots)
+            error = error_of(step.finishes, has_output)
             if self._explains and step.starts:
-                self._explains = False  # only of the first choice to start
+                self._explains = False  # Only the first choice to start is explained.
                 explain(self._context, step.starts[0])
             deltas = deltas_of(step)
             if deltas and (error is None or step.slots):
@@ -150,16 +151,17 @@ class GenerateCall:
 
 
 def _settled() -> KvloomError:
-    return KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has gone on at another router.")
+    return KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The client has resumed this request at another router.")
 
 
 def owner_metadata(address: str) -> tuple[tuple[str, str], ...]:
-    """Where the router listens that has the request, and that it can go on with what another one has begun."""
+    """Returns initial metadata with the address of the router that has the request. It also states that this router can
+    resume requests that another one has begun."""
     return ((ADDRESS_KEY, quote(address, safe=":[]")), (CARRIED_KEY, "1"))
 
 
 def caller_of(context: Context) -> str:
-    """Who asks; all that send no `authorization` are one caller."""
+    """Returns the caller's credentials. All callers that send no `authorization` count as one."""
     return metadata_value(context, "authorization")
 
 
@@ -168,14 +170,14 @@ def wants_explanation(context: Context) -> bool:
 
 
 def explain(context: Context, start: Start) -> None:
-    """Where a choice runs, in the trailing metadata."""
+    """Sets trailing metadata that names the shard on which a choice runs."""
     shard_id = quote(start.shard_id, safe="-._~:@")
     trailers = (("kvloom-shard", shard_id), ("kvloom-cached-tokens", str(start.num_cached_tokens)))
     context.set_trailing_metadata(trailers)
 
 
 def deltas_of(step: Step) -> list[ChoiceDelta]:
-    """A step's news by choice; slots are choice indexes."""
+    """Returns a step's content by choice; slots are choice indexes."""
     by_index: dict[int, ChoiceDelta] = {}
 
     def delta_of(index: int) -> ChoiceDelta:
@@ -200,19 +202,19 @@ def deltas_of(step: Step) -> list[ChoiceDelta]:
     return list(by_index.values())
 
 
-def error_of(finishes: list[Finish], has_news: bool) -> KvloomError | None:
-    """What the RPC's status must say: a choice failed, or nothing of the answer was allowed to be shown."""
+def error_of(finishes: list[Finish], has_output: bool) -> KvloomError | None:
+    """Returns the error for the RPC's status if a choice failed, or if the safety service withheld the whole answer."""
     for finish in finishes:
         if finish.reason == FINISH_REASON_ERROR:
             error = finish.error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The request failed.")
             return named_for_callers(error)
-        if finish.reason == FINISH_REASON_CONTENT_FILTER and not has_news and finish.error is not None:
+        if finish.reason == FINISH_REASON_CONTENT_FILTER and not has_output and finish.error is not None:
             return finish.error
     return None
 
 
 def metadata_value(context: Context, wanted_key: str) -> str:
-    """ "" when the caller sent none."""
+    """Returns "" when the caller sent no such key."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted_key and isinstance(value, str):
             return value

@@ -103,7 +103,7 @@ class ResumableAnswer:
         """Events that no reader was sent."""
         return self.log.num_events - self._num_sent
 
-    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+    # -- ClientSink ---------------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
         if self.ended:

@@ -15,7 +15,7 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.replay.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
-from router.answers.attempts import Attempts, name_of
+from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answer import AnswerName, ResumableAnswer
 from router.answers.resume_metrics import ResumeMetrics
 from router.core.events import ClientGone, RequestArrived
@@ -41,14 +41,14 @@ class ResumableAnswers:
         config: ResumeConfig,
         dispatcher: CoreDriver,
         intake: Intake,
-        attempts: Attempts,
+        named_calls: NamedCalls,
         metrics: ResumeMetrics,
         router_id: str,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._intake = intake
-        self._attempts = attempts
+        self._named_calls = named_calls
         self.metrics = metrics
         self.router_id = router_id
         self.address = ""
@@ -91,7 +91,7 @@ class ResumableAnswers:
             self._on_ended,
             has_news=any(choice.token_ids for choice in request.partial_choices),
         )
-        self._attempts.open(key, answer.name.client_id, lambda: self._on_settled(answer))
+        self._named_calls.open(key, answer.name.client_id, lambda: self._on_settled(answer))
         answer.known = bool(request.resume_token)
         self._answers[key] = answer
         self._keys[answer] = key
@@ -134,7 +134,7 @@ class ResumableAnswers:
         try:
             admitted = await self._intake.request_from_generate(request, client_id, traceparent)
         except KvloomError as error:
-            self._dispatcher.refused(error)
+            self._dispatcher.request_refused(error)
             answer.end(error)
             return
         except Exception:
@@ -150,7 +150,7 @@ class ResumableAnswers:
         client_id = answer.name.client_id
         self._dispatcher.remove_client(client_id)
         self._dispatcher.dispatch(ClientGone(client_id))
-        self._attempts.close(self._keys[answer], client_id)
+        self._named_calls.close(self._keys[answer], client_id)
         if answer.error is not None and not answer.is_heard:
             self._remove(answer)  # refused: the same request may succeed when it is made again
         else:

@@ -1,4 +1,5 @@
-"""The decision log's file: bounded on disk, and in memory while the disk is slow. The event loop never waits for it."""
+"""The decision log's file. It is bounded on disk, and in memory while the disk is slow; the event loop never waits for
+it."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from kvloom.process.service import StartError
 log = structlog.get_logger()
 
 MAX_WAITING_BYTES: Final = 16 * 2**20
-"""What may wait to be written; lines beyond that are dropped."""
+"""The limit for lines that wait to be written; lines beyond it are dropped."""
 GATHER_SECONDS: Final = 0.1
-"""Lines that come within this time are written together."""
+"""Lines that arrive within this time are written together."""
 
 Entry = tuple[bytes, bytes]
-"""(header, line): the header is written before the line, and at the head of each following file; b"" leaves the one
-before in force."""
+"""(header, line): the header is written before the line and at the start of each following file; b"" keeps the previous
+header."""
 
 
 class RotatingFile:
-    """Appends lines to `path`. Before that would outgrow `max_bytes` it becomes `path` + ".1", in place of an earlier
-    one, and a new file begins with the header. For one writer at a time, in any thread."""
+    """Appends lines to `path`. Before the file would exceed `max_bytes` it is renamed to `path` + ".1", replacing an
+    earlier one, and a new file begins with the header. It may be used by one thread at a time."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
@@ -38,17 +39,17 @@ class RotatingFile:
         self._fd: int | None = None
 
     def open(self) -> None:
-        """Append to what is there. Raises OSError."""
-        # Hashes of a prompt tell those who know a text whether it was sent: nobody else's business.
+        """Opens the file for appending. Raises OSError."""
+        # Only the owner may read it: a prompt's hashes reveal to readers who know a text whether it was sent.
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._header_is_due = True
         self._num_bytes = os.fstat(self._fd).st_size
         if self._num_bytes and os.pread(self._fd, 1, self._num_bytes - 1) != b"\n":
-            self._write(b"\n")  # whoever wrote here before was killed within a line
+            self._write(b"\n")  # The previous writer was killed within a line.
 
     def append(self, entries: Sequence[Entry]) -> int:
-        """Returns how many lines were left out because they fit no file. Raises OSError; what was not written then is
-        lost, and the next call opens the file again."""
+        """Returns how many lines were left out because they exceed `max_bytes` by themselves. Raises OSError; the lines
+        that were not written then are lost, and the next call opens the file again."""
         try:
             return self._append(entries)
         except OSError:
@@ -99,7 +100,7 @@ class RotatingFile:
 
 
 class DecisionWriter:
-    """Takes lines without waiting, and writes them in a thread. `run` is its task; `close` ends it."""
+    """Takes lines without waiting and writes them in a thread. `run` is its task, and `close` ends it."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class DecisionWriter:
             raise StartError(f"router.decision_log.path: {self._file.path}: {error.strerror}") from error
 
     def put(self, header: bytes, line: bytes) -> bool:
-        """Both end with a line break. False: there is no room, both were dropped."""
+        """Both end with a line break. Returns False if there was no room, so that both were dropped."""
         size = len(header) + len(line)
         if self._num_waiting_bytes + size > self._max_waiting_bytes or self._closing.is_set():
             self._on_dropped(1)
@@ -135,7 +136,7 @@ class DecisionWriter:
         return True
 
     async def run(self) -> None:
-        """Until `close`, and then until what waits is written."""
+        """Runs until `close` is called and the lines that still wait are written."""
         is_last = False
         while not is_last:
             await self._wake.wait()

@@ -1,11 +1,12 @@
-"""The decision log's file, line by line: requests as they end, and the fleet whenever it has changed."""
+"""The journal makes the decision log's lines: one per ended request, and one for the fleet whenever it has changed."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -14,15 +15,24 @@ from kvloom.errors import reason_name
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.fleet.shard_state import ShardState
-from router.decisions.fleet import fleet_line, is_alike
-from router.decisions.records import AttemptRecord, FleetLine, OutcomeRecord, RequestLine, pack_hashes
+from router.decisions.records import (
+    FORMAT_VERSION,
+    AttemptRecord,
+    FleetLine,
+    FleetShard,
+    OutcomeRecord,
+    RequestLine,
+    pack_hashes,
+)
 
-FLEET_LOOK_SECONDS: Final = 10.0
-"""How often the shards' speeds are compared with what the file was last told."""
+FLEET_CHECK_SECONDS: Final = 10.0
+"""How often the shards' speeds are compared with the fleet line that was written last."""
+SPEED_TOLERANCE: Final = 0.2
+"""Measured speeds vary all the time, so a relative change of less than this is ignored."""
 SALT_BYTES: Final = 32
 
 _encode: Final = msgspec.json.Encoder().encode
-_OPEN: Final = OutcomeRecord(
+_NO_OUTCOME: Final = OutcomeRecord(
     reason="",
     error="",
     shard_id="",
@@ -36,13 +46,15 @@ _OPEN: Final = OutcomeRecord(
 
 
 class LineSink(Protocol):
-    """Takes a line to be written, and with it a new header if there is one. False: both were dropped."""
+    """Receives the lines to be written."""
 
-    def put(self, header: bytes, line: bytes) -> bool: ...
+    def put(self, header: bytes, line: bytes) -> bool:
+        """Takes a line and a new header, or b"". Returns False when both were dropped."""
+        ...
 
 
 class DecisionJournal:
-    """Makes the lines: each is begun when its request is placed, and ended with it."""
+    """Makes the lines: each is begun when its request is first placed, and finished when the request ends."""
 
     def __init__(
         self,
@@ -54,20 +66,21 @@ class DecisionJournal:
         router_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`on_dropped` hears of requests that were forgotten before they ended; of what the sink drops the sink tells
-        itself. `clock`: Unix seconds."""
+        """`on_dropped` is called with the number of lines that were dropped because their requests were forgotten
+        before they ended; lines that the sink drops are not included. `clock` returns Unix seconds."""
         self._sink = sink
         self._on_dropped = on_dropped
         self._shards = shards
         self._policy = policy
         self._router_id = router_id
         self._clock = clock
-        self._told: FleetLine | None = None
-        self._next_look_at = 0.0
+        self._written_fleet: FleetLine | None = None
+        self._next_check_at = 0.0
         self._salt = secrets.token_bytes(SALT_BYTES)
 
     def begin_line(self, decision: PlacementDecided, decided_at: float) -> RequestLine:
-        """What is known of a request when it is placed first. Holds no prompt, and names only as hashes."""
+        """Returns a line with everything known about a request when it is first placed. It holds no prompt text, and
+        names only as hashes."""
         request = decision.request
         return RequestLine(
             request_id=request.request_id,
@@ -78,7 +91,7 @@ class DecisionJournal:
             block_size=decision.block_size,
             block_hashes=pack_hashes(decision.block_hashes),
             attempts=[],
-            outcome=_OPEN,
+            outcome=_NO_OUTCOME,
             max_tokens=request.max_tokens,
             tenant=self._hashed(request.tenant),
             session=self._hashed(request.session_key),
@@ -88,30 +101,30 @@ class DecisionJournal:
         line.arrived_at -= ended.queue_time_seconds
         line.outcome = _outcome(ended)
         line.attempts = attempts
-        fleet = self._news_of_fleet()
+        fleet = self._changed_fleet()
         header = b"" if fleet is None else _encode(fleet) + b"\n"
         if self._sink.put(header, _encode(line) + b"\n") and fleet is not None:
-            self._told = fleet
+            self._written_fleet = fleet
 
-    def give_up_line(self) -> None:
-        """A request was forgotten before it ended."""
+    def drop_line(self) -> None:
+        """Called when a request was forgotten before it ended."""
         self._on_dropped(1)
 
     def fleet_changed(self) -> None:
-        """The next line comes behind a look at the fleet."""
-        self._next_look_at = 0.0
+        """Makes the next line check the fleet for changes."""
+        self._next_check_at = 0.0
 
-    def _news_of_fleet(self) -> FleetLine | None:
-        """None when the file knows it already, or when it is not time to look."""
+    def _changed_fleet(self) -> FleetLine | None:
+        """Returns None when the fleet line that was written last still holds, or when no check is due."""
         now = self._clock()
-        if now < self._next_look_at and self._told is not None:
+        if now < self._next_check_at and self._written_fleet is not None:
             return None
-        self._next_look_at = now + FLEET_LOOK_SECONDS
-        fleet = fleet_line(self._shards(), self._policy, self._router_id, now)
-        return None if self._told is not None and is_alike(self._told, fleet) else fleet
+        self._next_check_at = now + FLEET_CHECK_SECONDS
+        fleet = _fleet_line(self._shards(), self._policy, self._router_id, now)
+        return None if self._written_fleet is not None and _is_alike(self._written_fleet, fleet) else fleet
 
     def _hashed(self, name: str) -> str:
-        """Tells names apart, within one process's lines."""
+        """Returns a hash that distinguishes names within one process's lines, or "" for no name."""
         return hashlib.blake2b(name.encode(), key=self._salt, digest_size=8).hexdigest() if name else ""
 
 
@@ -127,3 +140,45 @@ def _outcome(ended: RequestEnded) -> OutcomeRecord:
         ttft_seconds=ended.ttft_seconds,
         e2e_latency_seconds=ended.e2e_latency_seconds,
     )
+
+
+def _fleet_line(shards: Iterable[ShardState], policy: str, router_id: str, at: float) -> FleetLine:
+    """`at` is in Unix seconds."""
+    known = sorted((_fleet_shard(state) for state in shards), key=lambda shard: shard.shard_id)
+    return FleetLine(version=FORMAT_VERSION, at=at, router_id=router_id, policy=policy, shards=known)
+
+
+def _is_alike(one: FleetLine, other: FleetLine) -> bool:
+    """Whether both have the same shards, with speeds that differ by less than SPEED_TOLERANCE."""
+    return len(one.shards) == len(other.shards) and all(map(_are_alike, one.shards, other.shards))
+
+
+def _fleet_shard(state: ShardState) -> FleetShard:
+    description = state.description
+    return FleetShard(
+        shard_id=description.shard_id,
+        incarnation_id=description.incarnation_id,
+        model=description.model,
+        block_size=description.block_size,
+        num_blocks=description.num_blocks,
+        max_batch=description.max_batch,
+        max_model_len=description.max_model_len,
+        draining=state.is_draining,
+        prefill_tokens_per_second=state.prefill_tokens_per_second,
+        decode_step_seconds=state.decode_step_seconds,
+        prefill_seconds=dict(state.prefill_seconds),
+    )
+
+
+def _are_alike(one: FleetShard, other: FleetShard) -> bool:
+    return (
+        (one.shard_id, one.incarnation_id, one.draining) == (other.shard_id, other.incarnation_id, other.draining)
+        and _is_close(one.prefill_tokens_per_second, other.prefill_tokens_per_second)
+        and _is_close(one.decode_step_seconds, other.decode_step_seconds)
+        and one.prefill_seconds.keys() == other.prefill_seconds.keys()
+        and all(_is_close(value, other.prefill_seconds[name]) for name, value in one.prefill_seconds.items())
+    )
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SPEED_TOLERANCE)

@@ -1,4 +1,5 @@
-"""Remembers why requests went where they went: the latest for `Explain`, all of them for the file, if there is one."""
+"""The decision log records why requests were placed where they were: the latest ones for `Explain`, and all of them for
+the decision log's file, if there is one."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ from router.decisions.packing import pack_attempt, unpack_attempt
 from router.decisions.records import AttemptRecord, RequestLine
 
 MAX_REMEMBERED_BYTES: Final = 64 * 2**20
-"""Of all that is remembered. Only with hundreds of shards is it reached before `max_remembered`."""
+"""The limit for everything that is remembered. It is reached before `max_remembered` only with hundreds of shards."""
 
 
 @dataclasses.dataclass(slots=True)
-class Remembered:
+class RememberedRequest:
     """A request that was placed."""
 
     request_id: str
     num_prompt_tokens: int
     packed_attempts: list[bytes] = dataclasses.field(default_factory=list)
     ended: RequestEnded | None = None
-    """None: it still runs."""
+    """None while it still runs."""
     line: RequestLine | None = None
-    """What the file will get once it has ended."""
+    """The file's line, which is written once the request has ended."""
 
     @property
     def attempts(self) -> list[AttemptRecord]:
@@ -39,7 +40,8 @@ class Remembered:
 
 
 class DecisionLog:
-    """Joins placements and ends by request id. Everything in it is bounded: the oldest are forgotten."""
+    """Joins the placements and the end of each request by request id. Its size is bounded: the oldest requests are
+    forgotten."""
 
     def __init__(
         self,
@@ -49,19 +51,19 @@ class DecisionLog:
         max_remembered_bytes: int = MAX_REMEMBERED_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock`: Unix seconds."""
+        """`clock` returns Unix seconds."""
         self._max_remembered = max_remembered
         self._journal = journal
         self._max_remembered_bytes = max_remembered_bytes
         self._clock = clock
-        self._remembered: OrderedDict[str, Remembered] = OrderedDict()
+        self._remembered: OrderedDict[str, RememberedRequest] = OrderedDict()
         self._num_bytes = 0
 
     @property
     def num_remembered(self) -> int:
         return len(self._remembered)
 
-    def find(self, request_id: str) -> Remembered | None:
+    def find(self, request_id: str) -> RememberedRequest | None:
         return self._remembered.get(request_id)
 
     def placement_decided(self, decision: PlacementDecided) -> None:
@@ -69,8 +71,8 @@ class DecisionLog:
         now = self._clock()
         remembered = self._remembered.get(request_id)
         if remembered is None or decision.attempt_id == 1:
-            self._forget(request_id)  # an earlier request of the same name
-            remembered = self._remembered[request_id] = Remembered(request_id, decision.pick.num_prompt_tokens)
+            self._forget(request_id)  # This is an earlier request of the same id.
+            remembered = self._remembered[request_id] = RememberedRequest(request_id, decision.pick.num_prompt_tokens)
             if self._journal is not None and decision.attempt_id == 1:
                 remembered.line = self._journal.begin_line(decision, now)
                 self._num_bytes += len(remembered.line.block_hashes)
@@ -83,7 +85,7 @@ class DecisionLog:
             self._forget(next(iter(self._remembered)))
 
     def request_ended(self, ended: RequestEnded) -> None:
-        # Without an attempt it was refused, perhaps because a request of this name still runs.
+        # A request without an attempt was rejected, perhaps because an earlier request of this id still runs.
         remembered = self._remembered.get(ended.request_id) if ended.num_attempts else None
         if remembered is None or remembered.ended is not None:
             return
@@ -94,7 +96,7 @@ class DecisionLog:
             self._journal.end_line(line, ended, remembered.attempts)
 
     def fleet_changed(self) -> None:
-        """Shards came, went or drain."""
+        """Called when shards have come, gone or begun to drain."""
         if self._journal is not None:
             self._journal.fleet_changed()
 
@@ -104,4 +106,4 @@ class DecisionLog:
             return
         self._num_bytes -= forgotten.num_bytes
         if forgotten.line is not None and self._journal is not None:
-            self._journal.give_up_line()
+            self._journal.drop_line()

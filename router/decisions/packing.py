@@ -1,5 +1,8 @@
-"""How placements are remembered: packed, some hundred bytes a shard, made in microseconds and nothing for the garbage
-collector to walk through. Nearly none is ever looked at again."""
+"""Packs placements for keeping them in memory, because nearly none of them is ever read again.
+
+A packed placement takes about a hundred bytes per shard and microseconds to make, and it holds no objects that the
+garbage collector would have to traverse.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class _Attempt(msgspec.Struct, array_like=True, gc=False):
     term_names: tuple[str, ...]
     shards: list[_Shard]
     filtered: list[tuple[str, str]]
-    """(shard, why)"""
+    """(shard id, reason)"""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -39,7 +42,7 @@ _decoder: Final = msgspec.msgpack.Decoder(_Attempt)
 
 
 def pack_attempt(decision: PlacementDecided, decided_at: float) -> bytes:
-    """`decided_at`: Unix seconds."""
+    """`decided_at` is in Unix seconds."""
     pick = decision.pick
     shards = [
         (
@@ -100,6 +103,6 @@ def _score(shard: ShardPlan) -> ScoreRecord:
         num_queued_prefill_tokens=shard.num_queued_prefill_tokens,
         predicted_ttft_seconds=shard.predicted_ttft_seconds,
         cost_seconds=shard.cost_seconds,
-        cost_terms=shard.cost_terms,  # pyright: ignore[reportArgumentType]  (any mapping can be written)
+        cost_terms=shard.cost_terms,  # pyright: ignore[reportArgumentType]  (Any mapping can be encoded.)
         filtered_reason=shard.filtered_reason,
     )

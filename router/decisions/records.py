@@ -1,7 +1,7 @@
-"""The decision log's lines: what a reader of the file gets. docs/routing-decisions.md describes the format.
+"""The lines of the decision log's file. docs/routing-decisions.md describes the format.
 
-Every line is a JSON object whose `type` says which of the two it is. Times are Unix seconds, durations seconds. Fields
-at their defaults are left out; readers ignore fields that they do not know.
+Every line is a JSON object, either a fleet line or a request line, as its `type` states. Times are in Unix seconds and
+durations in seconds. Fields with default values are left out, and readers ignore fields that they do not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMAT_VERSION: Final = 1
 
 
 class FleetShard(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A shard and its speed as of then."""
+    """A shard and its speed at the time of the line."""
 
     shard_id: str
     incarnation_id: str
@@ -30,14 +30,15 @@ class FleetShard(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_model_len: int
     draining: bool = False
     prefill_tokens_per_second: float = 0.0
-    """As the shard measured it; 0: not known yet. So is the next one."""
+    """As the shard measured it, or 0 if it is not known yet."""
     decode_step_seconds: float = 0.0
+    """As the shard measured it, or 0 if it is not known yet."""
     prefill_seconds: dict[str, float] = {}
-    """What the router has learned: the coefficients of router/core/load/speed_model.py."""
+    """The coefficients that the router has learned, see router/core/load/speed_model.py."""
 
 
 class FleetLine(msgspec.Struct, tag="fleet", kw_only=True):
-    """Holds for the lines behind it, until the next one."""
+    """The state of the fleet for the request lines that follow, until the next fleet line."""
 
     version: int
     at: float
@@ -47,7 +48,7 @@ class FleetLine(msgspec.Struct, tag="fleet", kw_only=True):
 
 
 class ScoreRecord(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """ShardScore of router_service.proto. A number that is not finite is null."""
+    """ShardScore of router_service.proto. Numbers that are not finite are null."""
 
     shard_id: str
     num_overlap_tokens: int = 0
@@ -75,7 +76,7 @@ class ScoreRecord(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class AttemptRecord(msgspec.Struct, kw_only=True):
-    """One placement, with every shard as it looked then; the picked one comes first."""
+    """One placement, with every shard as it was then; the picked one comes first."""
 
     attempt_id: int
     decided_at: float
@@ -87,18 +88,18 @@ class OutcomeRecord(msgspec.Struct, kw_only=True):
     reason: str
     """"stop", "length", "content_filter", "cancelled", "error"."""
     error: str
-    """"" or a name of error_reason.proto in lower case, e.g. "shard_lost"."""
+    """A name of error_reason.proto in lower case, e.g. "shard_lost", or ""."""
     shard_id: str
-    """Where it ended."""
+    """The shard on which the request ended."""
     num_attempts: int
     num_cached_tokens: int
-    """Of the prompt, as the engine counted them for the first choice."""
+    """Cached tokens of the prompt, as the engine counted them for the first choice."""
     num_output_tokens: int
-    """Of all choices."""
+    """Output tokens of all choices."""
     queue_time_seconds: float
-    """Arrival to first dispatch."""
+    """From arrival to the first dispatch."""
     ttft_seconds: float | None
-    """Arrival to the first token sent to the client; null: none was."""
+    """From arrival to the first token sent to the client, or null if none was sent."""
     e2e_latency_seconds: float
 
 
@@ -111,16 +112,17 @@ class RequestLine(msgspec.Struct, tag="request", kw_only=True, omit_defaults=Tru
     num_prompt_tokens: int
     num_choices: int
     block_size: int
-    """Of the shard that was picked first."""
+    """The block size of the shard that was picked first."""
     block_hashes: bytes
-    """Of the prompt's full blocks: in JSON base64 of little-endian 64-bit integers."""
+    """The hashes of the prompt's full blocks; in JSON, base64 of little-endian 64-bit integers."""
     attempts: list[AttemptRecord]
     outcome: OutcomeRecord
     max_tokens: int | None = None
-    """Asked for, of one choice; left out: as many as fit the window."""
+    """The request's limit per choice. Without one, as many as fit the context window."""
     tenant: str = ""
-    """A hash, salted per router process; "" for none. So is the next one."""
+    """A hash, salted per router process, or "" if there is no tenant."""
     session: str = ""
+    """A hash, salted per router process, or "" if there is no session key."""
 
     def hashes(self) -> array[int]:
         return unpack_hashes(self.block_hashes)
@@ -144,9 +146,10 @@ _DECODER: Final = msgspec.json.Decoder(FleetLine | RequestLine)
 
 
 def read_decisions(lines: Iterable[bytes]) -> Iterator[FleetLine | RequestLine]:
-    """The lines of a decision file (e.g. the open file). A line that was cut off when its router was killed is skipped.
+    """Decodes the lines of a decision file (e.g. the open file). A line that was truncated when its router was
+    killed is skipped.
 
-    Raises ValueError, with the number of the line, for one that is JSON but not of this format.
+    Raises ValueError, with the number of the line, for a line that is JSON but not of this format.
     """
     for number, line in enumerate(lines, start=1):
         try:

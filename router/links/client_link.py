@@ -1,7 +1,7 @@
 """The router's end of one client's data plane: `RouterService.Connect`.
 
-Requests come in and steps go out, all multiplexed by slot. Nothing waits on a client: its news piles up in a bounded
-outbox, and every time its writer wakes up everything that is there leaves as one frame.
+Requests come in and steps go out, all multiplexed by slot. Nothing waits for a client: its steps collect in a bounded
+outbox, and whenever the stream's writer wakes up, everything in the outbox is sent as one frame.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ log = structlog.get_logger()
 
 HELLO_TIMEOUT_SECONDS: Final = 10.0
 FLUSH_SECONDS: Final = 0.5
-"""How long the last frames may take on their way to a client whose stream ends."""
+"""How long the last frames of an ending stream may take to reach the client."""
 MAX_OPEN_SLOTS: Final = 65_536
-"""Sequences that one client may have under way."""
+"""The most sequences that one client may have in flight."""
 
 _numbers = itertools.count(1)
 
@@ -50,23 +50,24 @@ Context = grpc.aio.ServicerContext[RouterServiceConnectRequest, RouterServiceCon
 
 
 class ClientLink:
-    """One client's stream, from its hello to its end."""
+    """Serves one client's stream, from its hello to its end."""
 
     def __init__(
         self,
-        dispatcher: CoreDriver,
+        driver: CoreDriver,
         intake: Intake,
         context: Context,
-        named_links: LinkSessions,
+        link_sessions: LinkSessions,
         router_address: str = "",
         incarnation_id: str = "",
         max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
-        """`router_address`: where this router listens and no other does. `incarnation_id`: as it is announced."""
-        self._dispatcher = dispatcher
+        """`router_address` is one where this router listens and no other does. `incarnation_id` is the one that the
+        router announces in the registry."""
+        self._driver = driver
         self._intake = intake
         self._context = context
-        self._named_links = named_links
+        self._link_sessions = link_sessions
         self._router_address = router_address
         self._incarnation_id = incarnation_id
         self._link_id = ""
@@ -74,46 +75,47 @@ class ClientLink:
         self._outbox = StepOutbox(max_waiting_entries)
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
-        self._inbox = SubmitQueue(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)
-        # Without an interval: tokens are metered by now, and what a router has not written is lost with it.
+        self._submit_queue = SubmitQueue(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)
+        # The writer has no flush interval: tokens are already metered here, and those that a router has not written
+        # are lost if it crashes.
         self._writer = FrameWriter(context, self._take_response)
         self._ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
         self._half_closed = False
         self._has_left = False
 
     async def serve(self) -> None:
-        """Until the client goes, breaks the protocol or reads too slowly, or `end` is called."""
+        """Returns when the client disconnects, breaks the protocol or reads too slowly, or when `end` is called."""
         try:
             await self._read_hello()
         except KvloomError as error:
             await abort(self._context, error)
-        self._dispatcher.add_client(self._client_id, self)
-        self.send_fleet(self._dispatcher.core.fleet)
+        self._driver.add_client(self._client_id, self)
+        self.send_fleet(self._driver.core.fleet)
         reader = asyncio.create_task(self._read_frames(), name=f"{self._client_id} reader")
         writer = asyncio.create_task(self._writer.run(), name=f"{self._client_id} writer")
         try:
             await asyncio.wait([reader, writer, self._ended], return_when=asyncio.FIRST_COMPLETED)
             self.leave()
-            # gRPC takes no status while the stream's first message is being written: the writer is not cut short
-            # unless the client does not read.
+            # gRPC accepts no status while the stream's first message is being written, so the writer is cut short only
+            # if the client does not read.
             await asyncio.wait([writer], timeout=FLUSH_SECONDS)
         finally:
-            self.leave()  # before anything is awaited: this task may be cancelled once more
+            self.leave()  # This comes before any await because this task may be cancelled once more.
             reader.cancel()
             writer.cancel()
             results = await asyncio.gather(reader, writer, return_exceptions=True)
         await self._finish_stream(results)
 
     def end(self) -> None:
-        """Close the stream in good order (the router stops)."""
+        """Closes the stream cleanly because the router stops."""
         self._end_with(None)
 
     @property
     def client_id(self) -> str:
-        """As the core knows this stream."""
+        """The core's id for this stream."""
         return self._client_id
 
-    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+    # -- ClientSink ---------------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
         if step.finishes:
@@ -139,42 +141,42 @@ class ClientLink:
             async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
                 frame = await self._context.read()
         except TimeoutError:
-            raise protocol_violation("No hello came.") from None
+            raise protocol_violation("The client sent no hello in time.") from None
         if not isinstance(frame, RouterServiceConnectRequest) or not frame.hello.client_id:
             raise protocol_violation("The first frame must carry a hello with a client_id.")
         if frame.submits or frame.cancel_slots:
-            raise protocol_violation("The first frame carries nothing but the hello.")
-        # Clients choose their names freely; two of one name must not get each other's news.
+            raise protocol_violation("The first frame must carry nothing but the hello.")
+        # Clients choose their names freely, and two clients of one name must not receive each other's steps.
         self._client_id = f"{frame.hello.client_id[:MAX_NAME_CHARS]}#{next(_numbers)}"
         self._link_id = frame.hello.link_id[:MAX_NAME_CHARS]
         if self._link_id:
-            self._named_links.open(self._link_id, self)
+            self._link_sessions.open(self._link_id, self)
         self._on_lost(frame.hello.lost)
         log.info("client connected", client_id=self._client_id)
 
     async def _read_frames(self) -> None:
-        await deliver(self._context, RouterServiceConnectRequest, self._on_frame)  # until the client sends no more
+        await deliver(self._context, RouterServiceConnectRequest, self._on_frame)  # returns once the client half-closes
         self._half_closed = True
         self._finish_if_done()
-        await self._ended  # what it has asked for is still answered: the writer ends the stream
+        await self._ended  # Requests in flight are still answered; then the writer ends the stream.
 
     def _on_frame(self, frame: RouterServiceConnectRequest) -> None:
         if self._has_left:
             return
         if frame.HasField("hello"):
-            raise protocol_violation("Only the first frame carries a hello.")
-        self._on_lost(frame.lost)  # what is submitted next may be the same request, going on
-        self._inbox.add(frame)
+            raise protocol_violation("Only the first frame may carry a hello.")
+        self._on_lost(frame.lost)  # This comes first because the frame may also submit the same request, to resume it.
+        self._submit_queue.add(frame)
 
     def _on_lost(self, lost: Iterable[LostRequest]) -> None:
-        for one in lost:
-            link_id = one.link_id[:MAX_NAME_CHARS] or self._link_id
-            self._named_links.settle(link_id, one.request_id, one.num_received_tokens, speaker=self)
+        for request in lost:
+            link_id = request.link_id[:MAX_NAME_CHARS] or self._link_id
+            self._link_sessions.settle(link_id, request.request_id, request.num_received_tokens, reported_by=self)
 
     def _on_submit(self, submit: Submit) -> None:
         slots = [choice.slot for choice in submit.choices]
         if not slots:
-            raise protocol_violation(f"Request {submit.request_id!r} has no choices, so nothing can answer it.")
+            raise protocol_violation(f"Request {submit.request_id!r} has no choices, so it cannot be answered.")
         if len(set(slots)) < len(slots) or not self._open_slots.isdisjoint(slots):
             raise protocol_violation(f"Request {submit.request_id!r} uses a slot that is still in use.")
         self._open_slots.update(slots)
@@ -185,18 +187,18 @@ class ClientLink:
         except KvloomError as error:
             self._refuse(slots, error)
             return
-        self._dispatcher.dispatch(RequestArrived(request))
+        self._driver.dispatch(RequestArrived(request))
 
     def _on_cancel(self, slots: Sequence[int]) -> None:
-        self._dispatcher.dispatch(SlotsCancelled(self._client_id, slots))
+        self._driver.dispatch(SlotsCancelled(self._client_id, slots))
 
     def _refuse(self, slots: Iterable[int], error: KvloomError) -> None:
-        """The request is at fault, the stream goes on."""
-        self._dispatcher.refused(error)
+        """Fails the request and keeps the stream open."""
+        self._driver.request_refused(error)
         self.send_step(Step(finishes=[Finish(slot, FINISH_REASON_ERROR, error=error) for slot in slots]))
 
     def _take_response(self) -> RouterServiceConnectResponse | None:
-        """Everything that waits, as one frame."""
+        """Returns everything that waits as one frame, or None when nothing does."""
         step = self._outbox.take()
         fleet, self._fleet = self._fleet, None
         if step is None and fleet is None:
@@ -211,8 +213,8 @@ class ClientLink:
         return response
 
     def _finish_if_done(self) -> None:
-        """The client sends no more, and has an answer to all that it has sent."""
-        if self._half_closed and not self._open_slots and not self._inbox:
+        """Ends the stream once the client has half-closed it and all its requests have been answered."""
+        if self._half_closed and not self._open_slots and not self._submit_queue:
             self._writer.finish()
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -223,19 +225,20 @@ class ClientLink:
         self._writer.finish()
 
     def leave(self) -> None:
-        """Cancel what its client has open. Repeatable. What is in the outbox can still be written, nothing is added."""
+        """Cancels the client's open requests. The outbox can still be written, but nothing is added to it. Calling
+        this again has no effect."""
         if self._has_left:
             return
         self._has_left = True
-        self._inbox.clear()
-        self._dispatcher.remove_client(self._client_id)
-        self._dispatcher.dispatch(ClientGone(self._client_id))
-        self._named_links.close(self._link_id, self)
+        self._submit_queue.clear()
+        self._driver.remove_client(self._client_id)
+        self._driver.dispatch(ClientGone(self._client_id))
+        self._link_sessions.close(self._link_id, self)
         self._end_with(None)
         log.info("client gone", client_id=self._client_id)
 
     async def _finish_stream(self, results: Sequence[BaseException | None]) -> None:
-        """Tell the client why, if there is a reason to tell."""
+        """Ends the stream with an error status if there is an error."""
         error = self._ended.result()
         for result in results:
             if isinstance(result, KvloomError):

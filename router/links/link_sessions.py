@@ -1,7 +1,7 @@
-"""Streams of `Connect` whose clients have named their links: what such a link has lost is settled by that name.
+"""The open `Connect` streams by link id, so that usage which a broken stream lost can be settled (docs/adr/0011).
 
-The client says what had come of a request that it lost with a stream: in the hello of its next one, or, where that one
-may end at another router, by `Cancel` at the address that this router has named (docs/adr/0011).
+When a stream breaks, its client reports how many tokens of each lost request it had received. It does so in the hello
+of its next stream, or, where that stream may end at another router, by `Cancel` at the address that this router sent.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from router.usage_records import UsageRecords
 
 
 class LinkSession(Protocol):
-    """One stream."""
+    """One open stream."""
 
     @property
     def client_id(self) -> str:
-        """As the core knows it."""
+        """The core's id for the stream."""
         ...
 
     def leave(self) -> None:
-        """Its requests must have ended, and been metered, when this returns."""
+        """Ends the stream's requests: when this returns they must have ended and been metered."""
         ...
 
 
 class LinkSessions:
-    """Of one router, by link_id."""
+    """The sessions of one router, by link id."""
 
-    def __init__(self, dispatcher: CoreDriver, bills: UsageRecords) -> None:
-        self._dispatcher = dispatcher
-        self._usage_records = bills
+    def __init__(self, driver: CoreDriver, usage_records: UsageRecords) -> None:
+        self._driver = driver
+        self._usage_records = usage_records
         self._open: dict[str, LinkSession] = {}
 
     def open(self, link_id: str, link: LinkSession) -> None:
-        """Ends the link's earlier stream, whose break may not have been seen here: what it ran goes on over this one,
-        under the same names."""
+        """Registers a stream and ends the link's earlier one, whose break this router may not have noticed: the
+        client resumes the earlier stream's requests over this one, under the same ids."""
         earlier = self._open.get(link_id)
         if earlier is not None:
             earlier.leave()
@@ -44,20 +44,21 @@ class LinkSessions:
         self._usage_records.open(link.client_id, link_id)
 
     def close(self, link_id: str, link: LinkSession) -> None:
-        """Its requests have ended."""
+        """Called when all requests of the stream have ended."""
         if self._open.get(link_id) is link:
             del self._open[link_id]
         self._usage_records.close(link.client_id)
 
     def settle(
-        self, link_id: str, request_id: str, num_received_tokens: int, speaker: LinkSession | None = None
+        self, link_id: str, request_id: str, num_received_tokens: int, reported_by: LinkSession | None = None
     ) -> bool:
-        """Credit what was metered beyond what came. Unless the link itself is the `speaker`, a request that it still
-        has is ended first: it goes on elsewhere. False when nothing was credited."""
+        """Credits the tokens that were metered but not received, and returns whether there were any. If the request
+        still runs on the link's open stream it is ended first, because the client resumes it elsewhere, unless that
+        stream itself reported the loss."""
         link = self._open.get(link_id)
-        if link is not None and link is not speaker:
-            self._dispatcher.dispatch(RequestCancelled(request_id, link.client_id))
+        if link is not None and link is not reported_by:
+            self._driver.dispatch(RequestCancelled(request_id, link.client_id))
         found = self._usage_records.settle(link_id, {request_id: num_received_tokens})
         for credit in found:
-            self._dispatcher.credited(credit)
+            self._driver.tokens_credited(credit)
         return bool(found)

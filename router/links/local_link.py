@@ -1,8 +1,8 @@
-"""A way to the router for the process that it runs in: nothing is encoded, copied or queued between the two.
+"""A link to the router for an edge in the same process: nothing is encoded, copied or queued between the two.
 
-What the core sends to this client goes straight on to the sinks, within the event that made it. Requests and cancels
-reach the core on the next turn of the event loop, all of a turn together, so that a sink may call `submit` and `cancel`
-and never hears anything before `submit` has returned.
+Steps that the core sends to this client reach the sinks directly, within the event that produced them. Requests and
+cancels reach the core on the next turn of the event loop, all of one turn together. A sink may therefore call `submit`
+and `cancel`, and it is never called before `submit` has returned.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _numbers = itertools.count(1)
 
 
 class LocalRouterLink:
-    """A RouterLink (kvloom/router_link/link.py), and the core's client (router/core_driver.py) at the same time."""
+    """Both a RouterLink (kvloom/router_link/link.py) and a client of the core (router/core_driver.py)."""
 
-    def __init__(self, dispatcher: CoreDriver, intake: Intake, name: str) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, driver: CoreDriver, intake: Intake, name: str) -> None:
+        self._driver = driver
         self._intake = intake
         self._client_id = f"{name}#local-{next(_numbers)}"
         self._connected = False
@@ -49,25 +49,24 @@ class LocalRouterLink:
         self._flush: asyncio.Handle | None = None
 
     async def start(self) -> None:
-        """Connect."""
-        self._dispatcher.add_client(self._client_id, self)
+        self._driver.add_client(self._client_id, self)
         self._connected = True
-        self.send_fleet(self._dispatcher.core.fleet)
+        self.send_fleet(self._driver.core.fleet)
 
     async def close(self) -> None:
-        """Repeatable. What still runs finishes with ROUTER_LOST."""
+        """Ends the requests that still run with ROUTER_LOST. Calling this again has no effect."""
         if not self._connected:
             return
         self._connected = False
         if self._flush is not None:
             self._flush.cancel()
-        self._dispatcher.remove_client(self._client_id)
-        self._dispatcher.dispatch(ClientGone(self._client_id))
+        self._driver.remove_client(self._client_id)
+        self._driver.dispatch(ClientGone(self._client_id))
         message = "The connection to the router was closed."
         error = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, message, retry_after_seconds=1.0)
         self._choices.end_all(error.to_proto())
         self._fleet = FleetState()
-        self._tell_fleet_changed()
+        self._notify_fleet_changed()
 
     # -- RouterLink ---------------------------------------------------------------------------------------------------
 
@@ -80,7 +79,7 @@ class LocalRouterLink:
         return self._connected
 
     async def wait_fleet_change(self) -> None:
-        """Return after the next change of `fleet` (or of the connection)."""
+        """Returns after the next change of `fleet` or of the connection."""
         await self._fleet_changed.wait()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
@@ -91,7 +90,7 @@ class LocalRouterLink:
         try:
             self._arrived.append(self._intake.request_from_link(request, _choices(request, slots), self._client_id))
         except KvloomError as error:
-            self._dispatcher.refused(error)
+            self._driver.request_refused(error)
             self._refused += [Finish(slot, FINISH_REASON_ERROR, error=error) for slot in slots]
         self._flush_soon()
         return handle
@@ -113,17 +112,17 @@ class LocalRouterLink:
         cancelled, self._cancelled = self._cancelled, []
         for request in arrived:
             try:
-                self._dispatcher.dispatch(RequestArrived(request))
+                self._driver.dispatch(RequestArrived(request))
             except Exception:
                 log.exception("the core failed on a request", request_id=request.request_id)
                 self._fail(request)
         for finish in refused:
             self._choices.on_finish(convert.finish_to_proto(finish))
-        # One that ended meanwhile has given up its slot, and a request of this turn may have taken it.
+        # A sequence that has ended meanwhile has released its slot, which a request of this turn may have taken.
         slots = [slot for slot in cancelled if self._choices.is_cancelled(slot)]
         if slots:
             try:
-                self._dispatcher.dispatch(SlotsCancelled(self._client_id, slots))
+                self._driver.dispatch(SlotsCancelled(self._client_id, slots))
             except Exception:
                 log.exception("the core failed on a cancel")
 
@@ -132,14 +131,14 @@ class LocalRouterLink:
         for choice in request.choices:
             self._choices.on_finish(convert.finish_to_proto(Finish(choice.slot, FINISH_REASON_ERROR, error=error)))
 
-    # -- ClientPeer ---------------------------------------------------------------------------------------------------
+    # -- ClientSink ---------------------------------------------------------------------------------------------------
 
     def send_fleet(self, fleet: FleetChanged) -> None:
         self._fleet = convert.fleet_to_proto(fleet)
-        self._tell_fleet_changed()
+        self._notify_fleet_changed()
 
     def send_step(self, step: Step) -> None:
-        """The hot path: one call a token."""
+        """This is the hot path: it makes one call per token."""
         choices = self._choices
         for start in step.starts:
             choices.on_start(start.slot, convert.start_to_proto(start))
@@ -153,13 +152,13 @@ class LocalRouterLink:
         for finish in step.finishes:
             choices.on_finish(convert.finish_to_proto(finish))
 
-    def _tell_fleet_changed(self) -> None:
+    def _notify_fleet_changed(self) -> None:
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
 
 
 def _choices(request: LinkRequest, slots: Sequence[int]) -> tuple[ChoiceSpec, ...]:
-    """As the core knows them, each on a slot of its own."""
+    """Returns the request's choices as the core expects them, each with a slot of its own."""
     if not request.partial_choices:
         return tuple(ChoiceSpec(slot=slot, index=index) for index, slot in enumerate(slots))
     return tuple(

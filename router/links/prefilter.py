@@ -1,7 +1,9 @@
-"""Clears at once what text of answers the safety service need not see (see Prefilter in safety_service.proto).
+"""Clears answer text that the safety service need not see, without a round trip (see Prefilter in
+safety_service.proto).
 
-A token's way to the service and back is three wake-ups; most tokens cannot begin anything forbidden. Nothing is judged
-here: text that might be the beginning of something, and all that follows it until the service has cleared it, is sent.
+A token's round trip to the service takes three wake-ups, but most tokens cannot begin anything forbidden. Nothing is
+judged here: text in which a forbidden string may begin is sent to the service, and so is all text that follows it until
+the service has cleared it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from router.core.events import AnswersScreened
 _SEPARATOR: Final = "\0"
 _END: Final = r"(?:\x00|\Z)"
 _Tree: TypeAlias = "dict[str, _Tree]"
-"""Beginnings, character by character."""
+"""A trie of beginnings, character by character."""
 
 
 class Prefilter:
-    """Tells text in which something may begin. Exact in one direction: what it lets pass is clear."""
+    """Recognises text in which a forbidden string may begin. It is exact in one direction: text that passes is
+    clear."""
 
     __slots__ = ("_folded", "_plain")
 
@@ -30,7 +33,7 @@ class Prefilter:
 
     @classmethod
     def from_policy(cls, policy: safety_service_pb2.PolicyState) -> Prefilter | None:
-        """None: every text may begin something."""
+        """Returns None if the policy has no prefilter, so that every text has to be sent."""
         if not policy.HasField("answer_prefilter"):
             return None
         prefilter = policy.answer_prefilter
@@ -46,17 +49,13 @@ class Prefilter:
 
 
 class PrefilteredAnswers:
-    """The answers that are being screened over one connection, by slot."""
+    """The answers that one connection screens, by slot."""
 
     def __init__(self) -> None:
         self.prefilter: Prefilter | None = None
-        """The present policy's. An answer goes by the one under which the service first heard of it."""
+        """The prefilter of the current policy. An answer keeps the one that was current when the service first received
+        text of it."""
         self._answers: dict[int, _Answer] = {}
-
-    def forget_all(self) -> None:
-        """The connection is a new one."""
-        self._answers.clear()
-        self.prefilter = None
 
     @property
     def num_open(self) -> int:
@@ -66,8 +65,8 @@ class PrefilteredAnswers:
         return slot in self._answers
 
     def move_clear(self, successor: PrefilteredAnswers, closing: Collection[int]) -> None:
-        """Let another connection go on with the answers of which the service has cleared everything: all it has to be
-        told of them is their length and last character. Not those that are `closing`."""
+        """Hands the answers that the service has cleared completely to another connection, except those in `closing`.
+        All that the next service needs of them is their length and last character."""
         moved = [slot for slot, answer in self._answers.items() if answer.is_clear and slot not in closing]
         for slot in moved:
             answer = successor._answers[slot] = self._answers.pop(slot)
@@ -82,8 +81,9 @@ class PrefilteredAnswers:
         outgoing: Outgoing,
         skips: Iterable[tuple[int, int, str]] = (),
     ) -> AnswersScreened | None:
-        """Put what must be screened into `outgoing`; returns what is known at once, None if that is nothing. `skips`
-        (slot, characters, the last of them) were cleared by the core, before the slot's delta."""
+        """Puts the text that must be screened into `outgoing`. Returns what is clear or closed at once, or None if that
+        is nothing. `skips` are (slot, number of characters, the last of them) that the core has cleared before the
+        slot's delta."""
         current = self.prefilter
         is_plain = current is not None and not current.is_suspicious(_SEPARATOR.join(deltas))
         answers = self._answers
@@ -116,7 +116,7 @@ class PrefilteredAnswers:
         return AnswersScreened(clear_slots, num_clear_chars, halts=[], closed_slots=closed_slots)
 
     def note(self, response: safety_service_pb2.ScreenResponse) -> None:
-        """What the service has cleared and closed."""
+        """Records what the service has cleared and closed."""
         for slot, num_clear_chars in zip(response.slots, response.num_clear_chars, strict=True):
             answer = self._answers.get(slot)
             if answer is not None:
@@ -136,7 +136,7 @@ class PrefilteredAnswers:
         outgoing.add(slot, delta)
 
     def _close(self, slot: int, outgoing: Outgoing) -> bool:
-        """Whether it is closed at once: the service has never heard of it."""
+        """Returns True if the answer is closed at once because the service has never received any of it."""
         answer = self._answers.get(slot)
         if answer is not None and not answer.is_open:
             del self._answers[slot]
@@ -146,12 +146,12 @@ class PrefilteredAnswers:
 
 
 class Outgoing:
-    """What the next frame to the service takes along of answers: each one's text joined."""
+    """The answers' part of the next frame to the service, with each answer's text joined."""
 
     def __init__(self) -> None:
         self.deltas: dict[int, str] = {}
         self.skips: dict[int, tuple[int, str]] = {}
-        """Slot → (characters, the last of them), before its delta."""
+        """Slot -> (number of characters, the last of them), which come before the slot's delta."""
         self.close_slots: list[int] = []
 
     def __bool__(self) -> bool:
@@ -174,28 +174,29 @@ class _Answer:
         self.prefilter: Prefilter | None = None
         self.num_chars = 0
         self.num_skipped = 0
-        """Of these, the last ones that the service has not been told of."""
+        """How many characters at the end the service has not received."""
         self.last_char = ""
         self.is_open = False
-        """The service knows of it."""
+        """Whether the service has received any of its text."""
         self.is_clear = True
-        """All that was sent has been cleared."""
+        """Whether the service has cleared everything that it received."""
 
 
 def _expression(beginnings: Iterable[str], space: str) -> re.Pattern[str] | None:
-    """Finds, in ASCII text, one of these strings or as much of its beginning as there is before the end."""
+    """Returns an expression that finds, in ASCII text, one of these strings or a prefix of one at the end of a delta.
+    Returns None if none of the strings can occur."""
     tree: _Tree = {}
     for beginning in beginnings:
         node = tree
         for character in beginning:
             node = node.setdefault(character, {})
-        node[_SEPARATOR] = {}  # complete: whatever follows
+        node[_SEPARATOR] = {}  # The beginning is complete here, whatever follows.
     alternatives = _alternatives(tree, space)
     return re.compile("|".join(alternatives)) if alternatives else None
 
 
 def _alternatives(tree: _Tree, space: str) -> list[str]:
-    """A character outside ASCII stands nowhere in the text."""
+    """Skips characters outside ASCII, which do not occur in the text."""
     found: list[str] = []
     for character, rest in tree.items():
         if not character.isascii():

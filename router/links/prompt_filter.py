@@ -1,7 +1,7 @@
-"""Tells prompts that the safety service would allow from those that it has to see (see Prefilter in
-safety_service.proto): most prompts need not cross to it, with all their text.
+"""Clears prompts that the safety service need not see, so that most prompts' text is never sent to it (see Prefilter in
+safety_service.proto).
 
-Exact: a prompt that passes holds no beginning of anything forbidden, so that no rule can match in it.
+The filter is exact: a prompt that passes contains no beginning of anything forbidden, so no rule can match in it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import re2
 from kvloom.v1 import safety_service_pb2
 
 MAX_CHARS: Final = 2**18
-"""Searching takes about 1.5 ns a character: longer prompts are left to the service, which takes turns over them."""
+"""Searching takes about 1.5 ns per character. Longer prompts are left to the service, which interleaves them."""
 MAX_PLAIN_BEGINNINGS: Final = 3
-"""So few are looked for one after the other: that is faster than an expression."""
+"""Up to this many plain strings are searched for one after the other, which is faster than an expression."""
 _SPACES: Final = r"[\t-\r\x1c- ]+"
-"""White space of ASCII, as Python's str.isspace has it."""
+"""The white space of ASCII, as Python's str.isspace defines it."""
 
 
 class PromptFilter:
-    """For whole texts. See router/links/prefilter.py for answers, whose text comes in pieces."""
+    """Filters whole texts. For answers, whose text comes in pieces, see router/links/prefilter.py."""
 
     __slots__ = ("_any_text", "_expression", "_plain")
 
@@ -35,7 +35,7 @@ class PromptFilter:
 
     @classmethod
     def from_policy(cls, policy: safety_service_pb2.PolicyState) -> PromptFilter | None:
-        """None: every prompt has to be checked."""
+        """Returns None if the policy has no prefilter, so that every prompt has to be checked."""
         if not policy.HasField("prompt_prefilter"):
             return None
         prefilter = policy.prompt_prefilter
@@ -51,7 +51,7 @@ class PromptFilter:
 
 
 def _expression(plain: Iterable[str], folded: Iterable[str]) -> Any:
-    """Finds one of these strings in a text that is ASCII, if any are folded."""
+    """Returns an expression that finds any of these strings; if any are folded, in ASCII text only."""
     parts = [re2.escape(beginning) for beginning in plain]
     parts += [f"(?i:{_SPACES.join(map(re2.escape, beginning.split(' ')))})" for beginning in folded]
     options = re2.Options()

@@ -1,4 +1,4 @@
-"""What the router's links to shards and to the safety service have in common: how they connect, break and try again."""
+"""What the router's links to shards and to the safety service share: timeouts, backoff and errors."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 2.0
 CONNECT_TIMEOUT_SECONDS: Final = 2.0
-"""From the first packet to the peer's hello."""
+"""The limit for connecting, from the first packet to the peer's hello."""
 LINK_OPTIONS: Final = list(
     {
         **dict(CHANNEL_OPTIONS),
-        # Nobody shares its port (a safety service only with its successor): another try would come to the same peer.
+        # These peers share their port with no other process (a safety service only with its successor), so an earlier
+        # reconnect would reach the same peer.
         "grpc.min_reconnect_backoff_ms": int(1000 * CONNECT_TIMEOUT_SECONDS),
     }.items()
 )
 
 
 class LinkError(Exception):
-    """This connection is of no use any more; the message says why."""
+    """This connection cannot be used any more; the message gives the reason."""
 
 
 class Backoff:
-    """Doubles from FIRST_SECONDS to `longest_seconds`; begins anew after a connection that stood for longer than
-    LONGEST_SECONDS."""
+    """The pause doubles from FIRST_SECONDS to `longest_seconds`, and starts over after a connection that lasted longer
+    than LONGEST_SECONDS."""
 
     def __init__(self, longest_seconds: float = LONGEST_SECONDS) -> None:
         self._longest_seconds = longest_seconds
         self._seconds = FIRST_SECONDS
 
-    def next_seconds(self, stood_seconds: float) -> float:
-        """The pause after an attempt that took, or a connection that stood for, `stood_seconds`."""
-        seconds = FIRST_SECONDS if stood_seconds > LONGEST_SECONDS else self._seconds
+    def next_seconds(self, connected_seconds: float) -> float:
+        """Returns the pause after a failed attempt that took, or a connection that lasted, `connected_seconds`."""
+        seconds = FIRST_SECONDS if connected_seconds > LONGEST_SECONDS else self._seconds
         self._seconds = min(seconds * 2, self._longest_seconds)
         return seconds
 
 
 def cause_of(error: BaseException) -> str:
-    """For the log."""
+    """Describes the error for the log."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

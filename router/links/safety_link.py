@@ -1,8 +1,8 @@
 """The router's end of the safety service's data plane: `SafetyService.Screen`, kept up as long as the router runs.
 
-A service that says that it is draining is left for its successor (a new stream to the same address) without a gap: what
-is new goes to the successor at once, answers as soon as the old service has cleared all of their text, and the old
-stream ends when no verdict is outstanding.
+When a service announces that it drains, the link moves to its successor (a new stream to the same address) without a
+gap. New prompts and answers go to the successor at once. A running answer moves as soon as the old service has cleared
+all of its text. The old stream ends when no verdict is outstanding.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ log = structlog.get_logger()
 _BREAKS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError)
 
 LONGEST_PAUSE_SECONDS: Final = 0.4
-"""Between attempts: answers are held up meanwhile, for `safety.patience_seconds` at most."""
+"""The longest pause between connection attempts. Answers are held meanwhile, for at most `safety.patience_seconds`."""
 
 
 class SafetyLink:
-    """`run` is its only task."""
+    """The connection to the safety service. `run` is its only task."""
 
-    def __init__(self, address: str, dispatcher: CoreDriver) -> None:
+    def __init__(self, address: str, driver: CoreDriver) -> None:
         self._address = address
-        self._dispatcher = dispatcher
+        self._driver = driver
         self.tried = asyncio.Event()
-        """The core has been told of the service, or it could not be reached."""
+        """Set once the core knows that the service is up, or it could not be reached."""
         self._current: SafetyStream | None = None
-        self._leaving: list[SafetyStream] = []
-        self._drains = asyncio.Event()
-        """The current stream's service is stopping."""
+        self._draining_streams: list[SafetyStream] = []
+        """Streams that a successor has replaced and that still have verdicts outstanding."""
+        self._drain_announced = asyncio.Event()
+        """Set when the current stream's service announces that it drains."""
 
     @property
     def screens_prompts(self) -> bool:
-        """Whether a prompt's text will be read; while the policy is not known it may be."""
+        """Whether the service needs prompts' text. This is True while the policy is not known."""
         return self._current is None or self._current.policy.screens_prompts
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until it is cancelled."""
         backoff = Backoff(LONGEST_PAUSE_SECONDS)
         while True:
-            started = self._dispatcher.now()
+            started = self._driver.now()
             try:
                 await self._serve_connections()
             except _BREAKS as error:
@@ -63,9 +64,9 @@ class SafetyLink:
                 log.exception("safety link failed")
             raise_if_cancelled()
             self.tried.set()
-            await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
+            await asyncio.sleep(backoff.next_seconds(self._driver.now() - started))
 
-    # -- SafetyPeer ---------------------------------------------------------------------------------------------------
+    # -- SafetySink ---------------------------------------------------------------------------------------------------
 
     def check_prompt(self, check: CheckPrompt) -> None:
         if self._current is not None:
@@ -75,25 +76,27 @@ class SafetyLink:
         current = self._current
         if current is None:
             return
-        for stream in self._leaving:
-            answers, its_own = _split(answers, stream)
-            self._screen(stream, its_own)
+        for stream in self._draining_streams:
+            answers, still_there = _split(answers, stream)
+            self._screen(stream, still_there)
         self._screen(current, answers)
 
     def _screen(self, stream: SafetyStream, answers: ScreenAnswers) -> None:
-        known = stream.answers.take(answers.slots, answers.deltas, answers.close_slots, stream.outgoing, answers.skips)
+        cleared = stream.answers.take(
+            answers.slots, answers.deltas, answers.close_slots, stream.outgoing, answers.skips
+        )
         if stream.outgoing:
             stream.flush(sum(map(len, answers.deltas)), stream.outgoing.close_slots)
-        if known is not None:
-            self._dispatcher.dispatch(known)  # behind the event at hand
+        if cleared is not None:
+            self._driver.dispatch(cleared)  # It is handled after the current event.
 
     # -- connections --------------------------------------------------------------------------------------------------
 
     async def _serve_connections(self) -> None:
-        """From one connection to its successor, and so on, until one breaks that is needed."""
+        """Serves one stream after the other, each the successor of the last. Raises when a stream in use breaks."""
         stream = await SafetyStream.open(self._address)
-        self._drains.clear()
-        self._dispatcher.set_safety(self)
+        self._drain_announced.clear()
+        self._driver.set_safety(self)
         tasks: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -102,15 +105,16 @@ class SafetyLink:
                 stream = await self._successor(tasks)
         finally:
             self._current = None
-            self._leaving.clear()
+            self._draining_streams.clear()
             for task in tasks:
                 task.cancel()
-            self._dispatcher.set_safety(None)
-            self._dispatcher.dispatch(SafetyDown())
+            self._driver.set_safety(None)
+            self._driver.dispatch(SafetyDown())
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _successor(self, tasks: set[asyncio.Task[None]]) -> SafetyStream:
-        """Once the current service drains and another one is there. Raises what breaks a stream that is needed."""
+        """Returns a stream to the next service once the current one drains and the next one is up. Raises what breaks
+        a stream in use."""
         opening = asyncio.create_task(self._open_successor(), name="safety successor")
         try:
             while not opening.done():
@@ -127,8 +131,8 @@ class SafetyLink:
             raise
 
     async def _open_successor(self) -> SafetyStream:
-        await self._drains.wait()
-        self._drains.clear()
+        await self._drain_announced.wait()
+        self._drain_announced.clear()
         backoff = Backoff()
         while True:
             try:
@@ -140,25 +144,25 @@ class SafetyLink:
     def _switch_to(self, stream: SafetyStream) -> None:
         old, self._current = self._current, stream
         if old is not None:
-            self._leaving.append(old)
-            old.leave_to(stream)
-        self._tell_policy(stream)
+            self._draining_streams.append(old)
+            old.hand_over_to(stream)
+        self._report_policy(stream)
         self.tried.set()
         log.info("safety service up", address=self._address, policy_revision=stream.policy.revision)
 
     async def _serve(self, stream: SafetyStream) -> None:
-        """Returns when it has left and is done. Raises when it breaks."""
+        """Returns when the stream has been replaced and is done, and raises when it breaks."""
         writer = asyncio.create_task(stream.write_frames(), name="safety writer")
         try:
             while not stream.is_done:
                 self._on_frame(stream, await stream.read())
-        except (*_BREAKS, asyncio.CancelledError):  # gRPC cancels the reader of a call that is cancelled
+        except (*_BREAKS, asyncio.CancelledError):  # gRPC cancels the reader of a cancelled call.
             raise_if_cancelled()
             if not stream.is_done:
                 raise
         finally:
-            if stream in self._leaving:
-                self._leaving.remove(stream)
+            if stream in self._draining_streams:
+                self._draining_streams.remove(stream)
             writer.cancel()
             await asyncio.gather(writer, stream.close(), return_exceptions=True)
 
@@ -166,26 +170,26 @@ class SafetyLink:
         if frame.HasField("policy"):
             stream.take_policy(frame.policy)
             if stream is self._current:
-                self._tell_policy(stream)
+                self._report_policy(stream)
         stream.note(frame)
         for verdict in frame.prompts:
-            self._dispatcher.dispatch(convert.verdict_from_proto(verdict))
+            self._driver.dispatch(convert.verdict_from_proto(verdict))
         if frame.slots or frame.halts or frame.closed_slots:
-            self._dispatcher.dispatch(convert.screened_from_proto(frame))
-        if stream.is_leaving and self._current is not None:
-            stream.leave_to(self._current)
+            self._driver.dispatch(convert.screened_from_proto(frame))
+        if stream.is_replaced and self._current is not None:
+            stream.hand_over_to(self._current)
         if frame.draining and stream is self._current:
-            self._drains.set()
+            self._drain_announced.set()
 
-    def _tell_policy(self, stream: SafetyStream) -> None:
+    def _report_policy(self, stream: SafetyStream) -> None:
         policy = stream.policy
         prefilter, prompt_filter = stream.answers.prefilter, PromptFilter.from_policy(policy)
-        self._dispatcher.dispatch(SafetyUp(policy.screens_prompts, policy.screens_answers, prefilter, prompt_filter))
+        self._driver.dispatch(SafetyUp(policy.screens_prompts, policy.screens_answers, prefilter, prompt_filter))
 
 
-def _split(answers: ScreenAnswers, leaving: SafetyStream) -> tuple[ScreenAnswers, ScreenAnswers]:
-    """(the rest, what a stream that leaves still has to hear)."""
-    own = leaving.answers
+def _split(answers: ScreenAnswers, replaced: SafetyStream) -> tuple[ScreenAnswers, ScreenAnswers]:
+    """Returns (answers of other streams, answers that the replaced stream still screens)."""
+    own = replaced.answers
     entries = list(zip(answers.slots, answers.deltas, strict=True))
     parts = [
         ScreenAnswers(

@@ -1,4 +1,4 @@
-"""One stream to one safety service: what waits for it, and what it has been told."""
+"""One stream to one safety service: the frames that wait for it and the answers that it screens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ log = structlog.get_logger()
 
 MAX_WAITING_CHARS: Final = 64 * 2**20
 MAX_CHARS_PER_FRAME: Final = 8 * 2**20
-"""At most 4 bytes a character: half of what a gRPC message may have, and a prompt may be longer than the rest."""
+"""A character takes at most 4 bytes, so this is half the limit of a gRPC message; the frame's last prompt may add the
+other half."""
 
 ScreenCall = (
     LocalStream[safety_service_pb2.ScreenResponse, safety_service_pb2.ScreenRequest]
@@ -29,13 +30,13 @@ ScreenCall = (
 
 
 class SafetyStream:
-    """What waits leaves as one frame, each answer's text joined."""
+    """Whatever waits is sent as one frame, with each answer's text joined."""
 
     def __init__(self, channel: grpc.aio.Channel, call: ScreenCall, policy: safety_service_pb2.PolicyState) -> None:
         self.answers = PrefilteredAnswers()
         self.outgoing = Outgoing()
-        self.is_leaving = False
-        """Another stream has taken its place; it goes on with what is not clear."""
+        self.is_replaced = False
+        """Another stream has taken its place; this one still screens the answers that are not clear."""
         self.policy: safety_service_pb2.PolicyState
         self._channel = channel
         self._call = call
@@ -48,7 +49,7 @@ class SafetyStream:
 
     @classmethod
     async def open(cls, address: str) -> SafetyStream:
-        """To be closed. Raises AioRpcError, TimeoutError, LinkError."""
+        """Opens a stream, which the caller must close. Raises AioRpcError, TimeoutError, LinkError."""
         channel = grpc.aio.insecure_channel(address, options=LINK_OPTIONS)
         call: ScreenCall | None = None
         try:
@@ -76,47 +77,48 @@ class SafetyStream:
         self._count(len(check.text))
 
     def flush(self, num_chars: int, closing: Iterable[int]) -> None:
-        """Something was put into `outgoing`."""
+        """Schedules the sending of what was put into `outgoing`: `num_chars` of text and the slots in `closing`."""
         self._closing.update(closing)
         self._count(num_chars)
 
     def _count(self, num_chars: int) -> None:
-        """What waits is bounded also while a write does not get through."""
+        """Bounds the text that waits, also while a write is blocked."""
         was_too_much = self._num_waiting_chars > MAX_WAITING_CHARS
         self._num_waiting_chars += num_chars
         if self._num_waiting_chars > MAX_WAITING_CHARS and not was_too_much:
             log.error("the safety service does not keep up", num_waiting_chars=self._num_waiting_chars)
-            self._call.cancel()  # the reader ends the connection
+            self._call.cancel()  # The reader then ends the connection.
         self._wake.set()
 
     def note(self, frame: safety_service_pb2.ScreenResponse) -> None:
-        """What the service has cleared, closed and judged."""
+        """Records what the service has cleared, closed and judged."""
         self._open_checks.difference_update(verdict.check_id for verdict in frame.prompts)
         if frame.slots or frame.closed_slots:
             self.answers.note(frame)
             self._closing.difference_update(frame.closed_slots)
 
-    def leave_to(self, successor: SafetyStream) -> None:
-        """Let another stream go on with the answers that are clear; hang up once there is nothing else. Repeatable."""
-        self.is_leaving = True
+    def hand_over_to(self, successor: SafetyStream) -> None:
+        """Hands the answers that are clear to another stream, and hangs up once nothing is left. May be called again,
+        whenever more answers may have become clear."""
+        self.is_replaced = True
         self.answers.move_clear(successor.answers, self._closing)
         if self.is_done:
             self._call.cancel()
 
     @property
     def is_done(self) -> bool:
-        """It has left, and no verdict is outstanding."""
-        return self.is_leaving and not self._open_checks and not self.answers.num_open
+        """Whether the stream has been replaced and no verdict is outstanding."""
+        return self.is_replaced and not self._open_checks and not self.answers.num_open
 
     async def read(self) -> safety_service_pb2.ScreenResponse:
-        """Raises LinkError at the end of the stream, AioRpcError."""
+        """Raises LinkError at the end of the stream, and AioRpcError when it breaks."""
         frame = await self._call.read()
         if not isinstance(frame, safety_service_pb2.ScreenResponse):
             raise LinkError("the safety service ended the stream")
         return frame
 
     async def write_frames(self) -> None:
-        """Until the stream breaks."""
+        """Returns when the stream breaks."""
         try:
             while True:
                 await self._wake.wait()
@@ -124,13 +126,13 @@ class SafetyStream:
                 while self._prompts or self.outgoing:
                     await self._call.write(self._take_frame())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees the same break
+            pass  # The reader sees the same break.
         except Exception:
             log.exception("writing to the safety service failed")
-        self._call.cancel()  # whatever it was: the reader ends the connection
+        self._call.cancel()  # The reader then ends the connection, whatever the cause.
 
     def _take_frame(self) -> safety_service_pb2.ScreenRequest:
-        """All answers' text and as many prompts as fit."""
+        """Returns a frame with all answers' text and as many prompts as fit."""
         outgoing, self.outgoing = self.outgoing, Outgoing()
         num_chars = num_prompts = 0
         for check in self._prompts:
@@ -157,5 +159,5 @@ class SafetyStream:
 
 def _policy_in(first: object) -> safety_service_pb2.PolicyState:
     if not isinstance(first, safety_service_pb2.ScreenResponse) or not first.HasField("policy"):
-        raise LinkError("the safety service did not tell its policy")
+        raise LinkError("the safety service's first frame had no policy")
     return first.policy

@@ -1,7 +1,7 @@
 """The router's end of one shard's data plane: `ShardService.Connect`, kept up for as long as the shard is registered.
 
-Work and cancels pile up while a frame is being written and leave together with the next one. When the stream breaks,
-or stalls so long that keepalive gives up, the core is told that the shard is down, and the link tries again.
+Submits and cancels collect while a frame is being written and are sent together in the next one. When the stream
+breaks, or stalls so long that keepalive gives up, the link reports to the core that the shard is down and reconnects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 MAX_WAITING_SUBMITS: Final = 16_384
 MAX_TOKENS_PER_FRAME: Final = 1_000_000
-"""A frame of this many prompt tokens takes about 3 MB: far below the limit of a gRPC message."""
+"""A frame of this many prompt tokens takes about 3 MB, which is far below the limit of a gRPC message."""
 
 ConnectCall = (
     LocalStream[shard_service_pb2.ShardServiceConnectResponse, shard_service_pb2.ShardServiceConnectRequest]
@@ -51,40 +51,41 @@ ConnectCall = (
 
 
 class ShardLink:
-    """One shard of the registry. `run` is its only task; `registered` is the fleet watcher's word on whether to try
-    again once the connection has broken."""
+    """The link to one shard of the registry. `run` is its only task. The fleet watcher sets `registered`, which decides
+    whether the link reconnects once its connection has broken."""
 
-    def __init__(self, record: ShardRecord, router_id: str, dispatcher: CoreDriver) -> None:
+    def __init__(self, record: ShardRecord, router_id: str, driver: CoreDriver) -> None:
         self.record = record
         self.registered = True
         self.expected_incarnation_id = record.incarnation_id
-        """At that address; "": the registry cannot be read, and whoever has its name may be its next life."""
+        """The incarnation that must answer at the shard's address. It is "" while the registry cannot be read, because
+        a process with the shard's id may then be its new incarnation."""
         self._router_id = router_id
-        self._dispatcher = dispatcher
+        self._driver = driver
         self.tried = asyncio.Event()
-        """The core has been told of this shard, or it could not be reached."""
+        """Set once the core knows this shard, or it could not be reached."""
         self._connected = False
         self._packs_token_ids = False
-        """The shard that is connected reads them so."""
+        """Whether the connected shard reads packed token ids."""
         self._submits: list[SubmitAttempt] = []
         self._cancels: dict[int, int | None] = {}
-        """Slot → how many of its tokens had arrived; None: it goes on elsewhere."""
+        """Slot -> how many of its tokens had arrived, or None if the sequence is resumed elsewhere."""
         self._want_kv_snapshot = False
         self._next_kv_number: int | None = None
-        """Of the batch of KV events that comes without a gap; None: not known."""
+        """The number that the next batch of KV events has if there is no gap; None if it is not known."""
         self._writer: FrameWriter[shard_service_pb2.ShardServiceConnectRequest] | None = None
-        """Of the connection that stands."""
+        """The writer of the current connection."""
 
     @property
     def connected(self) -> bool:
-        """The core counts on this shard."""
+        """Whether the core regards this shard as up."""
         return self._connected
 
     async def run(self) -> None:
-        """Connect, serve, reconnect with back-off, until the shard is neither registered nor connected."""
+        """Connects, serves and reconnects with backoff, until the shard is neither registered nor connected."""
         backoff = Backoff()
         while self.registered:
-            started = self._dispatcher.now()
+            started = self._driver.now()
             try:
                 await self._serve_one_connection()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, LinkError, KvloomError, TimeoutError) as error:
@@ -94,19 +95,20 @@ class ShardLink:
             raise_if_cancelled()
             self.tried.set()
             if self.registered:
-                await asyncio.sleep(backoff.next_seconds(self._dispatcher.now() - started))
+                await asyncio.sleep(backoff.next_seconds(self._driver.now() - started))
 
-    # -- ShardPeer ----------------------------------------------------------------------------------------------------
+    # -- ShardSink ----------------------------------------------------------------------------------------------------
 
     def submit(self, attempt: SubmitAttempt) -> None:
         if self._cancels:
-            # A slot is taken again only after its sequence's end came in: a cancel that still waits is for the old one.
+            # A slot is reused only after the end of its sequence has arrived, so a cancel that still waits is for the
+            # earlier sequence.
             for choice in attempt.choices:
                 self._cancels.pop(choice.slot, None)
         self._submits.append(attempt)
         if len(self._submits) == MAX_WAITING_SUBMITS and self._writer is not None:
             log.error("shard takes no work", shard_id=self.record.shard_id)
-            self._writer.give_up()  # the reader ends the connection
+            self._writer.give_up()  # The reader then ends the connection.
         self._wake_writer()
 
     def cancel(self, cancel: CancelOnShard) -> None:
@@ -120,7 +122,7 @@ class ShardLink:
     # -- one connection -----------------------------------------------------------------------------------------------
 
     async def _serve_one_connection(self) -> None:
-        """Until the shard ends the stream in good order. Raises when the stream breaks."""
+        """Returns when the shard ends the stream cleanly, and raises when the stream breaks."""
         async with grpc.aio.insecure_channel(self.record.address, options=LINK_OPTIONS) as channel:
             local = await connect_local(self.record.address, shard_service_pb2.ShardServiceConnectResponse)
             call: ConnectCall = local or shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
@@ -136,26 +138,29 @@ class ShardLink:
         await call.write(shard_service_pb2.ShardServiceConnectRequest(hello=hello))
         first = await call.read()
         if not isinstance(first, shard_service_pb2.ShardServiceConnectResponse) or not first.HasField("hello"):
-            raise LinkError("the shard did not say hello")
+            raise LinkError("the shard's first frame was no hello")
         info = first.hello.info
         if info.shard_id != self.record.shard_id:
             raise LinkError(f"{self.record.address} is shard {info.shard_id}, not {self.record.shard_id}")
         if self.expected_incarnation_id not in ("", info.incarnation_id):
-            # All fabrics have a shard-0, and the port of one that has died may be anybody's.
-            raise LinkError(f"{self.record.address} is another {info.shard_id} than the one that was announced")
+            # Every fabric has a shard-0, and the port of a dead shard may since belong to one of another fabric.
+            raise LinkError(f"{self.record.address} is another incarnation of {info.shard_id} than the registered one")
         return first
 
     async def _serve_frames(self, call: ConnectCall, first: shard_service_pb2.ShardServiceConnectResponse) -> None:
         shard_id = self.record.shard_id
-        self._forget_waiting()
+        # Whatever still waits was meant for an earlier connection.
+        self._submits.clear()
+        self._cancels.clear()
+        self._want_kv_snapshot = False
         self._next_kv_number = None
-        self._dispatcher.add_shard(shard_id, self)
+        self._driver.add_shard(shard_id, self)
         self._connected = True
         self._packs_token_ids = first.hello.reads_packed_token_ids
         self._writer = FrameWriter(call, self._take_frame)
         writer = asyncio.create_task(self._write_frames(self._writer, call), name=f"{shard_id} writer")
         try:
-            self._dispatcher.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
+            self._driver.dispatch(ShardUp(convert.shard_from_proto(first.hello.info)))
             log.info("shard up", shard_id=shard_id, address=self.record.address)
             self._on_frame(first)
             self.tried.set()
@@ -163,33 +168,33 @@ class ShardLink:
         finally:
             self._connected = False
             self._writer = None
-            self._dispatcher.remove_shard(shard_id)
+            self._driver.remove_shard(shard_id)
             writer.cancel()
-            self._dispatcher.dispatch(ShardDown(shard_id))
+            self._driver.dispatch(ShardDown(shard_id))
             log.info("shard down", shard_id=shard_id)
             await asyncio.gather(writer, return_exceptions=True)
 
     def _on_frame(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> None:
-        """The cache and the load are those of the frame's step: known before the step's ends let the core place what
-        was waiting."""
+        """Cache and load events come before the step of the same frame, so that they are known when the step's
+        finishes let the core place waiting requests."""
         shard_id = self.record.shard_id
         step = convert.step_from_frame(frame.step) if frame.HasField("step") else None
         if self._is_steady(frame) and step is not None and step.is_plain:
-            read_rest = functools.partial(convert.news_from_frame, shard_id, frame)
-            self._dispatcher.dispatch(TokensOnlyFrame(shard_id, step, read_rest))
+            read_rest = functools.partial(convert.kv_events_and_load_from_frame, shard_id, frame)
+            self._driver.dispatch(TokensOnlyFrame(shard_id, step, read_rest))
             return
         parts: list[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived] = []
         if frame.HasField("kv_snapshot"):
             snapshot = frame.kv_snapshot
             parts.append(KvSnapshotArrived(shard_id, snapshot.number, snapshot.block_hashes[:]))
-        parts += convert.news_from_frame(shard_id, frame)
+        parts += convert.kv_events_and_load_from_frame(shard_id, frame)
         if step is not None:
             parts.append(StepArrived(shard_id, step))
         if parts:
-            self._dispatcher.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
+            self._driver.dispatch(parts[0] if len(parts) == 1 else FrameArrived(shard_id, parts))
 
     def _is_steady(self, frame: shard_service_pb2.ShardServiceConnectResponse) -> bool:
-        """Cache and load go on as they were: no gap between batches of KV events, no snapshot, no draining."""
+        """Whether the frame is routine: its KV events follow without a gap, and it has no snapshot and no draining."""
         expected = self._next_kv_number
         if frame.more_kv_events or frame.HasField("kv_snapshot"):
             self._next_kv_number = None
@@ -206,17 +211,18 @@ class ShardLink:
         try:
             await writer.run()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees the same break
+            pass  # The reader sees the same break.
         except Exception:
             log.exception("writing to a shard failed", shard_id=self.record.shard_id)
-        call.cancel()  # whatever it was: the reader ends the connection
+        call.cancel()  # The reader then ends the connection, whatever the cause.
 
     def _wake_writer(self) -> None:
         if self._writer is not None:
             self._writer.wake()
 
     def _take_frame(self) -> shard_service_pb2.ShardServiceConnectRequest | None:
-        """What waits, as one frame; the rest of the submits once a frame has enough tokens."""
+        """Returns what waits as one frame, or None when nothing does. Submits beyond MAX_TOKENS_PER_FRAME wait for the
+        next frame."""
         if not (self._submits or self._cancels or self._want_kv_snapshot):
             return None
         num_submits = num_tokens = 0
@@ -243,9 +249,3 @@ class ShardLink:
             ],
             want_kv_snapshot=want_kv_snapshot,
         )
-
-    def _forget_waiting(self) -> None:
-        """What was meant for an earlier connection."""
-        self._submits.clear()
-        self._cancels.clear()
-        self._want_kv_snapshot = False

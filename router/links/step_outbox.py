@@ -1,4 +1,4 @@
-"""Steps that wait for a client to take them: whatever piled up goes out as one, and the pile is bounded."""
+"""Steps that wait for a slow client: all that wait are sent as one step, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.core.frames import Step
 T = TypeVar("T")
 
 MAX_WAITING_ENTRIES: Final = 65_536
-"""Tokens, starts and finishes that may wait for one client: some 20 seconds of 64 fast sequences."""
+"""Tokens, starts and finishes that may wait for one client: about 20 seconds of 64 fast sequences."""
 
 
 class StepOutbox:
-    """What one client has not taken yet."""
+    """The steps that one client has not taken yet."""
 
     def __init__(self, max_entries: int = MAX_WAITING_ENTRIES) -> None:
         self._max_entries = max_entries
@@ -26,13 +26,14 @@ class StepOutbox:
         return bool(self._steps)
 
     def add(self, step: Step) -> bool:
-        """Take over a step (the caller must not touch it any more). False: too much waits, the client is too slow."""
+        """Adds a step, which the caller must not modify afterwards. Returns False when too many entries wait, that is,
+        when the client is too slow."""
         self._num_entries += len(step.token_ids) + len(step.starts) + len(step.finishes) + 1
         self._steps.append(step)
         return self._num_entries <= self._max_entries
 
     def take(self) -> Step | None:
-        """Everything that waits, as one step; None when nothing does."""
+        """Returns everything that waits as one step, or None when nothing does."""
         if not self._steps:
             return None
         steps, self._steps = self._steps, []
@@ -41,7 +42,7 @@ class StepOutbox:
 
 
 def merge_steps(steps: Sequence[Step]) -> Step:
-    """One step with the news of several, in order; each slot has at most one entry."""
+    """Returns one step with the content of several, in order; each slot has at most one entry."""
     merged = Step(
         slots=_concatenated([step.slots for step in steps]),
         token_ids=_concatenated([step.token_ids for step in steps]),
@@ -52,14 +53,14 @@ def merge_steps(steps: Sequence[Step]) -> Step:
     )
     if any(step.num_tokens for step in steps):
         merged.num_tokens = _concatenated([step.num_tokens or [1] * len(step.slots) for step in steps])
-    # Steps of different shards have no slot in common; those of one shard nearly always do.
+    # Steps of different shards have no slots in common; those of one shard nearly always have.
     if len(set(merged.slots)) < len(merged.slots):
         _gather_by_slot(merged)
     return merged
 
 
 def _gather_by_slot(step: Step) -> None:
-    """Join the entries of each slot, slots in the order of their first entry."""
+    """Joins the entries of each slot; slots keep the order of their first entries."""
     ids: dict[int, list[int]] = {}
     texts: dict[int, list[str]] = {}
     position = 0

@@ -1,7 +1,7 @@
-"""What one client has sent and the router has not taken in: long prompts are taken in one a turn of the event loop.
+"""Submits and cancels that one client has sent and the router has not processed: one long prompt per event loop turn.
 
-An edge's frame may bring several that have come to it at the same time; taking them in in a row would keep all other
-streams' tokens waiting for some milliseconds.
+An edge's frame may bring several long prompts that arrived there at the same time. Processing them all in one turn
+would delay the tokens of all other streams by several milliseconds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvloom.errors import KvloomError
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, Submit
 
 LONG_PROMPT_TOKENS: Final = 1024
-"""A shorter one takes less time than the turn."""
+"""Processing a shorter prompt takes less time than a turn of the event loop."""
 MAX_WAITING: Final = 1024
-"""Of more than these nobody waits for a turn: a client must not make the router keep what it sends."""
+"""Entries beyond this number do not wait: a client must not be able to make the router hold what it sends."""
 
 
 class SubmitQueue:
-    """Submits and cancels, taken in as they came."""
+    """Submits and cancels, processed in the order in which they arrived."""
 
     def __init__(
         self,
@@ -30,15 +30,17 @@ class SubmitQueue:
         on_fault: Callable[[KvloomError], None],
         on_empty: Callable[[], None],
     ) -> None:
-        """`on_submit` and `on_cancel` may raise KvloomError: at once out of `add`, later it goes to `on_fault`.
-        `on_empty`: what waited has been taken in."""
+        """`on_submit` and `on_cancel` may raise KvloomError. `add` raises it to its caller; when they are called on a
+        later turn, `on_fault` receives it instead. `on_empty` is called when the queue has become empty on a later
+        turn."""
         self._on_submit = on_submit
         self._on_cancel = on_cancel
         self._on_fault = on_fault
         self._on_empty = on_empty
         self._waiting: deque[Submit | Sequence[int]] = deque()
         self._num_tokens = 0
-        """Taken in since the last turn of its own; from LONG_PROMPT_TOKENS on the next one has been asked for."""
+        """Prompt tokens processed since this queue's last turn. Once they reach LONG_PROMPT_TOKENS, the next turn has
+        been scheduled."""
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
@@ -50,29 +52,29 @@ class SubmitQueue:
         if frame.cancel_slots:
             self._waiting.append(frame.cancel_slots[:])
         if self._num_tokens < LONG_PROMPT_TOKENS or len(self._waiting) > MAX_WAITING:
-            self._take()
+            self._process()
 
     def clear(self) -> None:
         self._waiting.clear()
 
-    def _take(self) -> None:
-        """As much as is left of this turn; several frames may come in it."""
+    def _process(self) -> None:
+        """Processes as much as this turn still allows; several frames may arrive in one turn."""
         waiting = self._waiting
-        had_turn = self._num_tokens < LONG_PROMPT_TOKENS
+        had_budget = self._num_tokens < LONG_PROMPT_TOKENS
         while waiting and (self._num_tokens < LONG_PROMPT_TOKENS or len(waiting) > MAX_WAITING):
-            one = waiting.popleft()
-            if isinstance(one, Submit):
-                self._num_tokens += len(one.prompt_token_ids) or len(one.packed_prompt_token_ids) // 4
-                self._on_submit(one)
+            entry = waiting.popleft()
+            if isinstance(entry, Submit):
+                self._num_tokens += len(entry.prompt_token_ids) or len(entry.packed_prompt_token_ids) // 4
+                self._on_submit(entry)
             else:
-                self._on_cancel(one)
-        if had_turn and self._num_tokens >= LONG_PROMPT_TOKENS:
-            self._loop.call_soon(self._take_turn)
+                self._on_cancel(entry)
+        if had_budget and self._num_tokens >= LONG_PROMPT_TOKENS:
+            self._loop.call_soon(self._on_next_turn)
 
-    def _take_turn(self) -> None:
+    def _on_next_turn(self) -> None:
         self._num_tokens = 0
         try:
-            self._take()
+            self._process()
         except KvloomError as error:
             self.clear()
             self._on_fault(error)

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from edge_http.server.process import ListenOptions, load_model, serve_edge
+from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
 from kvloom.router_link.group import RouterGroup
 from tests.fakes.router_processes import MODEL, TIMEOUT_SECONDS, RouterProcess, RouterProcesses, router_processes
 
@@ -49,7 +49,12 @@ async def fabric(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterat
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
             serve_edge(
-                world.config, link, model, ListenOptions(0), stop, lambda address, _metrics: ready.set_result(address)
+                world.config,
+                link,
+                model,
+                EdgeListenOptions(0),
+                stop,
+                lambda address, _metrics: ready.set_result(address),
             )
         )
         yield Fabric(world, routers, link, await ready)

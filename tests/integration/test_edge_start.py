@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from edge_http.edge import ServedModel
-from edge_http.server.process import ListenOptions, serve_edge
+from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom.config import KvloomConfig, RedisConfig
 from kvloom.process import service
 from kvloom.v1.router_service_pb2 import FleetState
@@ -26,7 +26,7 @@ NUM_WAITING = 16
 
 @contextlib.asynccontextmanager
 async def edge_process(
-    redis: RedisConfig, listen_options: ListenOptions, link: FakeRouterLink | None = None
+    redis: RedisConfig, listen_options: EdgeListenOptions, link: FakeRouterLink | None = None
 ) -> AsyncIterator[asyncio.Future[tuple[str, str]]]:
     """All of it but its router; where it can be reached, once it can."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -58,7 +58,9 @@ async def test_who_waits_at_the_door_finds_what_a_dead_edge_left(redis_url: str,
         waiting = [await asyncio.open_connection(*listener.getsockname()) for _ in range(NUM_WAITING)]
         for _, writer in waiting:
             writer.write(asked.encode())
-        async with edge_process(redis, ListenOptions(port=0, listen_fd=listener.dup().detach(), peer_port=peer_port)):
+        async with edge_process(
+            redis, EdgeListenOptions(port=0, listen_fd=listener.dup().detach(), peer_port=peer_port)
+        ):
             answers = await asyncio.gather(*(reader.read() for reader, _ in waiting))
         for _, writer in waiting:
             writer.close()
@@ -88,7 +90,7 @@ async def test_who_waits_at_the_door_is_served_by_the_shards_that_come(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(chat_request())
-        listen_options = ListenOptions(port=0, listen_fd=listener.dup().detach(), peer_port=peer_port)
+        listen_options = EdgeListenOptions(port=0, listen_fd=listener.dup().detach(), peer_port=peer_port)
         async with edge_process(redis, listen_options, link) as ready:
             await eventually(lambda: link.num_waits == 1, "the edge waits")
             link.tell(FleetState())  # the router, and no shard
@@ -108,7 +110,7 @@ async def test_a_door_opens_without_a_router_too(redis_url: str, monkeypatch: py
     link = FakeRouterLink()
     link.tell(FleetState(), connected=False)
     redis = RedisConfig(url=redis_url, key_prefix="edge-start-alone")
-    async with edge_process(redis, ListenOptions(port=0), link) as ready:
+    async with edge_process(redis, EdgeListenOptions(port=0), link) as ready:
         address, _ = await asyncio.wait_for(ready, 5)
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(chat_request())

@@ -87,26 +87,26 @@ def router_half(num_streams: int) -> Callable[[], None]:
     """A shard's frame, with a token for each of its gated answers, a load report, and two blocks that its cache has
     stored, to the bytes of the frame for their client."""
     rig = CoreRig(safety=None, max_queued_requests=1000)
-    rig.now = asyncio.get_running_loop().time()  # the dispatcher's clock: nothing has expired
+    rig.now = asyncio.get_running_loop().time()  # the driver's clock: nothing has expired
     rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], ["not this"])))
     rig.add_shard(max_batch=num_streams, max_model_len=1000, num_blocks=10_000)
     rig.handle(KvSnapshotArrived("s0", 0, ()))
-    dispatcher = CoreDriver(rig.core, cast(Any, NobodyLooks()))
+    driver = CoreDriver(rig.core, cast(Any, NobodyLooks()))
     transport = CountingTransport()
     client = ClientLink(
-        dispatcher,
+        driver,
         cast(Any, None),
         cast(Any, stream_of(RouterServiceConnectRequest, transport)),
         cast(Any, NobodyLooks()),
     )
-    dispatcher.add_client("c", client)
+    driver.add_client("c", client)
     slots: list[int] = []
     for number in range(num_streams):
         actions = rig.submit(f"r{number}", slots=[number], max_tokens=500)
         slots += [choice.slot for choice in only(actions, SubmitAttempt).choices]
     for slot in slots:
         rig.start("s0", slot)
-    shard = ShardLink(ShardRecord("s0", "127.0.0.1:1", "m", "i"), "router", dispatcher)
+    shard = ShardLink(ShardRecord("s0", "127.0.0.1:1", "m", "i"), "router", driver)
     take = delivering(stream_of(ShardServiceConnectResponse, CountingTransport()), shard._on_frame)
     step = StepFrame(slots=slots, token_ids=[7] * num_streams, deltas=[" word"] * num_streams)
     load = LoadReport(num_running=num_streams, num_own_running=num_streams, num_available_blocks=9_000)

@@ -104,17 +104,17 @@ class Observer(NobodyLooks):
 def router_half() -> Callable[[], None]:
     """From the bytes of a Submit to those for the shard, and from the shard's frame to those for the client."""
     core = RouterCore(core_config(KvloomConfig()), seed=1)
-    dispatcher = CoreDriver(core, cast(Any, Observer(core)))
+    driver = CoreDriver(core, cast(Any, Observer(core)))
     tokenizer = model_tokenizer()
     intake = Intake("tiny", tokenizer, 1000, lambda: True)
     client, shards = Client(), [Shard() for _ in range(NUM_SHARDS)]
-    dispatcher.dispatch(SafetyUp(True, True, Prefilter(["bad"], ["worse"]), PromptFilter(["bad"], [], any_text=True)))
+    driver.dispatch(SafetyUp(True, True, Prefilter(["bad"], ["worse"]), PromptFilter(["bad"], [], any_text=True)))
     for number, shard in enumerate(shards):
         name = f"s{number}"
-        dispatcher.add_shard(name, cast(Any, shard))
-        dispatcher.dispatch(ShardUp(ShardDescription(name, "i", "tiny", 16, 10_000, 64, 4096)))
-        dispatcher.dispatch(KvSnapshotArrived(name, 0, ()))
-    dispatcher.add_client("c", cast(Any, client))
+        driver.add_shard(name, cast(Any, shard))
+        driver.dispatch(ShardUp(ShardDescription(name, "i", "tiny", 16, 10_000, 64, 4096)))
+        driver.dispatch(KvSnapshotArrived(name, 0, ()))
+    driver.add_client("c", cast(Any, client))
     submit = Submit(
         request_id="chatcmpl-0123456789abcdef",
         model="tiny",
@@ -131,7 +131,7 @@ def router_half() -> Callable[[], None]:
     def serve() -> None:
         before = client.num_bytes
         for wanted in RouterServiceConnectRequest.FromString(data).submits:
-            dispatcher.dispatch(RequestArrived(intake.request_from_submit(wanted, "c")))
+            driver.dispatch(RequestArrived(intake.request_from_submit(wanted, "c")))
         number = next(number for number, shard in enumerate(shards) if shard.submits)
         request = shards[number].submits.pop()
         slot = request.submits[0].choices[0].slot
@@ -145,10 +145,10 @@ def router_half() -> Callable[[], None]:
         frame = ShardServiceConnectResponse.FromString(
             ShardServiceConnectResponse(step=step, load=load).SerializeToString()
         )
-        dispatcher.dispatch(StepArrived(f"s{number}", convert.step_from_frame(frame.step)))
+        driver.dispatch(StepArrived(f"s{number}", convert.step_from_frame(frame.step)))
         assert request.ByteSize() > len(PROMPT)
         assert client.num_bytes > before
-        assert not dispatcher.num_live_requests
+        assert not driver.num_live_requests
 
     return serve
 

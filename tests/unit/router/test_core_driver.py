@@ -1,4 +1,4 @@
-"""The dispatcher keeps events in one order whatever peers do, and ticks when the core asks for it."""
+"""The driver keeps events in one order whatever peers do, and ticks when the core asks for it."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class Silent:
 class Reacting:
     """A client that answers a step with an event, from within."""
 
-    def __init__(self, dispatcher: CoreDriver) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, driver: CoreDriver) -> None:
+        self.driver = driver
         self.steps: list[Step] = []
 
     def send_step(self, step: Step) -> None:
         self.steps.append(step)
-        self.dispatcher.dispatch(ClientGone("c"))
+        self.driver.dispatch(ClientGone("c"))
 
     def send_fleet(self, fleet: FleetChanged) -> None: ...
 
@@ -84,11 +84,11 @@ class Reacting:
 async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
     """The core is not re-entrant: all actions of one event come before the next event."""
     core = ScriptedCore()
-    dispatcher = CoreDriver(core, Silent())
-    client = Reacting(dispatcher)
-    dispatcher.add_client("c", client)
+    driver = CoreDriver(core, Silent())
+    client = Reacting(driver)
+    driver.add_client("c", client)
     core.answers[DrainStarted] = lambda: [SendStep("c", Step(slots=[1])), SendStep("c", Step(slots=[2]))]
-    dispatcher.dispatch(DrainStarted())
+    driver.dispatch(DrainStarted())
     assert [step.slots for step in client.steps] == [[1], [2]]
     assert [type(event) for event in core.events] == [DrainStarted, ClientGone, ClientGone]
 
@@ -96,9 +96,9 @@ async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
 async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
     """Whoever brought the event hears of it; what others have queued is handled all the same."""
     core = ScriptedCore()
-    dispatcher = CoreDriver(core, Silent())
-    client = Reacting(dispatcher)
-    dispatcher.add_client("c", client)
+    driver = CoreDriver(core, Silent())
+    client = Reacting(driver)
+    driver.add_client("c", client)
 
     def fail() -> list[Action]:
         raise ArithmeticError("a bug")
@@ -106,31 +106,31 @@ async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
     core.answers[DrainStarted] = lambda: [SendStep("c", Step(slots=[1]))]
     core.answers[ShardDown] = fail
     with pytest.raises(ArithmeticError):
-        dispatcher.dispatch(ShardDown("s"))
-    dispatcher.dispatch(DrainStarted())
+        driver.dispatch(ShardDown("s"))
+    driver.dispatch(DrainStarted())
     assert [type(event) for event in core.events] == [ShardDown, DrainStarted, ClientGone]
 
 
 async def test_clients_are_known_by_one_id() -> None:
     """News for one that has gone is dropped, for its ClientGone is on its way; one that is there keeps its id."""
     core = ScriptedCore()
-    dispatcher = CoreDriver(core, Silent())
+    driver = CoreDriver(core, Silent())
     core.answers[DrainStarted] = lambda: [SendStep("nobody", Step(slots=[1]))]
-    dispatcher.dispatch(DrainStarted())
-    dispatcher.add_client("twin", Reacting(dispatcher))
+    driver.dispatch(DrainStarted())
+    driver.add_client("twin", Reacting(driver))
     with pytest.raises(ValueError, match="in use"):
-        dispatcher.add_client("twin", Reacting(dispatcher))
+        driver.add_client("twin", Reacting(driver))
 
 
 async def test_it_ticks_once_the_deadline_has_come() -> None:
     """Deadlines expire although nothing else happens; an earlier one is not missed for a later timer."""
     core = ScriptedCore()
-    dispatcher = CoreDriver(core, Silent())
-    core.deadline = dispatcher.now() + 60
-    dispatcher.dispatch(DrainStarted())
-    core.deadline = dispatcher.now() + 0.02
-    dispatcher.dispatch(DrainStarted())
+    driver = CoreDriver(core, Silent())
+    core.deadline = driver.now() + 60
+    driver.dispatch(DrainStarted())
+    core.deadline = driver.now() + 0.02
+    driver.dispatch(DrainStarted())
     async with asyncio.timeout(5):
         await core.ticked.wait()
     assert sum(isinstance(event, Tick) for event in core.events) <= 3, "it does not spin"
-    dispatcher.close()
+    driver.close()

@@ -16,10 +16,10 @@ from router.core.fleet.shard_state import ShardState
 from router.core.placement.pick import Pick
 from router.core.placement.plan import Plan, ShardPlan
 from router.core.placement.policy import Candidate
-from router.decisions.explain import explanation_to_proto
-from router.decisions.journal import FLEET_LOOK_SECONDS, DecisionJournal
+from router.decisions.journal import FLEET_CHECK_SECONDS, DecisionJournal
 from router.decisions.log import DecisionLog
 from router.decisions.records import FleetLine, RequestLine, read_decisions
+from router.decisions.responses import explanation_to_proto
 
 HASHES = [2**64 - 1, 0, 17]
 SHARDS = (
@@ -231,12 +231,12 @@ def test_the_fleet_is_told_again_when_it_has_changed() -> None:
     world = World()
     world.serve("r1")
     world.shards[0] = shard_state("s1", decode_step_seconds=0.021)
-    world.now += FLEET_LOOK_SECONDS
+    world.now += FLEET_CHECK_SECONDS
     world.serve("r2")
     world.shards[0] = shard_state("s1", decode_step_seconds=0.04)
     world.serve("r3")
     assert [type(line) for line in world.lines] == [FleetLine, *[RequestLine] * 3]
-    world.now += FLEET_LOOK_SECONDS
+    world.now += FLEET_CHECK_SECONDS
     world.serve("r4")
     world.shards.pop()
     world.log.fleet_changed()

@@ -30,7 +30,7 @@ def usage_of_a_broken_stream(**num_tokens: int) -> UsageRecords:
     bills = UsageRecords()
     bills.open("edge#1", "link")
     for name, count in num_tokens.items():
-        bills.note(ended(name, count))
+        bills.request_ended(ended(name, count))
     bills.close("edge#1")
     return bills
 
@@ -62,7 +62,7 @@ def test_only_one_s_own_bills_are_credited() -> None:
     bills = usage_of_a_broken_stream(a=5)
     assert not bills.settle("another link", {"a": 0})
     assert not bills.settle("link", {"z": 0})
-    bills.note(ended("b", 5, client_id="generate#2"))
+    bills.request_ended(ended("b", 5, client_id="generate#2"))
     assert not bills.settle("link", {"b": 0})
 
 
@@ -70,17 +70,17 @@ def test_a_name_that_is_used_again_has_its_latest_bill() -> None:
     """Its earlier bearer's end had arrived."""
     bills = usage_of_a_broken_stream(a=50)
     bills.open("edge#2", "link")
-    bills.note(ended("a", 3, client_id="edge#2"))
+    bills.request_ended(ended("a", 3, client_id="edge#2"))
     bills.close("edge#2")
     assert bills.settle("link", {"a": 2}) == [Credit("a", "t", "m", 1)]
 
 
 def test_memory_is_bounded() -> None:
     """The oldest bills are forgotten; who asks for them late gets nothing wrong."""
-    bills = UsageRecords(max_bills=2)
+    bills = UsageRecords(max_records=2)
     bills.open("edge#1", "link")
     for name in "abc":
-        bills.note(ended(name, 5))
+        bills.request_ended(ended(name, 5))
     assert [credit.request_id for credit in bills.settle("link", {"a": 0, "b": 0, "c": 0})] == ["b", "c"]
 
 
@@ -90,20 +90,20 @@ def test_bills_are_forgotten_with_time_but_not_by_a_router_that_stood_still() ->
     now = 0.0
     bills = UsageRecords(clock=lambda: now)
     bills.open("edge#1", "link")
-    bills.note(ended("a", 5))
+    bills.request_ended(ended("a", 5))
     now += 3600.0
     for name in ("b", "c"):
-        bills.note(ended(name, 5))
+        bills.request_ended(ended(name, 5))
     assert [credit.request_id for credit in bills.settle("link", {"a": 4, "b": 4})] == ["a", "b"]
     now += KEEP_SECONDS
-    bills.note(ended("d", 5))
+    bills.request_ended(ended("d", 5))
     assert [credit.request_id for credit in bills.settle("link", {"c": 0, "d": 0})] == ["c", "d"]
     for name in ("e", "f"):
         now += KEEP_SECONDS
-        bills.note(ended(name, 5))
-    bills.note(ended("g", 5))
+        bills.request_ended(ended(name, 5))
+    bills.request_ended(ended("g", 5))
     now += KEEP_SECONDS
-    bills.note(ended("h", 5))
+    bills.request_ended(ended("h", 5))
     now += KEEP_SECONDS
-    bills.note(ended("i", 5))
+    bills.request_ended(ended("i", 5))
     assert not bills.settle("link", {"e": 0, "g": 0})

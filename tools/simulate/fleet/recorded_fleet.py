@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from router.core.load.speed_model import DEFAULT_PREFILL_TOKENS_PER_SECOND
-from router.decisions.fleet import SPEED_TOLERANCE
+from router.decisions.journal import SPEED_TOLERANCE
 from router.decisions.records import FleetLine, FleetShard
 from tools.simulate.fleet.fleet_model import Profile
 

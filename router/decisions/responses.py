@@ -1,0 +1,107 @@
+"""The responses of `RouterService.Plan` and `Explain`: placements as messages for people and tools."""
+
+from __future__ import annotations
+
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import (
+    ExplainResponse,
+    PlacementDecision,
+    PlacementRegret,
+    PlanResponse,
+    RequestOutcome,
+    ShardScore,
+)
+from router.core.actions import RequestEnded
+from router.core.placement.plan import Plan, ShardPlan
+from router.decisions.log import RememberedRequest
+from router.decisions.records import AttemptRecord
+
+
+def plan_to_proto(plan: Plan) -> PlanResponse:
+    return PlanResponse(
+        num_prompt_tokens=plan.num_prompt_tokens,
+        shards=[_shard_to_proto(shard) for shard in plan.shards],
+        picked_shard_id=plan.picked_shard_id,
+        error=None if plan.error is None else plan.error.to_proto(),
+        regret=_regret(plan),
+    )
+
+
+def _regret(plan: Plan) -> PlacementRegret | None:
+    """Returns the regret as PlacementRegret in router_service.proto defines it, or None when no shard was picked."""
+    possible = [shard for shard in plan.shards if not shard.filtered_reason]
+    picked = next((shard for shard in possible if shard.shard_id == plan.picked_shard_id), None)
+    if picked is None:
+        return None
+    return PlacementRegret(
+        cost_seconds=_above(picked.cost_seconds, min(shard.cost_seconds for shard in possible)),
+        ttft_seconds=_above(picked.predicted_ttft_seconds, min(shard.predicted_ttft_seconds for shard in possible)),
+    )
+
+
+def _above(value: float, lowest: float) -> float:
+    """Returns the difference, which is 0 if both are infinite."""
+    return 0.0 if value == lowest else value - lowest
+
+
+def _shard_to_proto(shard: ShardPlan) -> ShardScore:
+    return ShardScore(
+        shard_id=shard.shard_id,
+        num_overlap_tokens=shard.num_overlap_tokens,
+        num_running=shard.num_running,
+        num_waiting=shard.num_waiting,
+        num_queued_prefill_tokens=shard.num_queued_prefill_tokens,
+        predicted_ttft_seconds=shard.predicted_ttft_seconds,
+        cost_seconds=shard.cost_seconds,
+        cost_terms=dict(shard.cost_terms),
+        filtered_reason=shard.filtered_reason,
+    )
+
+
+def explanation_to_proto(remembered: RememberedRequest) -> ExplainResponse:
+    attempts = remembered.attempts
+    response = ExplainResponse(request_id=remembered.request_id)
+    response.decisions.extend(_decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in attempts)
+    if remembered.ended is not None:
+        response.outcome.CopyFrom(_outcome_to_proto(remembered.ended, attempts))
+    return response
+
+
+def not_remembered(request_id: str) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_NOT_FOUND,
+        f"This router remembers no placement of a request {request_id!r}. The request was never placed, another router "
+        "placed it, it was placed too long ago, or it was not sampled (router.decision_log).",
+        field="request_id",
+    )
+
+
+def _decision_to_proto(attempt: AttemptRecord, num_prompt_tokens: int) -> PlacementDecision:
+    plan = Plan(num_prompt_tokens, [score.to_plan() for score in attempt.shards], attempt.picked_shard_id)
+    return PlacementDecision(
+        attempt_id=attempt.attempt_id, decided_at_seconds=attempt.decided_at, plan=plan_to_proto(plan)
+    )
+
+
+def _outcome_to_proto(ended: RequestEnded, attempts: list[AttemptRecord]) -> RequestOutcome:
+    outcome = RequestOutcome(
+        # The stubs want the enums' types, but ints are fine.
+        reason=ended.reason,  # pyright: ignore[reportArgumentType]
+        error_reason=ended.error_reason,  # pyright: ignore[reportArgumentType]
+        shard_id=ended.shard_id,
+        num_attempts=ended.num_attempts,
+        num_prompt_tokens=ended.num_prompt_tokens,
+        num_cached_tokens=ended.num_cached_tokens,
+        num_output_tokens=ended.num_output_tokens,
+        queue_time_seconds=ended.queue_time_seconds,
+        ttft_seconds=ended.ttft_seconds,
+        e2e_latency_seconds=ended.e2e_latency_seconds,
+    )
+    first = attempts[0]
+    if first.attempt_id == 1:
+        picked = next(score.to_plan() for score in first.shards if score.shard_id == first.picked_shard_id)
+        outcome.predicted_ttft_seconds = ended.queue_time_seconds + picked.predicted_ttft_seconds
+        if ended.ttft_seconds is not None:
+            outcome.ttft_error_seconds = ended.ttft_seconds - outcome.predicted_ttft_seconds
+    return outcome
