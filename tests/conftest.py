@@ -66,7 +66,8 @@ def loaded_models() -> LoadedModels:
 
 @pytest.fixture
 def load_runner(loaded_models: LoadedModels) -> Iterator[Callable[..., ModelRunner]]:
-    """For TorchEngine: the model is loaded once for many tests. Whoever closes the engine depends on this."""
+    """For TorchEngine: the model is loaded once for many tests. A fixture that closes the engine depends on this
+    one."""
     with loaded_models.lending() as load_runner:
         yield load_runner
 

@@ -140,7 +140,7 @@ async def test_tokens_stream_and_facts_follow(browser: Browser, world: EdgeWorld
 
 
 async def test_stop_button_cancels(browser: Browser, world: EdgeWorld) -> None:
-    """Stop ends the request in the fabric and keeps what has come; the conversation goes on behind it."""
+    """Stop ends the request in the fabric and keeps the text so far; the conversation continues after it."""
     page = await open_page(browser, world)
     request = await ask(page, world, "Count")
     request.start()
@@ -159,7 +159,7 @@ async def test_stop_button_cancels(browser: Browser, world: EdgeWorld) -> None:
 
 
 async def test_lost_connection_is_not_noticed(browser: Browser, world: EdgeWorld) -> None:
-    """The answer goes on where it was when its connection breaks, without a gap, a repetition or an error."""
+    """The answer continues where it was when its connection breaks, without a gap, a repetition or an error."""
     page = await open_page(browser, world)
     request = await ask(page, world, "Count")
     request.start()
@@ -184,7 +184,7 @@ async def test_lost_connection_is_not_noticed(browser: Browser, world: EdgeWorld
 
 
 async def test_closing_the_page_cancels(browser: Browser, world: EdgeWorld) -> None:
-    """Who leaves for good does not leave the engine working until the grace period is over."""
+    """A user who leaves for good does not leave the engine working until the grace period is over."""
     page = await open_page(browser, world)
     request = await ask(page, world, "Count")
     request.start()

@@ -38,7 +38,7 @@ def test_the_data_plane_bench_counts_every_process_and_loses_no_token(model_dir:
 
 
 @pytest.mark.timeout(300)
-def test_two_ways_are_measured_by_turns(model_dir: Path, tmp_path: Path):
+def test_two_variants_are_measured_alternately(model_dir: Path, tmp_path: Path):
     """What others' long prompts do to a stream is only to be seen while they are really asked for."""
     done = run_kvloom(
         *(

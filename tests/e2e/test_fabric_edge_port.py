@@ -1,4 +1,4 @@
-"""Edges share a port with a socket each: one whose process serves nobody must not collect clients."""
+"""Edges share a port with one socket each: a socket whose process does not serve must not collect clients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def edge(fabric: RunningFabric, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def successor_held(fabric: RunningFabric, name: str, before: int) -> Iterator[None]:
-    """Stop the process that is to take the place of process `before` while it starts, and let it go on behind that."""
+    """Stop the process that is to take the place of process `before` while it starts, and let it continue
+    afterwards."""
     supervisor = psutil.Process(fabric.status()["supervisor_pid"])
     found: list[int] = []
 
@@ -80,7 +81,7 @@ def successor_held(fabric: RunningFabric, name: str, before: int) -> Iterator[No
     eventually("it is ready", lambda: edge(fabric, name)["state"] == "ready")
 
 
-def test_who_comes_while_an_edge_that_died_starts_anew_is_served_by_the_others(two_edges: RunningFabric):
+def test_clients_of_an_edge_that_died_are_served_by_the_others_while_it_restarts(two_edges: RunningFabric):
     """A socket that listens for a process which is not there yet has half of the clients wait for seconds."""
     pid = edge(two_edges, "edge-1")["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -89,9 +90,9 @@ def test_who_comes_while_an_edge_that_died_starts_anew_is_served_by_the_others(t
             ask(two_edges.http_url)
 
 
-def test_who_comes_while_an_edge_that_was_told_to_stop_ends_is_served_by_the_others(two_edges: RunningFabric):
-    """It ends what it has begun, which may take half a minute, and looks at its socket no more: whoever landed there
-    would wait so long, and then be cut off."""
+def test_clients_of_an_edge_that_is_stopping_are_served_by_the_others(two_edges: RunningFabric):
+    """It ends what it has begun, which may take half a minute, and no longer reads its socket: a client that landed
+    there would wait that long, and then be cut off."""
     before = edge(two_edges, "edge-1")
     with begun(before) as stream:
         os.kill(before["pid"], signal.SIGTERM)
@@ -104,7 +105,8 @@ def test_who_comes_while_an_edge_that_was_told_to_stop_ends_is_served_by_the_oth
 
 
 def test_the_only_edge_is_replaced_when_it_is_told_to_stop(model_dir: Path, tmp_path: Path):
-    """Its clients wait for its successor, which starts at once; nobody is refused, and what runs is ended."""
+    """Its clients wait for its successor, which starts at once; no client is refused, and running requests end
+    normally."""
     fabric = RunningFabric.start(tmp_path, "--engine", "sim")
     try:
         (only,) = fabric.processes("edge")

@@ -1,4 +1,4 @@
-"""Shards that hang, are drained and stop, as processes: what they were saying goes on elsewhere, token for token."""
+"""Shards that hang, are drained and stop, as processes: their answers continue on other shards, token for token."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def pid_of(fabric: RunningFabric, shard_id: str) -> int:
     return next(shard["pid"] for shard in fabric.processes("shard") if shard["name"] == shard_id)
 
 
-async def test_a_stopped_shard_holds_nobody_up_and_is_taken_back(fabric: RunningFabric) -> None:
-    """SIGSTOP: connected and silent. Its streams go on elsewhere within the bound; SIGCONT: its late frames change
-    nothing, its probes are answered, and it serves again."""
+async def test_a_stopped_shard_delays_no_client_and_is_readmitted(fabric: RunningFabric) -> None:
+    """SIGSTOP: connected and silent. Its streams continue on other shards within the bound; SIGCONT: its late frames
+    change nothing, its probes are answered, and it serves again."""
     async with asyncio.timeout(90), Client(fabric.router_address) as client:
         streams, reading = await begin(client)
         stopped = streams[0].shard_id
@@ -117,8 +117,8 @@ async def test_a_stopped_shard_holds_nobody_up_and_is_taken_back(fabric: Running
 
 
 async def test_a_drained_shard_hands_over_what_runs(fabric: RunningFabric) -> None:
-    """`kvloom drain --deadline-seconds`: what has not ended goes on elsewhere, the command returns when the shard is
-    empty, nothing new goes there; `kvloom undrain` takes it back."""
+    """`kvloom drain --deadline-seconds`: what has not ended continues on other shards, the command returns when the
+    shard is empty, nothing new goes there; `kvloom undrain` takes it back."""
     async with asyncio.timeout(90), Client(fabric.router_address) as client:
         streams, reading = await begin(client)
         shard_id = streams[0].shard_id
@@ -142,7 +142,7 @@ async def test_a_drained_shard_hands_over_what_runs(fabric: RunningFabric) -> No
 
 
 async def test_a_shard_that_is_terminated_hands_back_what_runs(fabric: RunningFabric) -> None:
-    """SIGTERM: what has not ended within its `drain_timeout_seconds` goes on elsewhere, and nothing is lost."""
+    """SIGTERM: what has not ended within its `drain_timeout_seconds` continues on other shards, and nothing is lost."""
     async with asyncio.timeout(90), Client(fabric.router_address) as client:
         streams, reading = await begin(client)
         os.kill(pid_of(fabric, streams[0].shard_id), signal.SIGTERM)

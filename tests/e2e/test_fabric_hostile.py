@@ -1,4 +1,4 @@
-"""Hostile clients on real sockets: each gets the right error, costs bounded memory, and disturbs nobody."""
+"""Hostile clients on real sockets: each gets the right error, costs bounded memory, and disturbs no other client."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Healthy:
         self.stop = False
 
     async def run(self) -> None:
-        # Its connection stands before the attack begins: whoever has one keeps it.
+        # Its connection is open before the attack begins, and an open connection is kept.
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
             while not self.stop or not self.num_answers:
                 await self._one(http, seed=self.num_answers)
@@ -130,7 +130,7 @@ async def test_the_edge_under(fabric: RunningFabric, tokenizer: ModelTokenizer, 
 
 
 async def test_connections_over_the_limit_are_told(fabric: RunningFabric, tokenizer: ModelTokenizer) -> None:
-    """Who comes too late hears 503 at once; who was there is served."""
+    """A client beyond the limit gets 503 at once; clients within it are served."""
     host, port = fabric.http_url.removeprefix("http://").split(":")
     async with healthy_stream(fabric, tokenizer):
         await asyncio.sleep(0.2)  # its connection is one of those that exist

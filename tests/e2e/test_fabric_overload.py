@@ -1,4 +1,4 @@
-"""More requests than the shards can take, live: what they can do they still do, and the rest is told at once."""
+"""More requests than the shards can serve, live: they serve what they can, and the rest is refused at once."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Load:
 
 
 async def test_three_times_capacity(fabric: RunningFabric) -> None:
-    """Goodput stays; nobody waits for a refusal. (The simulation says how much exactly; here other things run, too.)"""
+    """Goodput stays, and a refusal comes at once. (The simulation measures it exactly; here the machine is shared.)"""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=30)) as http:
         capacity = await Load(http, fabric.http_url).closed(num_users=8, seconds=4.0)
@@ -93,11 +93,11 @@ async def test_three_times_capacity(fabric: RunningFabric) -> None:
         steady = [at for at in load.good_at if 4.0 <= at - begin < 10.0]
         assert len(steady) / 6.0 >= 0.7 * capacity, (capacity, len(steady) / 6.0, load.others)
         assert len(load.refused_after) > load.num_sent / 4
-        # All but the first, which were let in before there was anything to judge by.
+        # All but the first, which were admitted before there was any evidence.
         assert set(load.others) <= {(408, "queue_timeout"), (504, "deadline_exceeded")}
         assert len(load.others) < load.num_sent / 4
         assert sorted(load.refused_after)[len(load.refused_after) // 2] < 1.0
-        # What is over is over: the next one is served.
+        # After the overload the next request is served.
         await asyncio.sleep(0.5)
         after = Load(http, fabric.http_url)
         await after.one()

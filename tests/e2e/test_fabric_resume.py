@@ -81,7 +81,7 @@ async def edge_process(fabric: RunningFabric) -> AsyncIterator[tuple[str, asynci
 
 
 def tokens_of(line: str) -> int:
-    """That a line of a router's log bills; less than 0: credits."""
+    """Tokens that a usage record in a router's log meters; less than 0: credited tokens."""
     output = re.search(r"num_output_tokens=(\d+)", line)
     credited = re.search(r"num_credited_tokens=(\d+)", line)
     return (int(output[1]) if output else 0) - (int(credited[1]) if credited else 0)
@@ -120,7 +120,7 @@ async def test_32_streams_with_flaky_connections_arrive_whole(sim_fabric: Runnin
 
 
 async def test_a_shard_dies_while_the_client_is_away(mortal_fabric: RunningFabric, tokenizer: ModelTokenizer):
-    """Both at once: the answer goes on without its client and without its shard, and the client misses nothing."""
+    """Both at once: the answer continues without its client and without its shard, and the client misses nothing."""
     num_tokens = 200  # four seconds: it must not have ended before the shard is found
     streamed = client(mortal_fabric.http_url)
     async with asyncio.timeout(60):
@@ -195,7 +195,7 @@ async def test_running_answers_go_on_after_the_death_of_their_edge(
     mortal_fabric: RunningFabric, tokenizer: ModelTokenizer
 ):
     """kill -9 of the edge in the middle of attached streams: their clients come to another one, have every token once,
-    and the routers' bills, less their credits, are exactly what was delivered."""
+    and the routers' usage records, less the credited tokens, are exactly what was delivered."""
     num_tokens = 60
     names = [f"Its edge is killed {i}" for i in range(8)]
     async with asyncio.timeout(60), edge_process(mortal_fabric) as (url, process):
@@ -220,11 +220,11 @@ async def test_running_answers_go_on_after_the_death_of_their_edge(
         again.response_id = one.response_id
         assert await again.read_to_the_end() == seen
 
-    def billed() -> list[int]:
+    def metered() -> list[int]:
         (log,) = (Path(mortal_fabric.env["KVLOOM_DATA_DIR"]) / "logs").glob("router*.log")
         lines = [line for line in log.read_text().splitlines() if "request ended" in line or "request credited" in line]
         return [sum(tokens_of(line) for line in lines if one.response_id in line) for one in clients]
 
     await asyncio.to_thread(
-        eventually, "every token is billed once", lambda: billed() == [num_tokens] * len(clients), 10.0
+        eventually, "every token is metered once", lambda: metered() == [num_tokens] * len(clients), 10.0
     )

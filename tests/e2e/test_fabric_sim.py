@@ -103,8 +103,8 @@ async def test_64_streams_of_128_tokens_arrive_whole(sim_fabric: RunningFabric, 
 
 
 async def test_a_shard_killed_mid_stream_is_not_noticed_by_its_client(sim_fabric: RunningFabric, model_dir: Path):
-    """kill -9 of a shard: its streams go on elsewhere with the very tokens they would have had, the supervisor brings
-    the shard back, and the fabric serves again with all shards."""
+    """kill -9 of a shard: its streams continue elsewhere with the very tokens they would have had, the supervisor
+    brings the shard back, and the fabric serves again with all shards."""
     tokenizer = ModelTokenizer.load(model_dir)
     prompt = "A shard will die"
     shards = sim_fabric.processes("shard")
@@ -132,7 +132,7 @@ async def test_a_shard_killed_mid_stream_is_not_noticed_by_its_client(sim_fabric
 
 
 def test_a_client_that_is_killed_mid_stream_stops_the_engine_and_frees_its_blocks(sim_fabric: RunningFabric):
-    """An answer that nobody reads must not cost the fleet: within two steps the engine works on it no more."""
+    """An answer without a reader must not cost the fleet: within two steps the engine stops working on it."""
 
     def generated() -> float:
         return sim_fabric.sum_over_shards("vllm:generation_tokens_total") + sim_fabric.sum_over_shards(
@@ -151,7 +151,7 @@ def test_a_client_that_is_killed_mid_stream_stops_the_engine_and_frees_its_block
     reader = subprocess.run([sys.executable, "-c", READER, *arguments], timeout=60, check=False)
     assert reader.returncode == -signal.SIGKILL
     eventually("the engine has stopped", is_idle, timeout_seconds=5)
-    # Two steps to stop in, and the one that was under way while the news travelled.
+    # Two steps to stop in, and the one that was running while the cancellation travelled.
     assert num_read <= generated() - num_before <= num_read + 3
     assert sim_fabric.sum_over_shards("kvloom_wasted_tokens_total") - wasted_before <= 2
     assert [load.num_available_blocks for load in sim_fabric.shard_loads()] == blocks_before

@@ -1,4 +1,4 @@
-"""The whole fabric with a real model on the CPU: right answers at every door a user has."""
+"""The whole fabric with a real model on the CPU: right answers over every interface."""
 
 from __future__ import annotations
 

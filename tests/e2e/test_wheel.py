@@ -142,7 +142,7 @@ def test_each_wheel_has_one_name_and_nothing_that_belongs_to_the_repository(whee
         assert not [name for name in names if "/bench/" in name or "tests/" in name]
     with zipfile.ZipFile(wheels[0]) as archive:
         names = archive.namelist()
-    assert "kvloom/py.typed" in names  # the SDK's types count for whoever installs it
+    assert "kvloom/py.typed" in names  # the SDK's types count for everyone who installs it
     assert "kvloom/v1/router_service_pb2_grpc.py" in names
     assert "kvloom/v1/router_service_pb2.pyi" in names
 

@@ -45,7 +45,7 @@ async def measure(gateway: Gateway, model_dir: Path, others: Workload) -> dict[s
 
 
 async def test_others_send_before_and_between_the_measured_requests(model_dir: Path) -> None:
-    """Else a stream would be said to be undisturbed that nobody has disturbed."""
+    """Otherwise a stream that no other client disturbed would count as one that withstands disturbance."""
     gateway = Gateway()
     found = await measure(gateway, model_dir, OTHERS)
     assert (found["num_complete"], found["num_errors"]) == (20, 0)

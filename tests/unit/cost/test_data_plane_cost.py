@@ -71,7 +71,7 @@ def framed(message: Message) -> bytes:
 
 
 def delivering(stream: LocalStream[Any, Any], on_message: Callable[[Any], None]) -> Callable[[bytes], None]:
-    """As if somebody awaited `deliver`. Fails when a message does."""
+    """As if a caller awaited `deliver`. Fails when a message does."""
     stream._reader = asyncio.get_running_loop().create_future()
     stream._on_message = on_message
 
@@ -171,7 +171,7 @@ async def counts() -> Counts:
 
 
 async def test_frames_and_tokens_cost_no_more_than_they_did() -> None:
-    """A call, an object or a look-up more per frame or token is noticed by whoever adds it, on any machine."""
+    """A call, an object or a look-up more per frame or token is noticed when it is added, on any machine."""
     assert_no_dearer("data_plane_cost", await counts())
 
 

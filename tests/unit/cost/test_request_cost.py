@@ -63,7 +63,7 @@ NUM_SHARDS: Final = 2
 
 
 class Client:
-    """Takes a client's news as its stream would write it."""
+    """Takes a client's steps as its stream would write them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -183,7 +183,7 @@ def http_request(body: bytes, transport: CountingTransport) -> BaseRequest:
 
 
 def edge_half() -> Callable[[], None]:
-    """From a request that aiohttp has parsed to the bytes for the router, and from the router's news to the socket."""
+    """From a request that aiohttp has parsed to the bytes for the router, and from the router's frame to the socket."""
     group = RouterGroup("edge", new_link=GrpcRouterLink)
     group._members.wanted = {"127.0.0.1:1": ""}
     link = GrpcRouterLink("127.0.0.1:1", "edge")

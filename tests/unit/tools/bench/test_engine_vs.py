@@ -79,7 +79,7 @@ def test_no_round_begins_that_would_end_too_late() -> None:
 
 
 def test_who_cannot_start_or_breaks_down_is_in_the_table() -> None:
-    """A peer that is missing without a word would look like one that nobody thought of."""
+    """A peer that is missing without a word would look like one that was forgotten."""
     orders: list[tuple[str, int]] = []
 
     def refuses() -> Sequence[str]:

@@ -129,7 +129,7 @@ class FakeSystems:
 
 
 async def test_every_other_run_goes_in_the_opposite_order() -> None:
-    """What drifts in a machine while a run goes on must not always meet the same system."""
+    """What drifts in a machine during a run must not always meet the same system."""
     fakes = FakeSystems({"kvloom": raw_figures(), "smg": raw_figures()})
     reports = await fakes.turns_of(2).measure(fakes.systems(), [W1])
     assert fakes.turns == ["kvloom", "smg", "smg", "kvloom"]
