@@ -1,4 +1,5 @@
-"""What the router core wants done. The service shell turns these into gRPC; the order of one list is kept per peer."""
+"""The actions that the router core asks for. The shell carries them out over gRPC; the order within one list is kept
+for each peer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from router.core.placement.plan import Plan
 
 
 class SubmitAttempt(msgspec.Struct, frozen=True):
-    """Dispatch a request to a shard. The slots in `choices` are the shard stream's."""
+    """Dispatch a request to a shard. The slots in `choices` belong to the shard's stream."""
 
     shard_id: str
     attempt_id: int
@@ -24,27 +25,27 @@ class SubmitAttempt(msgspec.Struct, frozen=True):
     max_tokens: int
     num_expected_cached_tokens: int
     prepares: str = ""
-    """The name of the request, if this is only a prefill chunk of its prompt, to be computed before it comes
-    (attempt_id is 0 then, and nobody hears of the token that ends it)."""
+    """The name of the request of which this attempt only computes a prefill chunk in advance; "" for an ordinary
+    attempt. The attempt_id is 0 then, and the token that ends it reaches no client."""
 
 
 class PlacementDecided(msgspec.Struct, frozen=True):
-    """Why an attempt went where it went: for explanations and the decision log. Comes before its SubmitAttempt, for
-    the share of requests that CoreConfig.decision_sample_share says."""
+    """The reason for a placement, for explanations and the decision log. It precedes its SubmitAttempt, for the share
+    of requests that CoreConfig.decision_sample_share names."""
 
     request: Request
     attempt_id: int
     pick: Pick
-    """As of the decision."""
+    """The pick at the time of the decision."""
     block_size: int
-    """Of the picked shard."""
+    """The block size of the picked shard."""
     block_hashes: Sequence[int]
-    """Of the prompt's full blocks of that size."""
+    """Hashes of the prompt's full blocks of that size."""
     decided_at: float
 
     @property
     def plan(self) -> Plan:
-        """Its explanation: `plan.picked_shard_id` is where it went. Worked out anew whenever it is asked for."""
+        """The explanation of the placement; `plan.picked_shard_id` is the chosen shard. It is computed at each call."""
         return self.pick.plan
 
 
@@ -52,18 +53,18 @@ class CancelOnShard(msgspec.Struct, frozen=True):
     shard_id: str
     slots: Sequence[int]
     num_output_tokens: Sequence[int] = ()
-    """Of each slot's sequence: as many as had arrived, whatever comes behind them is wasted. Empty: they go on
-    elsewhere."""
+    """For each slot, the number of output tokens that had arrived: tokens beyond them are wasted. Empty when the
+    sequences continue on another shard."""
 
 
 class WantKvSnapshot(msgspec.Struct, frozen=True):
-    """KV event numbers had a gap."""
+    """Ask for a snapshot because KV event numbers had a gap."""
 
     shard_id: str
 
 
 class SendStep(msgspec.Struct):
-    """News for a client; slots are the client stream's. At most one per client and handled event."""
+    """Progress for a client; slots belong to the client's stream. There is at most one per client and handled event."""
 
     client_id: str
     step: Step
@@ -76,13 +77,14 @@ class CheckPrompt(msgspec.Struct, frozen=True):
 
 
 class ScreenAnswers(msgspec.Struct, frozen=True):
-    """Text for the safety service; slots are screening slots, chosen by the core."""
+    """Text for the safety service; slots are screening slots, which the core assigns."""
 
     slots: Sequence[int]
     deltas: Sequence[str]
     close_slots: Sequence[int] = ()
     skips: Sequence[tuple[int, int, str]] = ()
-    """(slot, characters, the last of them) that were cleared without it, before the slot's delta."""
+    """(slot, number of characters, the last of them): text that was cleared without the service and precedes the slot's
+    delta."""
 
 
 class ModelState(msgspec.Struct, frozen=True):
@@ -93,37 +95,37 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class FleetChanged(msgspec.Struct, frozen=True):
-    """To be told to every client."""
+    """The fleet's new state, to be sent to every client."""
 
     models: Sequence[ModelState]
     draining: bool
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """The request's one and only end: what metering and metrics are made of. billed tokens = delivered tokens."""
+    """The single end of a request, from which metering and metrics are made. Metered tokens are delivered tokens."""
 
     request_id: str
     tenant: str
     model: str
     shard_id: str
-    """The last one; "" when it was never dispatched."""
+    """The last shard; "" when the request was never dispatched."""
     num_attempts: int
     reason: FinishReason.ValueType
     error_reason: int
-    """ErrorReason; 0 = none."""
+    """An ErrorReason; 0 = none."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    """Of all choices: exactly those that were sent to the client."""
+    """Output tokens of all choices: exactly those that were sent to the client."""
     queue_time_seconds: float
-    """Arrival to first dispatch."""
+    """Time from arrival to the first dispatch."""
     ttft_seconds: float | None
     e2e_latency_seconds: float
     max_tokens: int | None = None
-    """As asked for, of one choice."""
+    """The limit that the client asked for, per choice."""
     num_choices: int = 1
     client_id: str = ""
-    """Which client stream it came over."""
+    """The client stream over which the request came."""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):
@@ -132,11 +134,11 @@ class ShardHealthChanged(msgspec.Struct, frozen=True):
     shard_id: str
     state: HealthState
     symptom: str
-    """Why it is not healthy; "" when it is."""
+    """The reason why the shard is not healthy; "" when it is."""
 
 
 class RequestsMoved(msgspec.Struct, frozen=True):
-    """Requests were taken off a shard and go on elsewhere."""
+    """Requests were taken off a shard and continue on others."""
 
     shard_id: str
     num_requests: int

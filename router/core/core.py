@@ -1,4 +1,4 @@
-"""The router core: events in, actions out. No I/O, no clock, no randomness of its own.
+"""The router core: events in, actions out. It has no I/O, no clock and no randomness of its own.
 
     core = RouterCore(CoreConfig(), seed=1)
     actions = core.handle(event, now)
@@ -111,7 +111,7 @@ class RouterCore:
         )
         self._deferred = DeferredFrames(self._fleet, self._dispatcher.queue, self._overload, relay, news.take_in)
         self.deadlines_stand = False
-        """`next_deadline` is what it was before the last event."""
+        """Whether the last event left `next_deadline` unchanged."""
         self._told_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
@@ -136,15 +136,15 @@ class RouterCore:
             ev.ShardUp: lambda event: check_shard(event.shard),
         }
         self._checks = checks
-        """Before anything changes."""
+        """Checks of an event, made before anything changes."""
 
     # -- API ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take in one event. `now` never goes backwards.
+        """Handle one event and return the actions that follow. `now` never goes backwards.
 
-        Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together and for a shard that names
-        impossible sizes; nothing has changed then, and the stream that brought it should be broken.
+        Raises KvloomError (PROTOCOL_VIOLATION) for a frame whose arrays do not fit together and for a shard with
+        impossible sizes. Nothing has changed then, and the caller should break the stream that brought the event.
         """
         has_due = self._deadlines.has_due(now)
         self.deadlines_stand = False
@@ -161,12 +161,14 @@ class RouterCore:
             check(event)
         self._deferred.flush()
         if has_due:
-            self._expire(now)  # ticks may be late, by much if this process stood still: nobody is sent in vain
+            self._expire(
+                now
+            )  # Ticks may be late, by much if this process was stopped: expired requests must not be dispatched.
         self._handlers[type(event)](event, now)
         return self._conclude(now)
 
     def plan(self, request: Request, now: float) -> Plan:
-        """Where `request` would go, and how every shard looks to it. Places nothing."""
+        """Explain where `request` would be placed, and how each shard compares. Nothing is placed."""
         self._deferred.flush()
         error = self._arrivals.refusal(request)
         if error is not None:
@@ -178,7 +180,7 @@ class RouterCore:
         return request_id in self._lifecycle.requests
 
     def next_deadline(self) -> float | None:
-        """When a Tick is needed at the latest; None: not before another event."""
+        """The time at which a Tick is needed at the latest; None: not before another event."""
         at = min(
             self._deadlines.next(),
             self._verdicts.next_deadline(),
@@ -189,23 +191,23 @@ class RouterCore:
 
     @property
     def fleet(self) -> FleetChanged:
-        """The state that clients were last told."""
+        """The state of the fleet that clients were last sent."""
         return self._told_fleet
 
     @property
     def shards(self) -> list[ShardState]:
-        """Those that are connected, and how fast they are."""
+        """The connected shards and their speeds."""
         self._deferred.flush()
         return [self._shard_state(shard) for shard in self._fleet.shards.values()]
 
     @property
     def num_queued_requests(self) -> int:
-        """Requests that wait for a shard with room."""
+        """The number of requests that wait for a shard with room."""
         return len(self._dispatcher.queue)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is live, reserved or waiting for a verdict."""
+        """Whether nothing is live, reserved or waiting for a verdict."""
         return not self._lifecycle.requests and not self._ledger.keys() and not self._screening.num_open
 
     def check_integrity(self) -> None:
@@ -215,12 +217,12 @@ class RouterCore:
         )
 
     def _conclude(self, now: float) -> list[Action]:
-        """What is done behind any event, and all that came of it."""
+        """Do what follows every event, and return all resulting actions."""
         if self._fleet_may_differ:
             self._tell_fleet()
         self._serve_queue(now)
         if self._outage.expire(now):
-            self._serve_queue(now)  # whoever was kept behind them
+            self._serve_queue(now)  # for requests that waited behind the expired ones
         if self._outbox.clients:
             self._lifecycle.drop_idle_clients(self._outbox.clients)
         actions = self._outbox.take()
@@ -250,7 +252,7 @@ class RouterCore:
             shard.limit = min(shard.limit, ramp_start)
         self._health.on_shard_up(shard, now)
         self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks)
-        # Twice: a batch may name the blocks that a step stored before those that made way for them.
+        # Twice, because a batch may store blocks before it removes those that they replace.
         self._index.add_shard(shard_id, 2 * event.shard.num_blocks, now)
         self._note_fleet_change()
 
@@ -288,7 +290,7 @@ class RouterCore:
         self._verdicts.expire(now)
 
     def _expire(self, now: float) -> None:
-        """End what has no time left."""
+        """End requests whose time has run out."""
         for live in self._deadlines.pop_due(now):
             error = self._expiry(live, now)
             if error is not None:
@@ -312,7 +314,7 @@ class RouterCore:
             self._lifecycle.end_request(live, FINISH_REASON_ERROR, draining(request_id), now)
 
     def _serve_queue(self, now: float) -> None:
-        """Whoever waits may have a shard now, or none ever."""
+        """Dispatch waiting requests that can have a shard now, and find those that no shard can serve."""
         queue = self._dispatcher.queue
         if queue.queues.num_requests:
             if queue.check_hopeless:

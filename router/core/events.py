@@ -1,4 +1,4 @@
-"""What can happen to the router core. The service shell makes these from gRPC; simulators make them from nothing.
+"""The events that the router core handles. The shell makes them from gRPC frames; simulators make them directly.
 
 Every event goes through `RouterCore.handle(event, now)`, in one order, with `now` in monotonic seconds.
 """
@@ -15,14 +15,14 @@ from router.core.frames import Step
 
 
 class Tier(enum.IntEnum):
-    """The lower the number, the more urgent."""
+    """Urgency classes: the lower the number, the more urgent."""
 
     INTERACTIVE = 1
     BATCH = 2
 
 
 class ChoiceSpec(msgspec.Struct, frozen=True):
-    """One wanted answer. `slot` is the client stream's."""
+    """One requested choice. `slot` belongs to the client's stream."""
 
     slot: int
     index: int
@@ -31,35 +31,36 @@ class ChoiceSpec(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request as admitted: checked, tokenized, its seed drawn. The core never looks into `sampling` and `stop`."""
+    """A request that was checked, tokenized and given a seed. The core never reads `sampling` and `stop`."""
 
     request_id: str
     client_id: str
-    """Which client stream it came over."""
+    """The client stream over which the request came."""
     model: str
     prompt_token_ids: Sequence[int]
     prompt_text: str
-    """What the safety service reads."""
+    """The text that the safety service reads."""
     choices: Sequence[ChoiceSpec]
     max_tokens: int | None = None
-    """Output tokens of one choice at most; None: what is left of the window."""
+    """The most output tokens of one choice; None: the rest of the window."""
     sampling: object = None
     stop: object = None
     timeout_seconds: float = 0.0
-    """From arrival to the last token; 0: the core's default."""
+    """Time from arrival to the last token; 0: the core's default."""
     tenant: str = ""
     traceparent: str = ""
     session_key: str = ""
-    """Requests with one key belong together (a conversation). Only a hint: prefixes are found without it."""
+    """Requests with one key belong together (a conversation). It is only a hint: prefixes are found without it."""
     block_hashes: Mapping[int, Sequence[int]] | None = None
-    """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core hashes."""
+    """Block size → hashes of the prompt's full blocks, where they are known already (traces). None: the core computes
+    them."""
     tier: Tier = Tier.INTERACTIVE
 
 
 class ShardDescription(msgspec.Struct, frozen=True):
     shard_id: str
     incarnation_id: str
-    """Differs for every start of the process (frames of an earlier one must never be mixed in)."""
+    """Differs for every start of the process, so that frames of an earlier incarnation are never mixed in."""
     model: str
     block_size: int
     num_blocks: int
@@ -80,9 +81,9 @@ class ShardLoad(msgspec.Struct):
     decode_step_seconds: float = 0.0
     draining: bool = False
     hand_over: bool = False
-    """It drains, and what runs there is to go on elsewhere."""
+    """Whether the shard drains and its running sequences are to continue elsewhere."""
     num_own_running: int = 0
-    """The part of `num_running` that came over this router's stream; what is left is other routers'."""
+    """The part of `num_running` that came over this router's stream; the others belong to other routers."""
     num_own_waiting: int = 0
     num_own_queued_prefill_tokens: int = 0
     num_own_decode_context_tokens: int = 0
@@ -96,22 +97,23 @@ class RequestArrived(msgspec.Struct, frozen=True):
 
 
 class SlotsCancelled(msgspec.Struct, frozen=True):
-    """A client cancels some of its sequences. Slots not in use are ignored (their end is already on its way)."""
+    """A client cancels some of its sequences. Slots that are not in use are ignored, since their end is already on its
+    way."""
 
     client_id: str
     slots: Sequence[int]
 
 
 class RequestCancelled(msgspec.Struct, frozen=True):
-    """By name, from any client. `RouterCore.has_request` says whether it is there."""
+    """Cancel a request by its name, from any client. `RouterCore.has_request` tells whether it is live."""
 
     request_id: str
     client_id: str = ""
-    """Only if it came over this client stream; "": whichever it came over."""
+    """Cancel only if the request came over this client stream; "": over any."""
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """The stream broke: all its requests are cancelled, nothing more is sent to it."""
+    """A client's stream broke: all its requests are cancelled, and nothing more is sent to it."""
 
     client_id: str
 
@@ -120,13 +122,13 @@ class ClientGone(msgspec.Struct, frozen=True):
 
 
 class ShardUp(msgspec.Struct, frozen=True):
-    """The stream to a shard stands. A snapshot follows."""
+    """The stream to a shard is connected. A snapshot follows."""
 
     shard: ShardDescription
 
 
 class ShardDown(msgspec.Struct, frozen=True):
-    """The stream to a shard broke: what ran there is lost."""
+    """The stream to a shard broke: its running sequences are lost."""
 
     shard_id: str
 
@@ -137,7 +139,7 @@ class StepArrived(msgspec.Struct):
 
 
 class KvChange(msgspec.Struct):
-    """Blocks stored (neighbours, or a few of different sequences), blocks removed, or (`cleared`) all of them gone."""
+    """Blocks stored (neighbours, or a few of different sequences), blocks removed, or (`cleared`) all blocks gone."""
 
     stored: Sequence[int] = ()
     removed: Sequence[int] = ()
@@ -162,27 +164,28 @@ class LoadReported(msgspec.Struct):
 
 
 class FrameArrived(msgspec.Struct):
-    """What a shard has sent at once: the parts take effect in order, at one time."""
+    """Everything that a shard has sent at once: its parts take effect in order, at one time."""
 
     shard_id: str
     parts: Sequence[KvSnapshotArrived | KvEventsArrived | LoadReported | StepArrived]
 
 
 class TokensOnlyFrame(msgspec.Struct):
-    """As FrameArrived, where all but the tokens may be taken in later: no sequence starts or ends, each has one token
-    and no logprobs, no batch of KV events is missing before its own, the shard is not draining."""
+    """A FrameArrived of which everything but the tokens may be handled later: no sequence starts or ends, each has one
+    token and no logprobs, no batch of KV events before its own is missing, and the shard is not draining."""
 
     shard_id: str
     step: Step
     read_rest: Callable[[], Sequence[KvEventsArrived | LoadReported]]
-    """What it says of its cache and its load, in order. Called once."""
+    """Returns the frame's KV events and load reports, in order. Called once."""
 
 
 # -- safety -----------------------------------------------------------------------------------------------------------
 
 
 class TextFilter(Protocol):
-    """Tells text in which something may begin that the policy forbids. Exact in one direction: other text is clear."""
+    """Finds text in which something forbidden by the policy may begin. It is exact in one direction: text that is not
+    suspicious is clear."""
 
     def is_suspicious(self, text: str) -> bool:
         """`text` may be several deltas joined by NUL characters."""
@@ -190,14 +193,14 @@ class TextFilter(Protocol):
 
 
 class SafetyUp(msgspec.Struct, frozen=True):
-    """The stream to the safety service stands, or its policy changed."""
+    """The stream to the safety service is connected, or its policy changed."""
 
     screens_prompts: bool
     screens_answers: bool
     prefilter: TextFilter | None = None
-    """What it lets pass need not be screened; None: everything is."""
+    """Text that it clears need not be screened; None: all text is screened."""
     prompt_filter: TextFilter | None = None
-    """The prompts that it lets pass would be allowed; None: all have to be checked."""
+    """Prompts that it clears would be allowed; None: all prompts are checked."""
 
 
 class SafetyDown(msgspec.Struct, frozen=True):
@@ -229,15 +232,16 @@ class AnswersScreened(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time went on: expire deadlines, retry what waits."""
+    """Time has passed: expire deadlines, and retry waiting requests."""
 
 
 class DrainStarted(msgspec.Struct, frozen=True):
-    """The router stops: new requests are refused, what runs goes on."""
+    """The router is stopping: new requests are refused, and running ones continue."""
 
 
 class DrainEnded(msgspec.Struct, frozen=True):
-    """The router waits no longer: what still runs ends as DRAINING, so that clients take it to another router."""
+    """The router stops waiting: requests that still run end as DRAINING, so that their clients take them to another
+    router."""
 
 
 Event = (

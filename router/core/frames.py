@@ -1,6 +1,6 @@
-"""The core's view of one engine step: the struct of arrays of `StepFrame`, free of protobuf.
+"""The core's view of one engine step: the struct of arrays of `StepFrame`, without protobuf.
 
-The same shape comes in (slots are the shard stream's) and goes out (slots are the client stream's).
+Incoming steps (slots of the shard's stream) and outgoing steps (slots of the client's stream) have the same form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Start(msgspec.Struct):
     num_cached_tokens: int
     queue_time_seconds: float = 0.0
     shard_id: str = ""
-    """Filled in by the router."""
+    """Set by the router."""
 
 
 class Finish(msgspec.Struct):
@@ -34,20 +34,21 @@ class Finish(msgspec.Struct):
 
 
 class Step(msgspec.Struct):
-    """One entry per sequence with news in `slots`, `num_tokens` (empty: one each) and `deltas`; the rest is sparse."""
+    """`slots`, `num_tokens` (empty: one each) and `deltas` have one entry per sequence that progressed; the other
+    fields are sparse."""
 
     slots: list[int] = msgspec.field(default_factory=list)
     num_tokens: list[int] = msgspec.field(default_factory=list)
     token_ids: list[int] = msgspec.field(default_factory=list)
     deltas: list[str] = msgspec.field(default_factory=list)
     logprobs: list[tuple[int, object]] = msgspec.field(default_factory=list)
-    """(slot, one token's logprobs): the second is opaque to the core. In the order of token_ids."""
+    """(slot, one token's logprobs) in the order of token_ids. The second part is opaque to the core."""
     starts: list[Start] = msgspec.field(default_factory=list)
     finishes: list[Finish] = msgspec.field(default_factory=list)
 
     @property
     def is_plain(self) -> bool:
-        """One token of each of some sequences, and nothing else."""
+        """Whether the step has one token for each of some sequences, and nothing else."""
         return not (self.starts or self.finishes or self.num_tokens or self.logprobs) and bool(self.slots)
 
     def __bool__(self) -> bool:

@@ -1,4 +1,5 @@
-"""News of a choice that its client must not see yet: what the safety service has not cleared, and what follows it."""
+"""Output of a choice that its client must not see yet: text that the safety service has not cleared, and what follows
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ HeldEntry = tuple[Sequence[int], str, int, Sequence[object]]
 
 
 class Hold:
-    """News of one choice that must not be shown yet, in order."""
+    """The withheld output of one choice, in order."""
 
     __slots__ = ("entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
 
@@ -22,11 +23,11 @@ class Hold:
         self.start: Start | None = None
         self.finish: Finish | None = None
         self.num_clear_chars = num_clear_chars
-        """Text that the safety service has cleared, from the beginning; None: all of it."""
+        """Number of characters, from the beginning, that the safety service has cleared; None: all of them."""
         self.last_shown_char = ""
 
     def take_clear(self) -> tuple[Sequence[int], str, Sequence[object]] | None:
-        """Everything that may be shown, as one entry; tokens are never torn apart."""
+        """Remove and return everything that may be shown, as one entry. A token is never split."""
         entries, clear = self.entries, self.num_clear_chars
         if not entries or (clear is not None and entries[0][2] > clear):
             return None
@@ -45,7 +46,7 @@ class Hold:
         return token_ids, delta, logprobs
 
     def unclear(self) -> tuple[str, str]:
-        """(the last character that is clear, "" if none is; all that is held behind it)."""
+        """(the last cleared character, "" if there is none; all text that is withheld after it)."""
         last_char, texts, clear = self.last_shown_char, [], self.num_clear_chars
         for _, delta, end, _ in self.entries:
             num_clear = len(delta) if clear is None else min(len(delta), max(0, clear - (end - len(delta))))
@@ -55,8 +56,8 @@ class Hold:
         return last_char, "".join(texts)
 
     def cut(self, num_chars: int) -> int:
-        """Forget what lies behind `num_chars`, which clears the rest; returns how many tokens were forgotten. A delta
-        that straddles the limit is cut, and its tokens go."""
+        """Drop everything after `num_chars`, which clears the rest. Returns how many tokens were dropped. A delta that
+        straddles the limit is cut, and its tokens are dropped."""
         kept: deque[HeldEntry] = deque()
         num_kept_tokens = 0
         for token_ids, delta, end, logprobs in self.entries:

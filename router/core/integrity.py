@@ -1,4 +1,4 @@
-"""The core's invariants, asserted. For tests and simulation: it looks at everything."""
+"""Asserts the core's invariants, for tests and simulation: it reads the whole state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(
 
 
 def _check_shards(fleet: Fleet, ledger: LoadLedger) -> None:
-    """A slot is lent exactly while an attempt uses it, a reservation is held exactly while its attempt has slots."""
+    """A slot is in use exactly while an attempt has it, and a reservation is held exactly while its attempt has slots."""
     held = set()
     for shard in fleet.shards.values():
         assert shard.slots.num_allocated == len(shard.attempts)
@@ -70,8 +70,8 @@ def _check_clients(lifecycle: Lifecycle) -> None:
 
 
 def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet: Fleet) -> None:
-    """No request waits for any shard while one that could run it has room, or although none ever could; one that waits
-    for a certain shard is placed there, and there is a time at which that is looked at again."""
+    """No request waits for any shard while one that could run it has room, or although no shard ever could. A request
+    that waits for a certain shard was placed there, and there is a time at which that is reconsidered."""
     lines = queue.queues
     assert len(lines) == sum(1 for _ in lines)
     assert lines.num_untouched == sum(not live.has_prefill_chunks for live in lines)
@@ -99,7 +99,7 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
 
 
 def _check_request(live: LiveRequest, fleet: Fleet) -> None:
-    """Every open choice waits, runs, or has its end held; what is held is within its bound."""
+    """Every open choice waits, runs, or has its end withheld; withheld output is within its bound."""
     open_choices = [choice for choice in live.choices if not choice.is_done]
     assert live.num_open_choices == len(open_choices) > 0
     assert live.is_queued == bool(live.pending)

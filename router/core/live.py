@@ -1,4 +1,4 @@
-"""What the core remembers of clients and of live requests: request → choices, and attempts that run them."""
+"""The core's state of clients and live requests: request → choices, and the attempts that run them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SEVERITY: Final[dict[int, int]] = {
 
 
 class QueueId(NamedTuple):
-    """A line in which requests wait in the router."""
+    """A queue in which requests wait in the router."""
 
     model: str
     shard_id: str = ""
-    """"" = the model's line: no shard had room."""
+    """"" = the queue of the model: no shard had room."""
     is_parked: bool = False
-    """The model's line of those that are not placed as long as more urgent ones wait."""
+    """Whether this is the model's queue of requests that are not placed while more urgent ones wait."""
 
 
 class Client:
@@ -46,13 +46,13 @@ class Client:
     def __init__(self, client_id: str) -> None:
         self.client_id = client_id
         self.choices: dict[int, Choice] = {}
-        """By the client's slot; gone once the choice's finish was sent."""
+        """Choices by the client's slot; an entry is removed once the choice's finish was sent."""
         self.step: Step | None = None
-        """News of the event that is being handled."""
+        """The client's part of the event that is being handled."""
 
 
 class Attempt:
-    """One dispatch to one shard. Its reservation lasts until the shard has ended all its sequences (or is gone)."""
+    """One dispatch to one shard. Its reservation lasts until the shard has ended all its sequences, or is gone."""
 
     __slots__ = (
         "attempt_id",
@@ -76,13 +76,13 @@ class Attempt:
         self.request_id = request_id
         self.attempt_id = attempt_id
         self.dispatch_number = dispatch_number
-        """Of all dispatches of this router. A name may be used anew while the cancelled attempt of its last bearer has
-        not been ended by its shard: attempts of both have the number 1."""
+        """The number of this dispatch among all of this router. A name may be reused while the cancelled attempt of an
+        earlier request has not been ended by its shard; the attempts of both have the number 1."""
         self.shard_id = shard_id
         self.num_open_slots = num_open_slots
         self.sent_at = sent_at
         self.prepares: LiveRequest | None = None
-        """Of a prefill chunk: whose prompt it computes a part of."""
+        """For a prefill chunk, the request whose prompt it computes in part."""
 
     @property
     def key(self) -> ReservationKey:
@@ -90,7 +90,7 @@ class Attempt:
 
 
 class Choice:
-    """One wanted answer, from admission to the finish that the client gets."""
+    """One requested choice, from admission to the finish that the client gets."""
 
     __slots__ = (
         "client",
@@ -122,30 +122,30 @@ class Choice:
         self.client_slot = spec.slot
         self.index = spec.index
         self.output_token_ids: list[int] = list(spec.output_token_ids)
-        """The client's own, then all that shards have emitted (delivered or held)."""
+        """The client's own tokens, then all that shards have emitted (delivered or withheld)."""
         self.num_given_tokens = len(self.output_token_ids)
         self.num_given_chars = spec.num_delivered_chars
         self.max_tokens: int | None = None
-        """Of its last attempt: what was asked for, or what was left of that shard's window."""
+        """The limit of its last attempt: the requested one, or the rest of that shard's window."""
         self.num_chars = 0
-        """Of text that shards have emitted, delivered or held."""
+        """Characters of text that shards have emitted, delivered or withheld."""
         self.num_attempts = 0
         self.num_moves = 0
-        """Attempts that were ended by no fault of its own: it was moved, or its shard handed it over."""
+        """Attempts that ended through no fault of the choice: it was moved, or its shard handed it over."""
         self.num_cached_tokens: int | None = None
-        """Of the first attempt that started."""
+        """Cached tokens of the first attempt that started."""
         self.is_done = False
         self.shard_id = ""
-        """Where it runs; "" while it does not."""
+        """The shard that runs it; "" while none does."""
         self.shard_slot = 0
         self.hold: Hold | None = None
         self.is_screened = False
         self.screening_slot: int | None = None
         """None until there is text to screen."""
         self.prefilter: TextFilter | None = None
-        """Of the policy in force when text of it was first sent to be screened; None before."""
+        """The prefilter of the policy in force when its text was first sent to be screened; None before."""
         self.num_skipped_chars = 0
-        """Text that was cleared here, and that the safety service has not been told of."""
+        """Text that was cleared here and that the safety service has not been told about."""
         self.last_skipped_char = ""
 
 
@@ -193,28 +193,28 @@ class LiveRequest:
         self.pending: list[Choice] = list(self.choices)
         """Choices that are to be dispatched."""
         self.line_id: QueueId | None = None
-        """Where it waits in the router; None while it does not."""
+        """The queue in which it waits; None while it does not wait."""
         self.own_seconds = 0.0
-        """Prefill on the shard for which it waits."""
+        """Prefill time on the shard for which it waits."""
         self.placed_at = 0.0
-        """When it was placed in the line of that shard."""
+        """When it entered that shard's queue."""
         self.prefill_chunk: tuple[Attempt, int] | None = None
-        """The prefill chunk of its prompt that the shard it waits for computes, and its slot there."""
+        """The chunk of its prompt that the shard it waits for is computing, and that chunk's slot there."""
         self.num_prefill_chunks = 0
         self.num_ready_tokens = 0
-        """As far into the prompt as the prefill chunks on that shard go."""
+        """How far into the prompt the chunks on that shard reach."""
         self.num_prepared_tokens = 0
-        """That they have computed: not what its client calls cached."""
+        """Prompt tokens that chunks have computed; they are not reported to the client as cached."""
         self.avoid_shard_id = ""
-        """It has just failed there."""
+        """The shard on which it has just failed."""
         self.failure: KvloomError | None = None
-        """Why it waits for another shard."""
+        """The reason why it waits for another shard."""
         self.hopeless_at: float | None = None
-        """When it has waited long enough for a shard that does not exist; None: there is one."""
+        """When it will have waited long enough for a shard that does not exist; None: such a shard exists."""
         self.hashes: dict[int, Sequence[int]] = {}
         """Block size → hashes of the prompt's blocks; kept only while the request waits."""
         self.max_held_tokens = 0
-        """Per choice."""
+        """The limit of withheld tokens per choice."""
         self.num_attempts = 0
         self.last_shard_id = ""
         self.first_dispatched_at: float | None = None
@@ -224,7 +224,7 @@ class LiveRequest:
         self.prompt_verdict_open = False
         self.check_id = 0
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
-        """The gravest end among its choices."""
+        """The most severe end among its choices."""
 
     def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
         if _SEVERITY.get(reason, 0) >= _SEVERITY.get(self.ended_with[0], 0):
@@ -232,7 +232,7 @@ class LiveRequest:
 
     @property
     def has_prefill_chunks(self) -> bool:
-        """Whether a part of its prompt has been computed, or is. Does not change while it waits."""
+        """Whether a part of its prompt has been computed, or is being computed. This does not change while it waits."""
         return self.num_prefill_chunks > 0
 
     @property
@@ -241,7 +241,7 @@ class LiveRequest:
 
     @property
     def num_context_tokens(self) -> int:
-        """Prompt and the longest answer so far: what the next attempt prefills."""
+        """Prompt and longest answer so far: the tokens that the next attempt prefills."""
         num_tokens = len(self.request.prompt_token_ids)
         pending = self.pending
         if len(pending) == 1:
@@ -250,7 +250,7 @@ class LiveRequest:
 
     @property
     def min_window(self) -> int:
-        """Window that a shard needs to run it."""
+        """The window that a shard needs to run it."""
         request = self.request
         if request.max_tokens is not None:
             return len(request.prompt_token_ids) + request.max_tokens

@@ -1,4 +1,4 @@
-"""Collects what one handled event makes the core do: at most one SendStep per client and one ScreenAnswers."""
+"""Collects the actions of one handled event: at most one SendStep per client and one ScreenAnswers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Outbox:
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self.clients: list[Client] = []
-        """Those that this event sends something to."""
+        """Clients to which this event sends something."""
         self._cancels: dict[str, tuple[list[int], list[int]]] = {}
         self.screen_slots: list[int] = []
         self.screen_deltas: list[str] = []
@@ -24,7 +24,7 @@ class Outbox:
         self._actions.append(action)
 
     def cancel(self, choice: Choice) -> None:
-        """Where it runs."""
+        """Cancel the choice on the shard that runs it."""
         slots, num_output_tokens = self._cancels.setdefault(choice.shard_id, ([], []))
         slots.append(choice.shard_slot)
         num_output_tokens.append(len(choice.output_token_ids))
@@ -44,7 +44,8 @@ class Outbox:
             self.clients.remove(client)
 
     def add_tokens(self, choice: Choice, token_ids: Sequence[int], delta: str, logprobs: Sequence[object]) -> None:
-        """One entry. `num_tokens` stays behind `slots` where entries have one token; `take` fills it up."""
+        """Append one entry. `num_tokens` stays shorter than `slots` while entries have one token each; `take` fills it
+        up."""
         step = self.step(choice.client)
         count = len(token_ids)
         if count != 1:

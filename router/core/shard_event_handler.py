@@ -1,4 +1,4 @@
-"""What shards say: what their caches hold, how much they have to do, their steps' tokens, starts and ends."""
+"""Handles the events of shards: contents of their caches, their load, and their steps' tokens, starts and ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_frame(event: ev.FrameArrived) -> None:
 
 
 class ShardEventHandler:
-    """Handles the events of shards that are up; those of others are dropped."""
+    """Handles the events of connected shards; events of other shards are dropped."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class ShardEventHandler:
         self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.TokensOnlyFrame: self._on_quiet_frame}
 
     def take_in(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
-        """What a frame says besides its step."""
+        """Handle the parts of a frame other than its step."""
         self._parts[type(part)](part, now)
 
     def _on_frame(self, event: ev.FrameArrived, now: float) -> None:
-        """As if its parts came one after another, at one time; what has to be done behind any event is done once."""
+        """Handle the parts as if they came one after another, at one time; what follows every event is done once."""
         is_first = True
         for part in event.parts:
             if not is_first:
@@ -82,7 +82,7 @@ class ShardEventHandler:
             self._parts[type(part)](part, now)
 
     def _on_quiet_frame(self, event: ev.TokensOnlyFrame, now: float) -> None:
-        """There was something to look at after all."""
+        """Handle a frame that turned out to need attention now."""
         step = ev.StepArrived(event.shard_id, event.step)
         self._on_frame(ev.FrameArrived(event.shard_id, [*event.read_rest(), step]), now)
 

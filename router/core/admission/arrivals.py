@@ -1,4 +1,4 @@
-"""New requests: turned away, or admitted and handed to whoever looks for a shard."""
+"""Admits or refuses new requests, and enters admitted ones into the queue."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Arrivals:
         self._outbox = outbox
 
     def refusal(self, request: Request) -> KvloomError | None:
-        """Why no shard could serve it, whatever there is to do."""
+        """The reason why no shard could serve the request, whatever the load; None when one could."""
         error = check_servable(request, self._fleet)
         if error is None and not self._verdicts.can_admit:
             return safety_unavailable(request.request_id)
@@ -91,7 +91,7 @@ class Arrivals:
     def _hand_over(
         self, live: LiveRequest, open_shards: list[Shard], now: float, *, is_parked: bool, has_room: bool
     ) -> None:
-        """To the queue, which places it now or later."""
+        """Enter the request into the queue, which places it now or later."""
         self._deadlines.add(live.deadline, live)
         if is_parked:
             self._queue.park(live)
@@ -99,8 +99,8 @@ class Arrivals:
             self._queue.place(live, open_shards, now)
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
-            # Under a policy that holds requests back one may wait although there is room: that shows only now. Who has
-            # a prefill chunk under way takes nobody's place.
+            # Under a policy that lets requests wait, one may wait although there is room, which shows only now. A request with
+            # a prefill chunk in progress takes no place in the queue.
             is_over = self._queue.queues.num_untouched > self._config.max_queued_requests
             if is_over and has_room and not live.has_prefill_chunks and not self._make_queue_place(live.request, now):
                 error = self._overload.full(live.request, now)
@@ -108,7 +108,7 @@ class Arrivals:
         self._deadlines.drop_ended(len(self._lifecycle.requests))
 
     def _make_queue_place(self, request: Request, now: float) -> bool:
-        """Whether one more request may wait; a lower tier gives way to a higher one, a tenant above its share to one
+        """Whether one more request may wait. A lower tier yields to a higher one, and a tenant above its share to one
         below."""
         if self._queue.queues.num_untouched < self._config.max_queued_requests:
             return True

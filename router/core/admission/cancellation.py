@@ -1,4 +1,4 @@
-"""Clients that want no more of something, or are gone."""
+"""Cancellation by clients, and clients that disconnect."""
 
 from __future__ import annotations
 

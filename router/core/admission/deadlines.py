@@ -1,4 +1,4 @@
-"""When live requests run out of time."""
+"""The deadlines of live requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.core.live import LiveRequest
 
 
 class Deadlines:
-    """A heap with one entry per request and kind of deadline. Ended requests stay in it until their time or until
+    """A heap with one entry per request and kind of deadline. Entries of ended requests stay until their time, or until
     they outnumber the live ones."""
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline, self._count, request))
 
     def has_due(self, now: float) -> bool:
-        """A deadline has passed, if perhaps of a request that has ended."""
+        """Whether a deadline has passed, perhaps that of a request that has ended."""
         return bool(self._heap) and self._heap[0][0] <= now
 
     def pop_due(self, now: float) -> Iterator[LiveRequest]:
-        """Live requests with a deadline that has passed."""
+        """Remove and yield live requests with a deadline that has passed."""
         while self._heap and self._heap[0][0] <= now:
             request = heapq.heappop(self._heap)[2]
             if request.num_open_choices:

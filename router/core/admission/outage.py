@@ -1,4 +1,4 @@
-"""What becomes of requests that no shard can run: they wait a while for one to come back, then they are told."""
+"""Requests that no shard can run: they wait for a while for one to return, and are then refused."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Outage:
         self._deadlines = deadlines
         self._patience_seconds = patience_seconds
         self.overdue: list[LiveRequest] = []
-        """Those one of whose deadlines has come, perhaps that of their patience."""
+        """Requests with a deadline that has passed, perhaps that of their patience."""
 
     def look(self, now: float) -> None:
-        """What can run where may have changed."""
+        """Find the requests that no shard can run, after the fleet may have changed."""
         self._queue.check_hopeless = False
         unschedulable = self._queue.unschedulable()
         if not self._patience_seconds:
@@ -37,8 +37,8 @@ class Outage:
                 self._deadlines.add(live.hopeless_at, live)
 
     def expire(self, now: float) -> bool:
-        """Behind the event that found them overdue, which may have brought a shard for them. Whether anybody was given
-        up."""
+        """Called after the event that found them overdue, which may have brought a shard for them. Returns whether a
+        request was ended."""
         if not self.overdue:
             return False
         overdue, self.overdue = self.overdue, []

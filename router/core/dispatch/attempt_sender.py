@@ -1,4 +1,4 @@
-"""Sends requests to shards, and frees what was reserved when they end there."""
+"""Sends requests to shards, and releases their reservations when they end there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from router.core.placement.policy import Candidate
 from router.core.prefix_index.prefix_index import PrefixIndex
 
 PROBE_CLIENT_ID: Final = "router-probe"
-"""The name under which a router asks shards for a token, to see whether they are well. Never metered."""
+"""The client name under which a router asks a shard for one token, to probe its health. Never metered."""
 PROBE_TOKEN_IDS: Final = (0,)
 
 
@@ -115,26 +115,26 @@ class AttemptSender:
         self._outbox.add(SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=name))
 
     def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
-        """The request goes elsewhere, or ends."""
+        """The request is sent to another shard, or ends."""
         if live.prefill_chunk is not None:
-            # Before it is dispatched anew: in the eyes of whoever reads the actions nothing runs twice.
+            # Before it is dispatched again, so that nothing runs twice for a reader of the actions.
             self._outbox.add(CancelOnShard(shard_id, [live.prefill_chunk[1]]))
             live.prefill_chunk = None
         live.num_ready_tokens = live.num_prepared_tokens = 0
 
     def note_prefill_chunk_start(self, attempt: Attempt, num_cached_tokens: int) -> None:
-        """The shard has computed a prefill chunk, having found so many tokens of it in its cache."""
+        """The shard has computed a prefill chunk, of which it had found `num_cached_tokens` in its cache."""
         live = attempt.prepares
         if live is None or live.prefill_chunk is None or live.prefill_chunk[0] is not attempt:
             return
         reservation = self._ledger.reservation(attempt.key)
         live.num_prepared_tokens += max(0, reservation.num_context_tokens - num_cached_tokens)
         if num_cached_tokens < reservation.num_cached_tokens:
-            # What lay there does so no more, or this engine never keeps anything.
+            # The blocks were evicted meanwhile, or this engine never keeps any.
             live.num_prefill_chunks = MAX_PORTIONS
 
     def send_probe(self, shard: Shard, now: float) -> int:
-        """One token, of which no client hears; returns its slot."""
+        """Send a request for one token, which reaches no client. Returns its slot."""
         slot = shard.slots.allocate()
         self._num_dispatches += 1
         number = self._num_dispatches
@@ -147,7 +147,7 @@ class AttemptSender:
         return slot
 
     def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
-        """The shard has ended a slot, which is free again. False for a slot that was not in use."""
+        """The shard has ended a slot, which is free again. Returns False for a slot that was not in use."""
         attempt = shard.attempts.pop(slot, None)
         if attempt is None:
             return False

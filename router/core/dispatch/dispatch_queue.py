@@ -1,8 +1,8 @@
-"""Which requests wait in the router, and when each one goes to its shard.
+"""The requests that wait in the router, and the time at which each one is sent to its shard.
 
-A policy may ask that a shard be sent no more prefill than keeps it busy for a moment. What was placed beyond that waits
-here, in the shard's line, where it can still be overtaken by shorter prefills, move to a shard that becomes free, or be
-cancelled without having cost anything. An engine's own queue is first come, first served, and final.
+A policy may ask that a shard be sent no more prefill than keeps it busy for a moment. Requests placed beyond that wait
+here, in the shard's queue, where they can still be overtaken by shorter prefills, move to a shard that becomes free, or
+be cancelled at no cost. An engine's own queue is first come, first served, and final.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 
 REPLACE_SECONDS: Final = 1.0
-"""How often those who wait are placed anew: shards are faster or slower than they seemed, or hang."""
+"""How often waiting requests are placed again: shards may be faster or slower than they seemed, or hang."""
 MAX_REPLACED: Final = 64
-"""At a time."""
+"""The most requests that are placed again at a time."""
 MAX_STOLEN_LOOKS: Final = 4
-"""Requests of other queues that are placed anew when a shard has nothing more to do."""
+"""Requests of other queues that are considered when a shard runs out of work."""
 MIN_TICK_SECONDS: Final = 0.001
-"""An estimate that says `now` again must not make time stand still."""
+"""An estimate that repeatedly returns `now` must not make time stand still."""
 
 
 class Sender(Protocol):
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
-        """Dispatch it, now."""
+        """Dispatch the request now."""
 
     def send_prefill_chunk(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float
@@ -39,7 +39,7 @@ class Sender(Protocol):
         """Have the shard compute the first `num_tokens` tokens of its prompt."""
 
     def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
-        """It will not go there."""
+        """The request will not be sent to that shard."""
 
 
 class DispatchQueue:
@@ -53,7 +53,7 @@ class DispatchQueue:
     ) -> None:
         self.queues = WaitingQueues()
         self.check_hopeless = False
-        """What can run where may have changed: look for requests that wait in vain."""
+        """The fleet may have changed: look for requests that no shard can serve."""
         self._fleet = fleet
         self._ledger = ledger
         self._placer = placer
@@ -61,20 +61,20 @@ class DispatchQueue:
         self._prefill_chunks = prefill_chunks
         self._hold = placer.hold
         self._stirred: set[str] = set()
-        """Shards that may have opened since `serve` looked."""
+        """Shards that may have room since `serve` last ran."""
         self._opens_at: dict[str, float] = {}
-        """Shards with a line → when they are expected to open, if nothing happens before."""
+        """Shards with a queue → when they are expected to take more, if no event comes before."""
         self._replace_at = math.inf
 
     def __len__(self) -> int:
         return len(self.queues)
 
     def enter(self, live: LiveRequest, now: float) -> None:
-        """Place it: it goes at once, or waits for its shard, or for any."""
+        """Place the request: it is sent at once, or waits for its shard, or for any shard."""
         self.place(live, self._placer.open_shards(live), now)
 
     def place(self, live: LiveRequest, open_shards: list[Shard], now: float) -> None:
-        """`enter`, for who knows the shards that could run it and have room."""
+        """Like `enter`, for a caller that knows the shards which could run the request and have room."""
         if not open_shards:
             self.queues.push(live, QueueId(live.request.model))
             return
@@ -82,8 +82,8 @@ class DispatchQueue:
         self._settle(live, shard, candidate, now)
 
     def must_park(self, live: LiveRequest) -> bool:
-        """Whether one that is not urgent has to wait though a shard is open for it: others are more urgent, could run
-        as well and were here before, or enough of them are placed already."""
+        """Whether a request that is not urgent has to wait although a shard could take it: more urgent ones that could
+        run there arrived before, or enough of its tier are placed already."""
         model = live.request.model
         if not self.queues.num_waiting(model):
             return False
@@ -91,15 +91,15 @@ class DispatchQueue:
         return not self._parked_may_go(parked) or any(map(self._placer.can_run, self.queues.queue(parked)))
 
     def park(self, live: LiveRequest) -> None:
-        """It is not placed until nobody more urgent waits."""
+        """Leave the request unplaced while more urgent ones wait."""
         self.queues.push(live, QueueId(live.request.model, is_parked=True))
 
     def wait_for_any(self, live: LiveRequest) -> None:
-        """It failed where it was; `serve` will place it."""
+        """The request failed where it was; `serve` will place it."""
         self.queues.push(live, QueueId(live.request.model))
 
     def leave(self, live: LiveRequest) -> None:
-        """It waits no more."""
+        """The request stops waiting."""
         line_id = live.line_id
         assert line_id is not None
         self.queues.remove(live)
@@ -112,7 +112,7 @@ class DispatchQueue:
         self._stirred.add(shard_id)
 
     def requeue_all(self, shard: Shard) -> None:
-        """The shard takes nothing more: those who wait for it will be placed anew."""
+        """The shard takes nothing more: requests in its queue will be placed again."""
         line_id = QueueId(shard.description.model, shard.shard_id)
         for live in list(self.queues.queue(line_id)):
             self.leave(live)
@@ -120,7 +120,7 @@ class DispatchQueue:
         self._opens_at.pop(shard.shard_id, None)
 
     def leave_suspected(self) -> None:
-        """Who waits for a suspected shard, since there was no other, is placed anew if there is one now."""
+        """Requests that wait for a suspected shard, since there was no other, are placed again if there is one now."""
         for line_id in self.queues.line_ids:
             shard = self._fleet.shards.get(line_id.shard_id)
             others = (other for other in self._fleet.ready(line_id.model) if not other.is_suspected)
@@ -132,21 +132,21 @@ class DispatchQueue:
         return [live for live in self.queues if not self._placer.eligible(live)]
 
     def engine_wait_seconds(self, model: str, now: float) -> float:
-        """How long a request that is sent now waits in the engine of the shard that has least to do. Next to nothing
-        under a policy that holds requests back."""
+        """How long a request that is sent now waits in the engine of the least loaded shard. Almost nothing under a
+        policy that lets requests wait here."""
         if self._hold is not None:
             return 0.0
         views = [self._ledger.view(shard.shard_id) for shard in self._fleet.ready(model)]
         return min((view.queue_seconds(now) for view in views), default=0.0)
 
     def next_deadline(self) -> float:
-        """When `serve` has something to do at the latest; infinity: not before another event."""
+        """When `serve` has to run at the latest; infinity: not before another event."""
         if not self.queues.num_requests:
             return math.inf
         return min(min(self._opens_at.values(), default=math.inf), self._replace_at)
 
     def serve(self, now: float) -> None:
-        """Send everything that waits and can go."""
+        """Send every waiting request that can be sent."""
         self._serve_models(now)
         if self._hold is not None:
             self._serve_shards(now)
@@ -174,8 +174,8 @@ class DispatchQueue:
                 self.enter(live, now)
 
     def _serve_parked(self, line_id: QueueId, now: float) -> None:
-        """Those who are not urgent, as long as nobody urgent waits, and few at a time: what is in a shard's line goes
-        before whoever comes later."""
+        """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
+        queue precedes one that arrives later."""
         while self._parked_may_go(line_id):
             live = self.queues.take(line_id, self._placer.can_run)
             if live is None:
@@ -193,9 +193,9 @@ class DispatchQueue:
     # -- queues of shards ------------------------------------------------------------------------------------------
 
     def _settle(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
-        """It goes there, now or later."""
+        """Send the request to the shard, now or later."""
         if self._hold is None or live.num_attempts:
-            # One that has already run has a client that has begun to read.
+            # The client of a choice that has already run has begun to read.
             self._sender.send(live, shard, candidate, now)
             return
         is_open = self._is_open(shard, now)
@@ -208,7 +208,7 @@ class DispatchQueue:
             self._sender.send(live, shard, candidate, now)
             return
         self._wait_for(live, shard, candidate, now)
-        if is_open:  # those who wait are compared with the newcomer
+        if is_open:  # those that wait are compared with the newcomer
             self._serve_shard(shard, now)
 
     def _is_open(self, shard: Shard, now: float) -> bool:
@@ -233,7 +233,8 @@ class DispatchQueue:
         self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
-        """When its queue will have shrunk enough, if the estimate is right. A shard without room opens by an event."""
+        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room is opened
+        by an event."""
         if not shard.has_room:
             self._opens_at[shard.shard_id] = math.inf
             return
@@ -256,7 +257,7 @@ class DispatchQueue:
             self._opens_at.pop(shard.shard_id, None)
 
     def _send_some(self, live: LiveRequest, shard: Shard, line_id: QueueId, now: float) -> None:
-        """All of it, or a prefill chunk: then the rest of it waits on."""
+        """Send the whole request, or a prefill chunk while the rest continues to wait."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
         num_tokens = next_prefill_chunk(self._prefill_chunks, live, candidate, view)
@@ -271,7 +272,7 @@ class DispatchQueue:
         self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
     def _take(self, line_id: QueueId, now: float) -> LiveRequest | None:
-        """Shortest prefill first, but waiting counts: nobody waits for ever."""
+        """Shortest prefill first, but waiting counts, so that no request waits for ever."""
         hold = self._hold
         assert hold is not None
         live = self.queues.take(
@@ -284,7 +285,7 @@ class DispatchQueue:
         return live
 
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
-        """Somebody out of the longest line who is better off here by now."""
+        """Take a request out of the longest queue that is better off on this shard by now."""
         model = shard.description.model
         others = [line_id for line_id in self.queues.line_ids if line_id.shard_id and line_id.model == model]
         if not others:
@@ -301,8 +302,8 @@ class DispatchQueue:
         return None
 
     def _pick_anew(self, live: LiveRequest, others: list[Shard], now: float) -> tuple[Shard, Candidate]:
-        """Where it would go if it came now, to the shard that it waits for or to one of `others`: it does not queue
-        behind itself."""
+        """The shard that the request would be placed on if it came now: the one that it waits for, or one of `others`.
+        It does not queue behind itself."""
         assert live.line_id is not None
         target = self._fleet.shards[live.line_id.shard_id]
         held = self._ledger.view(target.shard_id).held
@@ -312,7 +313,8 @@ class DispatchQueue:
         return picked
 
     def _place_anew(self, now: float) -> None:
-        """Those who have waited since their last placement for long, the earliest first. Who stays keeps their turn."""
+        """Place again those that have waited for long since their last placement, the earliest first. A request that
+        stays keeps its turn."""
         before = now - REPLACE_SECONDS
         due = [
             v
@@ -321,7 +323,7 @@ class DispatchQueue:
         ]
         due.sort(key=lambda live: live.placed_at)
         for live in due[:MAX_REPLACED]:
-            if live.line_id is None:  # one before it opened its line
+            if live.line_id is None:  # an earlier one may have taken it out of its queue
                 continue
             live.placed_at = now
             shard, candidate = self._pick_anew(live, self._placer.open_shards(live), now)

@@ -1,9 +1,9 @@
-"""Who is refused before the queue is full: those who would wait longer than they may.
+"""Refuses requests before the queue is full: those that would wait longer than they may.
 
 Little's law: n requests ahead, served at a rate that was measured while requests waited (so that it is the capacity,
 not the demand), take n / rate seconds. A request whose wait would exceed `max_queue_seconds`, or leave it too little
-time to be answered before its deadline, is refused on arrival, when that costs nothing; one that waits already is
-dropped as soon as it can no longer be answered in time, so that no shard works for nobody.
+time to be answered before its deadline, is refused on arrival, when that costs nothing. A waiting request is dropped as
+soon as it can no longer be answered in time, so that no shard works in vain.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RATE_SECONDS: Final = 10.0
 """Time constant of the measured rates, in seconds during which requests waited."""
 MIN_MEASURED_SECONDS: Final = 0.5
 MIN_MEASURED_REQUESTS: Final = 4.0
-"""Less than this says nothing yet: only the queue's bound holds."""
+"""Below this many requests the rate is not known: only the queue's bound holds."""
 SERVICE_SMOOTHING: Final = 0.05
-"""Weight of a request in the moving averages of what serving one takes."""
+"""Weight of one request in the moving averages of service times."""
 MIN_WAIT_SHARE: Final = 0.02
-"""Of a request's time: who waits less than that is not kept from an answer by waiting, whatever the averages say."""
+"""Share of a request's time: a shorter wait never costs it its answer, whatever the averages say."""
 MIN_SHARE_OF_RATE: Final = 0.02
-"""What the lower tier is thought to get at least of the fleet, however much the higher one brings."""
+"""The least share of the fleet that the lower tier is assumed to get, however much work the higher one brings."""
 MIN_RETRY_SECONDS: Final = 1.0
 MAX_RETRY_SECONDS: Final = 60.0
 """Clients (OpenAI's among them) follow no longer advice."""
@@ -47,21 +47,21 @@ class OverloadConfig:
     sheds_early: bool = False
     """Refuse and drop by prediction. Otherwise only when the queue is full, and by the clock."""
     outage_patience_seconds: float = 0.0
-    """How long requests that have been admitted wait for a shard when there is none."""
+    """How long admitted requests wait for a shard when there is none."""
     ramp_start_requests: int | None = None
-    """What a shard that comes while requests wait is sent at first; two more with every first token that it produces.
-    None: as much as it takes."""
+    """The number of requests that a shard which connects while requests wait is sent at first; two more with every
+    first token that it produces. None: as many as it takes."""
 
 
 def retry_after_seconds(request_id: str, wait_seconds: float = 2.0) -> float:
-    """Advice that spreads those who were refused together over once the time that they should wait."""
+    """Advice that spreads requests that were refused together over once the time that they should wait."""
     jitter = xxhash.xxh3_64_intdigest(request_id.encode("utf-8", "replace")) / _HASH_RANGE
     wait_seconds = min(max(wait_seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
     return min(wait_seconds * (0.5 + jitter), MAX_RETRY_SECONDS)
 
 
 class DrainRate:
-    """Requests a second that left the router's queue while others waited in it."""
+    """Requests per second that left the router's queue while others waited in it."""
 
     __slots__ = ("_at", "_count", "_has_waiting", "_seconds")
 
@@ -72,7 +72,7 @@ class DrainRate:
         self._count = 0.0
 
     def note(self, now: float, num_left: int, *, has_waiting: bool) -> None:
-        """What has left since the last note, and whether somebody waits from now on."""
+        """Record how many left since the last call, and whether a request waits from now on."""
         if self._has_waiting:
             elapsed = now - self._at
             decay = math.exp(-elapsed / RATE_SECONDS) if elapsed else 1.0
@@ -84,13 +84,13 @@ class DrainRate:
     def per_second(self) -> float | None:
         """None: not measured yet."""
         if self._seconds < MIN_MEASURED_SECONDS or self._count < MIN_MEASURED_REQUESTS:
-            # A queue that does not move is no lack of measurement.
+            # A queue that does not move is measured all the same.
             return None if self._seconds < RATE_SECONDS / 2 else self._count / self._seconds
         return self._count / self._seconds
 
 
 class _Model:
-    """What was measured of one model's requests."""
+    """The measurements of one model's requests."""
 
     __slots__ = (
         "drain",
@@ -106,14 +106,14 @@ class _Model:
     def __init__(self) -> None:
         self.drain = DrainRate()
         self.num_dispatched = 0
-        """Since the last note."""
+        """Since the last call of `note`."""
         self.prefill_seconds = 0.0
         """From dispatch to first token."""
         self.seconds_per_token: float | None = None
         self.output_tokens = 0.0
-        """Of requests that did not say how many they want at most."""
+        """Of requests without a limit of output tokens."""
         self.output_share: float | None = None
-        """Of what was allowed, of those that did."""
+        """Of requests with a limit, the share of it that they used."""
         self.interactive_sum = 0.0
         self.interactive_at = 0.0
 
@@ -125,7 +125,7 @@ class _Model:
         return self.interactive_sum * math.exp((self.interactive_at - now) / RATE_SECONDS) / RATE_SECONDS
 
     def learn(self, ended: RequestEnded) -> None:
-        """From an answer that came to its own end."""
+        """Learn from an answer that came to its own end."""
         if ended.ttft_seconds is None:
             return
         self.prefill_seconds = _smoothed(self.prefill_seconds, ended.ttft_seconds - ended.queue_time_seconds)
@@ -139,7 +139,7 @@ class _Model:
             self.output_share = _smoothed(self.output_share, min(1.0, num_tokens / ended.max_tokens))
 
     def decode_seconds(self, max_tokens: int | None) -> float:
-        """From first to last token, of a request like those before; 0 when nothing is known."""
+        """From first to last token, for a request like earlier ones; 0 when nothing is known."""
         if self.seconds_per_token is None:
             return 0.0
         num_tokens = self.output_tokens if max_tokens is None else max_tokens * (self.output_share or 0.0)
@@ -160,7 +160,7 @@ class OverloadGuard:
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
         self.somebody_waited = False
-        """Since the last note, in some model's lines."""
+        """Whether a request of any model waited since the last call of `note`."""
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class OverloadGuard:
             self._model(request.model).note_interactive(now)
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
-        """An event was handled; that is what came of it."""
+        """Record the actions that followed an event."""
         is_quiet = not (self.somebody_waited or self._queues.num_requests)
         for action in actions:
             if type(action) is SubmitAttempt:
@@ -177,7 +177,7 @@ class OverloadGuard:
                 self._model(action.request.model).num_dispatched += action.attempt_id == 1
             elif type(action) is RequestEnded and action.num_attempts == 1 and action.reason in _WELL:
                 self._model(action.model).learn(action)
-        if is_quiet:  # there is nothing to measure: as with nearly all steps
+        if is_quiet:  # there is nothing to measure, as with nearly all steps
             return
         self.somebody_waited = False
         for name, model in self._models.items():
@@ -189,7 +189,7 @@ class OverloadGuard:
     # -- judging --------------------------------------------------------------------------------------------------
 
     def refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
-        """Why the request would wait in vain; None when it would not, or when nobody knows."""
+        """The reason why the request would wait in vain; None when it would not, or when that is not known."""
         if not self._config.sheds_early:
             return None
         engine_seconds = self._queue.engine_wait_seconds(request.model, now)
@@ -199,7 +199,7 @@ class OverloadGuard:
         if wait_seconds <= MIN_WAIT_SHARE * min(timeout_seconds, self._max_queue_seconds):
             return None
         measured = self._model(request.model)
-        # What is waited for in the engine is part of what was measured between dispatch and first token.
+        # The wait in the engine is part of the time measured between dispatch and first token.
         answer_seconds = measured.decode_seconds(request.max_tokens)
         answer_seconds += max(0.0, measured.prefill_seconds - engine_seconds) if answer_seconds else 0.0
         if wait_seconds <= min(self._max_queue_seconds, timeout_seconds - answer_seconds):
@@ -212,20 +212,20 @@ class OverloadGuard:
         )
 
     def wait_seconds(self, model: str, tier: Tier, now: float) -> float | None:
-        """How long a request that comes now would wait in the router; None: not known."""
+        """How long a request that arrives now would wait in the router; None: not known."""
         measured = self._models.get(model)
         rate = None if measured is None else measured.drain.per_second()
         if rate is None or measured is None:
             return None
         num_ahead = self._queues.num_waiting(model, Tier.INTERACTIVE)
         if tier is not Tier.INTERACTIVE:
-            # Whoever comes meanwhile in a higher tier goes before.
+            # Requests that arrive meanwhile in a higher tier go first.
             num_ahead += self._queues.num_waiting(model, tier)
             rate = max(rate - measured.interactive_per_second(now), rate * MIN_SHARE_OF_RATE)
         return (num_ahead + 1) / max(rate, 1e-3)
 
     def queue_deadline(self, request: Request, deadline: float, now: float) -> float:
-        """When a request that still waits can no longer be answered in time, or has waited as long as any may."""
+        """When a waiting request can no longer be answered in time, or has waited as long as any request may."""
         latest = min(deadline, now + self._max_queue_seconds)
         if self._config.sheds_early:
             measured = self._models.get(request.model)
@@ -234,7 +234,7 @@ class OverloadGuard:
         return max(latest, now)
 
     def full(self, request: Request, now: float) -> KvloomError:
-        """The queue has no place for it."""
+        """The error for a full queue."""
         wait_seconds = self.wait_seconds(request.model, request.tier, now)
         return KvloomError(
             ErrorReason.ERROR_REASON_QUEUE_FULL,
@@ -243,7 +243,7 @@ class OverloadGuard:
         )
 
     def _model(self, name: str) -> _Model:
-        """Only of models that the fleet serves or has served; forgets the one first heard of when there are many."""
+        """Only for models that the fleet serves or has served; when there are many, the oldest is forgotten."""
         model = self._models.get(name)
         if model is None:
             if len(self._models) >= MAX_MODELS:

@@ -1,15 +1,15 @@
-"""Long prompts are prefilled in chunks: the router asks a shard to compute the first part of a prompt, then the
-next, and sends the request itself when little is left.
+"""Long prompts are prefilled in chunks: the router asks a shard to compute the first part of a prompt, then the next,
+and sends the request itself when little is left.
 
-An engine computes what it was given to the end. A prompt of 100,000 tokens keeps a shard busy for seconds, in which
-everybody whose KV lies there waits; between two prefill chunks shorter ones go first (shortest remaining prefill first,
-as close as a router can come to it without the engine's help). The blocks of a prefill chunk stay in the shard's prefix
-cache, where the next one finds them.
+An engine computes what it was given to the end. A prompt of 100,000 tokens keeps a shard busy for seconds, in which all
+requests whose KV lies there wait. Between two chunks shorter requests go first (shortest remaining prefill first, as
+closely as a router can follow it without the engine's help). The blocks of a chunk stay in the shard's prefix cache,
+where the next one finds them.
 
-How long a prefill chunk is: a prefill of length L in prefill chunks of s keeps each of the rate x L requests that come
-meanwhile waiting for s / 2 instead of L / 2, and costs L / s times the overhead of a prefill chunk. The least of rate x
-L x s / 2 + overhead x L / s is at s = sqrt(2 x overhead / rate): the economic order quantity (Harris, How Many Parts to
-Make at Once, 1913).
+The length of a chunk: a prefill of length L in chunks of s keeps each of the rate x L requests that arrive meanwhile
+waiting for s / 2 instead of L / 2, and costs L / s times the overhead of a chunk. The least of rate x L x s / 2 +
+overhead x L / s is at s = sqrt(2 x overhead / rate): the economic order quantity (Harris, How Many Parts to Make at
+Once, 1913).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from router.core.load.speed_model import PrefillWork
 from router.core.placement.policy import Candidate
 
 PORTION_CLIENT_ID: Final = "router-prefill_chunk"
-"""In whose name prefill chunks are sent. Never metered."""
+"""The client name under which prefill chunks are sent. Never metered."""
 MIN_ARRIVAL_RATE: Final = 0.02
-"""Requests per second for whose sake a prompt is split at least."""
+"""The least rate, in requests per second, for which a prompt is split."""
 MIN_PORTIONS: Final = 1.5
-"""Shorter prompts go whole."""
+"""Shorter prompts, in chunks, are sent whole."""
 MAX_PORTIONS: Final = 64
-"""Of one request."""
+"""The most chunks of one request."""
 MAX_MEMORY_SHARE: Final = 0.75
 """Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and
 what prefill chunks have computed is evicted before it is used."""
@@ -39,14 +39,14 @@ what prefill chunks have computed is evicted before it is used."""
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunkSettings:
     overhead_seconds: float = 0.02
-    """What one more prefill chunk costs a request: messages there and back, and steps that the shard spends on others
-    or on a token that nobody needs."""
+    """The cost of one more chunk to a request: messages there and back, and steps that the shard spends on others or on
+    a token that is not needed."""
     min_seconds: float = 0.2
     min_tokens: int = 512
-    """Of a prefill chunk, both."""
+    """Both limits are of one chunk."""
 
     def portion_seconds(self, arrival_rate: float) -> float:
-        """How long a prefill chunk should take where so many requests per second come that would wait for it."""
+        """How long a chunk should take at this rate of requests that would wait for it."""
         best_seconds = math.sqrt(2 * self.overhead_seconds / max(arrival_rate, MIN_ARRIVAL_RATE))
         return max(best_seconds, self.min_seconds)
 
@@ -54,8 +54,8 @@ class PrefillChunkSettings:
 def next_prefill_chunk(
     settings: PrefillChunkSettings | None, live: LiveRequest, candidate: Candidate, view: LoadView
 ) -> int | None:
-    """How many tokens of the prompt the next prefill chunk goes up to: whole blocks. None: what is left goes in one
-    piece, as it is short, or because the shard does not keep what was computed for it."""
+    """The number of prompt tokens up to which the next chunk goes: whole blocks. None: the rest goes in one piece,
+    because it is short or because the shard does not keep what was computed for it."""
     if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PORTIONS:
         return None
     if candidate.num_overlap_tokens < live.num_ready_tokens:
@@ -72,6 +72,6 @@ def next_prefill_chunk(
 
 
 def rest_seconds(live: LiveRequest, num_tokens: int, view: LoadView) -> float:
-    """Prefill of what lies behind the first `num_tokens` tokens."""
+    """Prefill time of the prompt after its first `num_tokens` tokens."""
     work = PrefillWork.of(live.num_context_tokens - num_tokens, num_tokens)
     return view.speed.seconds(work, view.num_context_tokens)

@@ -1,4 +1,4 @@
-"""Which requests are refused at once, and with what words."""
+"""The errors of requests and shards that are refused at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from router.core.fleet.fleet import Fleet
 from router.core.live import Client
 
 MAX_BLOCKS: Final = 2**24
-"""KV blocks of one shard: some 200 times what eight GPUs hold in blocks of 16 tokens."""
+"""KV blocks of one shard: some 200 times as many as eight GPUs hold in blocks of 16 tokens."""
 MAX_BATCH: Final = 2**16
 """Sequences in a step, and tokens in a block."""
 
 
 def check_servable(request: Request, fleet: Fleet) -> KvloomError | None:
-    """Why the fleet as it is cannot serve `request`; None when it can."""
+    """The reason why the present fleet cannot serve `request`; None when it can."""
     if fleet.is_draining:
         return draining(request.request_id)
     if not fleet.knows(request.model):
@@ -45,7 +45,7 @@ def draining(request_id: str) -> KvloomError:
 
 
 def check_shard(shard: ShardDescription) -> None:
-    """Raises KvloomError (PROTOCOL_VIOLATION) for sizes that no engine has: tables are bounded by them."""
+    """Raises KvloomError (PROTOCOL_VIOLATION) for sizes that no engine has, since they bound tables here."""
     if min(shard.block_size, shard.max_batch, shard.max_model_len) < 1:
         raise protocol_violation(f"Shard {shard.shard_id!r} names no block size, batch or window.")
     if shard.num_blocks > MAX_BLOCKS or max(shard.block_size, shard.max_batch) > MAX_BATCH:
@@ -53,7 +53,7 @@ def check_shard(shard: ShardDescription) -> None:
 
 
 def check_names(request: Request, client: Client, live: Container[str]) -> KvloomError | None:
-    """Whether its id and its slots are free. `live`: ids that are not."""
+    """Checks that the request's id and slots are free. `live` has the ids that are not."""
     if request.request_id in live:
         return KvloomError(
             ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID,
@@ -75,7 +75,7 @@ def no_shard_ready(model: str, request_id: str) -> KvloomError:
 
 
 def queue_timeout(request_id: str, waited_seconds: float) -> KvloomError:
-    """It has waited so long that it could not be answered in time any more, or as long as any may."""
+    """The request has waited so long that it could not be answered in time any more, or as long as any request may."""
     return KvloomError(
         ErrorReason.ERROR_REASON_QUEUE_TIMEOUT,
         f"No shard had room for this request within {waited_seconds:.3g} seconds.",

@@ -1,7 +1,7 @@
-"""Requests that wait in the router, in queues: a shard's queue for those that are to go there once it has little enough
-queued, a model's queue for those that no shard had room for. In every queue tenants take turns. One whose requests have
-all left before its turn (timed out, cancelled) keeps its place until then: who tries again does not begin at the end.
-"""
+"""The queues of requests in the router: one per shard for requests that will be sent there once it has little enough
+queued, and one per model for requests that no shard had room for. In every queue tenants take turns. A tenant whose
+requests have all left before its turn (timed out, cancelled) keeps its place until then, so that a retry does not start
+at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.core.events import Tier
 from router.core.live import LiveRequest, QueueId
 
 MAX_TENANTS: Final = 1024
-"""In a queue that has more, places are not kept for those who have left."""
+"""In a queue with more tenants, no places are kept for those that have left."""
 
 
 class WaitingQueues:
@@ -20,8 +20,8 @@ class WaitingQueues:
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, dict[str, dict[str, LiveRequest]]] = {}
-        """Line → tenant → request_id → request. Tenants lie in the order of their turns, also those who left;
-        in every queue somebody waits."""
+        """Queue → tenant → request_id → request. Tenants are in the order of their turns, including those that have
+        left; no queue is empty."""
         self.num_requests = 0
         self._num_begun = 0
         self._num_waiting: dict[tuple[str, Tier], int] = {}
@@ -38,11 +38,11 @@ class WaitingQueues:
 
     @property
     def num_untouched(self) -> int:
-        """Those for whom nothing has been computed yet."""
+        """The number of requests for which nothing has been computed yet."""
         return self.num_requests - self._num_begun
 
     def num_waiting(self, model: str, tier: Tier | None = None) -> int:
-        """Of one tier, or of all."""
+        """The number of waiting requests of one tier, or of all."""
         counts = self._num_waiting
         if not counts:
             return 0
@@ -62,12 +62,12 @@ class WaitingQueues:
         return list(self._queues)
 
     def queue(self, line_id: QueueId) -> Iterator[LiveRequest]:
-        """Everybody who waits there."""
+        """Every request that waits there."""
         for requests in self._queues.get(line_id, {}).values():
             yield from requests.values()
 
     def push(self, request: LiveRequest, line_id: QueueId) -> None:
-        """At the end; one that has already run goes to the head of its tenant's part."""
+        """Append the request; one that has already run goes to the head of its tenant's part."""
         tenants = self._queues.setdefault(line_id, {})
         requests = tenants.setdefault(request.request.tenant, {})
         if request.num_attempts:
@@ -105,8 +105,8 @@ class WaitingQueues:
         can_run: Callable[[LiveRequest], bool],
         urgency: Callable[[LiveRequest], float] | None = None,
     ) -> LiveRequest | None:
-        """The next request that can run now: of the first tenant that has one, its most urgent (lowest value; without
-        `urgency`: its first). The tenant's next turn comes after everybody else's."""
+        """Remove and return the next request that can run now: for the first tenant that has one, its most urgent
+        (lowest value; without `urgency`: its first). The tenant's next turn comes after all others."""
         tenants = self._queues.get(line_id, {})
         absent: list[str] = []
         for tenant, requests in tenants.items():
@@ -124,8 +124,9 @@ class WaitingQueues:
         return None
 
     def take_victim(self, tenant: str, tier: Tier = Tier.INTERACTIVE) -> LiveRequest | None:
-        """Make place for one more: of the least urgent tier that waits, the youngest request of the tenant that has
-        most waiting. If that tier is `tier`, only for a tenant that has less than its share: by more than one."""
+        """Make room for one more request: remove, from the least urgent waiting tier, the youngest request of the
+        tenant with most requests waiting. If that tier is `tier`, only for a tenant that is below its share, by more
+        than one."""
         lowest = max((request.request.tier for request in self if not request.has_prefill_chunks), default=tier)
         if lowest < tier:
             return None

@@ -1,9 +1,9 @@
-"""Sequences whose tokens go straight on, and what is kept of them for later.
+"""Sequences whose tokens are forwarded without further checks, and the bookkeeping that is deferred for them.
 
-Most tokens change nothing: no news of their sequence is held, all its text so far is clear, and this text is too. For
-such a sequence a token's way needs one look-up, its slot on its client's stream (two, where a shard works for several
-clients). The failover buffer, and how much text was cleared, are written many frames at a time: what counts on a
-processor that has done other things since the last frame is how much different memory a token touches.
+Most tokens change nothing: no output of their sequence is withheld, all its text so far is clear, and the new text is
+too. Such a token needs one look-up, its slot on the client's stream (two, where a shard works for several clients). The
+failover buffer and the amount of cleared text are written for many frames at a time: on a processor that has done other
+things since the last frame, the cost of a token is how much different memory it touches.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from router.core.live import Choice, Client
 
 
 class FastPath:
-    """Of one shard, those that are cleared by one filter; all others are relayed one by one."""
+    """Sequences of one shard that are cleared by one filter and whose tokens are forwarded without further checks. All
+    other sequences are relayed one by one."""
 
     __slots__ = ("_books", "_choices", "cleared_by", "client_slots", "clients", "only_client")
 
     def __init__(self, choices: dict[int, Choice]) -> None:
-        """`choices`: the shard's, by its slots."""
+        """`choices` are the shard's, by its slots."""
         self._choices = choices
         self.client_slots: dict[int, int] = {}
-        """Shard slot → the client's."""
+        """Shard slot → client slot."""
         self.clients: dict[int, Client] = {}
-        """Shard slot → whose it is."""
+        """Shard slot → client."""
         self.only_client: Client | None = None
-        """Of them all; None: they are of several, or there are none."""
+        """The client of all these sequences; None: they have several clients, or there are none."""
         self.cleared_by: TextFilter | None = None
-        """None: they are not screened."""
+        """The filter that clears their text; None: they are not screened."""
         self._books = DeferredTokenLog()
-        """What the choices have not been told of."""
+        """Tokens that the choices have not recorded yet."""
 
     def join(self, choice: Choice, cleared_by: TextFilter | None) -> None:
-        """Nothing of it is held, its start was sent, and whatever this filter clears goes on at once."""
+        """Add a choice. None of its output is withheld, its start was sent, and text that this filter clears is sent at
+        once."""
         if not self.client_slots:
             self.only_client, self.cleared_by = choice.client, cleared_by
         if self.cleared_by is cleared_by:
@@ -45,13 +47,13 @@ class FastPath:
                 self.only_client = None
 
     def note(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        """Tokens of these sequences go on. Takes the arrays over: they may grow until the next frame, no more."""
+        """Record tokens of these sequences that were forwarded. Takes ownership of the arrays."""
         if self._books.is_full:
             self.book()
         self._books.note(slots, token_ids, deltas)
 
     def leave(self, slot: int) -> None:
-        """Its choice is to be looked at, or changed. Repeatable."""
+        """Remove a choice that is to be examined or changed. Repeatable."""
         if self.client_slots.pop(slot, None) is not None:
             del self.clients[slot]
             if self.only_client is None:
@@ -60,19 +62,19 @@ class FastPath:
             _book(self._choices[slot], *self._books.take(slot))
 
     def end(self) -> None:
-        """All leave."""
+        """Remove all choices."""
         self.book()
         self.client_slots.clear()
         self.clients.clear()
         self.only_client = None
 
     def book(self) -> None:
-        """Bring the choices up to date."""
+        """Write the deferred tokens to the choices."""
         for slot, token_ids, text in self._books.take_all():
             _book(self._choices[slot], token_ids, text)
 
     def check_integrity(self) -> None:
-        """Assert that what fast_path may flow."""
+        """Assert that every choice here may be on the fast path."""
         assert self.clients.keys() == self.client_slots.keys()
         clients = set(self.clients.values())
         assert not clients or clients == {self.only_client} or (len(clients) > 1 and self.only_client is None)

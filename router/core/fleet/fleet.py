@@ -1,4 +1,4 @@
-"""The shards that are connected, and the models that are or were served."""
+"""The connected shards, and the models that are or were served."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Attempt, Choice
 
 OUTSTANDING_PER_BATCH = 2
-"""A shard gets at most this many times its batch: enough to never run dry, little enough that what waits in the
-router can still go wherever room comes up first."""
+"""A shard is sent at most this many times its batch: enough to never run dry, and little enough that requests waiting
+in the router can still go to the shard where room appears first."""
 
 
 class Shard:
@@ -36,35 +36,35 @@ class Shard:
         self.description = description
         self.is_draining = False
         self.hands_over = False
-        """It drains, and what runs there is to go on elsewhere."""
+        """Whether it drains and its running sequences are to continue elsewhere."""
         self.health: ShardHealth | None = None
-        """None: nobody watches it."""
+        """None: its health is not watched."""
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
-        """Sequences that it is sent at most. Lower while it ramps up."""
+        """The most sequences that it is sent. Lower while it ramps up."""
         self.turn = 0
         self.slots = SlotPool()
         self.choices: dict[int, Choice] = {}
-        """By shard slot: those whose news is wanted."""
+        """By shard slot: choices whose output is wanted."""
         self.fast_path = FastPath(self.choices)
         self.attempts: dict[int, Attempt] = {}
-        """By shard slot: all that the shard has not ended, cancelled ones too."""
+        """By shard slot: all attempts that the shard has not ended, cancelled ones too."""
 
     @property
     def has_room(self) -> bool:
         return len(self.attempts) < self.limit
 
     def ramp_up(self, num_started: int) -> None:
-        """It has produced first tokens: it may have more. Those without a first token double with every round of them,
-        as TCP's slow start does."""
+        """The shard has produced first tokens, so it may get more. As in TCP's slow start, the number of sequences
+        without a first token doubles with every round of them."""
         self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
 
     @property
     def is_suspected(self) -> bool:
-        """It gets work only when there is no other."""
+        """Whether it gets work only when there is no other shard."""
         return self.health is not None and self.health.is_suspected
 
     def detach(self, choice: Choice) -> None:
-        """Its news is not wanted any more."""
+        """The choice's output is no longer wanted from this shard."""
         self.fast_path.leave(choice.shard_slot)
         del self.choices[choice.shard_slot]
         choice.shard_id = ""
@@ -75,7 +75,7 @@ class Fleet:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False
         self._windows: dict[str, tuple[int, frozenset[str]]] = {}
-        """Model → shortest window and common capabilities, as of when it last had a shard."""
+        """Model → shortest window and common capabilities, as they were when it last had a shard."""
 
     def add(self, description: ShardDescription) -> Shard:
         shard = self.shards[description.shard_id] = Shard(description)
@@ -85,11 +85,11 @@ class Fleet:
         return self.shards.pop(shard_id)
 
     def knows(self, model: str) -> bool:
-        """Whether any shard has ever served it. Before the first shard was seen: any model may exist."""
+        """Whether any shard has ever served the model. Before the first shard connects, any model may exist."""
         return model in self._windows or not self._windows
 
     def ready(self, model: str) -> list[Shard]:
-        """Shards that take new requests for `model`."""
+        """Shards that accept new requests for `model`."""
         return [s for s in self.shards.values() if not s.is_draining and s.description.model == model]
 
     def state(self) -> FleetChanged:

@@ -1,13 +1,13 @@
-"""Is a shard well? Health is token progress, not an answered ping: a circuit breaker per shard, and its evidence.
+"""The health of a shard is its token progress, not an answered ping: a circuit breaker per shard, and its evidence.
 
     HEALTHY ──symptom──▶ SUSPECTED ──a probe in time──▶ PROBING ──more probes in time──▶ HEALTHY
                              ▲                             │
                              └────────── symptom, or a probe missed
 
-A suspected shard gets no new work, and what runs there moves. Probes are requests for one token. While it is being
+A suspected shard gets no new work, and its running requests move. Probes are requests for one token. While it is being
 probed (half-open) it gets a trickle: one request, and more with every first token that it produces.
 
-Pure: whoever holds these objects says what time it is. A step frame costs a few additions, whatever it holds.
+Pure: callers pass the time. A step frame costs a few additions, whatever it contains.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Final
 from router.core.events import ShardLoad
 
 MIN_EVIDENCE: Final = 0.6
-"""Of `slow_seconds`, during which a shard must have been seen decoding before its pace is judged or compared with."""
+"""Share of `slow_seconds` during which a shard must have been seen decoding before its pace is judged or compared with.
+"""
 MAX_EVIDENCE_AGE_SECONDS: Final = 60.0
 THROUGHPUT_SHARE: Final = 0.5
-"""Slow is who makes less than this share of what peers make. A shard with a larger batch makes every sequence slower,
-but all of them together faster."""
+"""A shard is slow if it produces less than this share of its peers' throughput. A larger batch makes every sequence
+slower, but all of them together faster."""
 FLAP_SECONDS: Final = 60.0
-"""A shard that trips again within this time goes on with the back-off that it had."""
+"""A shard that trips again within this time continues with its previous back-off."""
 
 
 class HealthState(enum.Enum):
@@ -45,24 +46,24 @@ class Symptom(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class HealthSettings:
     stall_seconds: float = 5.0
-    """Without progress, beyond twice the predicted prefill of the first that waits there."""
+    """Time without progress, beyond twice the predicted prefill of the first request that waits there."""
     slow_factor: float = 10.0
-    """Below the median of its peers."""
+    """How many times slower than the median of its peers."""
     slow_seconds: float = 10.0
-    """Of decoding, on which a pace is judged."""
+    """Seconds of decoding on which a pace is judged."""
     max_failures: int = 5
-    """Engine failures in a row."""
+    """Consecutive engine failures."""
     max_suspected_share: float = 0.5
-    """Of a model's shards."""
+    """The largest share of a model's shards that may be suspected."""
     probe_seconds: float = 1.0
-    """To the first probe; doubles with every one that is missed."""
+    """Time to the first probe; it doubles with every missed one."""
     max_probe_seconds: float = 30.0
     num_probes: int = 3
-    """In a row that a shard must answer in time to be taken back."""
+    """Consecutive probes that a shard must answer in time to be healthy again."""
 
     @property
     def check_seconds(self) -> float:
-        """How often shards are looked at."""
+        """The interval of the checks."""
         return min(self.stall_seconds / 10, 0.5)
 
 
@@ -79,7 +80,7 @@ class Pace:
         self._num_tokens = 0.0
 
     def note(self, seconds: float, num_decoding: int, num_tokens: int, now: float) -> None:
-        """What came at the end of `seconds` during which so many sequences decoded."""
+        """Record the tokens that came at the end of `seconds` during which `num_decoding` sequences decoded."""
         weight = max(0.0, 1.0 - seconds / self._window_seconds)
         self._decode_seconds = self._decode_seconds * weight + seconds
         self._sequence_seconds = self._sequence_seconds * weight + seconds * num_decoding
@@ -92,16 +93,16 @@ class Pace:
 
     @property
     def per_sequence(self) -> float:
-        """Tokens a second."""
+        """Tokens per second of one sequence."""
         return self._num_tokens / self._sequence_seconds
 
     @property
     def throughput(self) -> float:
-        """Tokens a second, of all sequences together."""
+        """Tokens per second of all sequences together."""
         return self._num_tokens / self._decode_seconds
 
     def is_slow(self, peers: Sequence[Pace], factor: float) -> bool:
-        """Whether it is slower than its peers by `factor`. All paces must be known; without peers nothing is slow."""
+        """Whether it is slower than its peers by `factor`. All paces must be known; without peers no shard is slow."""
         if not peers:
             return False
         usual = median(peer.per_sequence for peer in peers)
@@ -110,18 +111,18 @@ class Pace:
 
 
 class ShardHealth:
-    """Evidence about one shard, and its breaker."""
+    """Evidence about one shard, and its circuit breaker."""
 
     def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
         self.state = HealthState.HEALTHY
         self.symptom: Symptom | None = None
-        """Why it is not healthy."""
+        """The reason why it is not healthy."""
         self.pace = Pace(settings.slow_seconds)
         self.silent_seconds = 0.0
-        """Without progress, while it had something to do and this router was looking."""
+        """Time without progress while it had work and this router was running."""
         self.num_failures = 0
-        """Engine failures since a sequence ended well."""
+        """Engine failures since a sequence last ended well."""
         self._noted_at = 0.0
         self._load = ShardLoad()
         self._back_off_seconds = 0.0
@@ -130,25 +131,25 @@ class ShardHealth:
         self._was_missed = False
         self._answer: bool | None = None
         self.probe_slot: int | None = None
-        """On the shard's stream, while a probe is there."""
+        """The slot of the probe on the shard's stream, while there is one."""
         self._probe_sent_at = 0.0
         self._probe_limit_seconds = 0.0
         self.probe_at = 0.0
-        """When the next one is due."""
+        """When the next probe is due."""
 
     # -- evidence -------------------------------------------------------------------------------------------------
 
     def note_step(self, num_tokens: int, num_decoding: int, now: float, *, is_prefilling: bool) -> None:
-        """A frame with news. `num_decoding` sequences had their first token before it."""
+        """Record a frame with output. `num_decoding` sequences had their first token before it."""
         self.silent_seconds = 0.0
         seconds = now - self._noted_at
         self._noted_at = now
         if num_decoding and not is_prefilling:
-            # A longer silence is a stall, or this router was away.
+            # A longer silence is a stall, or this router was not running.
             self.pace.note(min(seconds, self._settings.stall_seconds), num_decoding, num_tokens, now)
 
     def note_end(self, slot: int, now: float, *, is_good: bool, is_failure: bool) -> None:
-        """A sequence has ended there: well, by a failure of the engine, or (cancelled, refused) neither."""
+        """A sequence has ended there: well, by a failure of the engine, or neither (cancelled, refused)."""
         if is_good:
             self.silent_seconds = 0.0
             self.num_failures = 0
@@ -162,7 +163,7 @@ class ShardHealth:
                 self.probe_at = min(self.probe_at, now + self._settings.probe_seconds)
 
     def note_load(self, load: ShardLoad) -> None:
-        """A report. One whose counts only grow says that work arrives, not that any is done."""
+        """Record a load report. A report whose counts only grow shows that work arrives, not that any is done."""
         last, self._load = self._load, load
         if (
             load.num_queued_prefill_tokens < last.num_queued_prefill_tokens
@@ -172,7 +173,7 @@ class ShardHealth:
             self.silent_seconds = 0.0
 
     def note_time(self, seconds: float, *, has_work: bool) -> None:
-        """Time in which this router was looking."""
+        """Record time in which this router was running."""
         self.silent_seconds = self.silent_seconds + seconds if has_work else 0.0
 
     # -- the breaker ----------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class ShardHealth:
         return self.state is HealthState.SUSPECTED
 
     def trip(self, symptom: Symptom, now: float) -> None:
-        """Suspect it."""
+        """Suspect the shard."""
         is_again = self.state is HealthState.PROBING or now - self._closed_at < FLAP_SECONDS
         if not is_again:
             self._back_off_seconds = 0.0
@@ -198,19 +199,19 @@ class ShardHealth:
         self._was_missed = False
 
     def is_probe_overdue(self, now: float) -> bool:
-        """Once for every probe that has not been answered in time."""
+        """True once for every probe that has not been answered in time."""
         is_late = self.probe_slot is not None and now - self._probe_sent_at > self._probe_limit_seconds
         return is_late and not self._was_missed
 
     def miss_probe(self, now: float) -> None:
-        """It has not been answered in time, or by a failure."""
+        """A probe was not answered in time, or answered with a failure."""
         self._was_missed = True
         self._num_answered = 0
         self.state = HealthState.SUSPECTED
         self._back_off(now)
 
     def take_answer(self, now: float) -> None:
-        """Draw the consequences from an answer that came since the last call."""
+        """Update the state after an answer that came since the last call."""
         answer, self._answer = self._answer, None
         if answer is None:
             return
@@ -224,7 +225,7 @@ class ShardHealth:
                 self._close(now)
 
     def reconnect(self, now: float) -> None:
-        """The same process is there again, over a new stream."""
+        """The same process is connected again, over a new stream."""
         self.probe_slot = None
         self._answer = None
         self._num_answered = 0
@@ -242,7 +243,7 @@ class ShardHealth:
         self._reset_evidence()
 
     def _reset_evidence(self) -> None:
-        """What led to a trip must not lead to the next one."""
+        """Evidence that led to one trip must not lead to the next."""
         self.pace = Pace(self._settings.slow_seconds)
         self.silent_seconds = 0.0
         self.num_failures = 0

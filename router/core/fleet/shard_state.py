@@ -1,4 +1,4 @@
-"""A shard as the core knows it, for those who look on: the decision log, tools."""
+"""A shard as the core knows it, for observers: the decision log, and tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ShardState:
     is_draining: bool
     health: HealthState
     prefill_tokens_per_second: float
-    """As the shard reports it; 0: not known yet. So is the next one."""
+    """As the shard reports it; 0: not known yet. The same holds for the next field."""
     decode_step_seconds: float
     prefill_seconds: Mapping[str, float]
     """The learned coefficients, by name (SpeedModel.coefficients)."""

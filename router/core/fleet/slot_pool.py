@@ -1,4 +1,4 @@
-"""Small integers that name things on a stream."""
+"""Small integers that name sequences on a stream."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MIN_RESTING_SLOTS: Final = 64
 
 
 class SlotPool:
-    """Lends slots; the one that was given back longest ago is lent first.
+    """Allocates slots; the slot that was freed longest ago is reused first.
 
-    A slot rests before it is lent again (while fewer than MIN_RESTING_SLOTS rest, new ones are made): a cancel that
-    crossed with its sequence's end on the wire then finds an unused slot, not the next sequence.
+    A slot rests before it is reused (while fewer than MIN_RESTING_SLOTS rest, new slots are made): a cancel that
+    crosses its sequence's end on the wire then finds an unused slot, and not the next sequence.
     """
 
     def __init__(self) -> None:

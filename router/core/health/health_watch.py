@@ -1,4 +1,4 @@
-"""Watches the shards: who is suspected, moves what runs there, probes it, takes it back."""
+"""Watches the shards: it suspects a shard, moves its requests, probes it, and readmits it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from router.core.load.load_ledger import LoadLedger
 from router.core.outbox import Outbox
 
 PREDICTION_SLACK: Final = 2.0
-"""Times the predicted prefill that a first token may take before silence counts."""
+"""How many times its predicted prefill a first token may take before silence counts."""
 MAX_LOOKING_SHARE: Final = 2.0
-"""Of the time between two checks: what passed beyond that, this router was away itself, and what shards had sent lies
-unread."""
+"""Limit on the counted time, in intervals between two checks: beyond that this router was not running itself, and what
+shards had sent is unread."""
 MAX_REMEMBERED: Final = 1024
-"""Shards that went while they were suspected."""
+"""Remembered shards that disconnected while they were suspected."""
 PROBE_STEPS: Final = 2
 """A probe waits for the step that runs, and takes one of its own."""
 PROBE_SLACK_SHARE: Final = 1 / 3
-"""Of `slow_factor`: how much slower than its peers' a shard's steps may be to be taken back."""
+"""Share of `slow_factor`: how much slower than its peers' a shard's steps may be for it to be readmitted."""
 MIN_PROBE_LIMIT_SECONDS: Final = 0.1
 
 
 class HealthWatch:
-    """`settings` None: nobody is watched, but work is handed over all the same."""
+    """With `settings` None no shard is watched, but draining shards still hand over their requests."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class HealthWatch:
         self._outbox = outbox
         self._checked_at = -math.inf
         self._num_unwell = 0
-        """Shards that are not healthy."""
+        """The number of shards that are not healthy."""
         self._num_handing_over = 0
         self._gone: OrderedDict[str, tuple[str, ShardHealth]] = OrderedDict()
         """Shard → incarnation and health of one that was not healthy when its stream broke."""
 
     def next_deadline(self) -> float:
-        """When `on_tick` has something to look at; infinity: not before another event."""
+        """When `on_tick` has something to check; infinity: not before another event."""
         if self._settings is None:
             is_due = self._num_handing_over > 0
         else:
@@ -66,7 +66,7 @@ class HealthWatch:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def on_shard_up(self, shard: Shard, now: float) -> None:
-        """A breaker outlives the stream: whoever hangs and is connected to again is no better than before."""
+        """A breaker outlives the stream: a shard that hangs is no better after a new connection."""
         if self._settings is None:
             return
         incarnation_id, health = self._gone.pop(shard.shard_id, ("", None))
@@ -139,7 +139,7 @@ class HealthWatch:
         return None
 
     def _prefill_seconds(self, shard: Shard) -> float:
-        """What may pass until the first token of the first that waits there."""
+        """The time that may pass until the first token of the first request that waits there."""
         view = self._ledger.view(shard.shard_id)
         first = next(iter(view.queued.values()), None)
         if first is None:
@@ -147,7 +147,7 @@ class HealthWatch:
         return PREDICTION_SLACK * view.speed.seconds(first.work, view.num_context_tokens)
 
     def _peers(self, shard: Shard, now: float) -> list[Pace]:
-        """Of healthy shards of the same model."""
+        """The paces of healthy shards of the same model."""
         return [
             other.health.pace
             for other in self._fleet.shards.values()
@@ -159,7 +159,7 @@ class HealthWatch:
         ]
 
     def _may_suspect(self, shard: Shard) -> bool:
-        """A fault that all shards seem to have is none that moving requests would cure."""
+        """A fault that all shards seem to have cannot be cured by moving requests."""
         assert self._settings is not None
         model = shard.description.model
         serving = [s for s in self._fleet.shards.values() if s.description.model == model and not s.is_draining]
@@ -195,7 +195,7 @@ class HealthWatch:
             health.send_probe(self._dispatcher.send_probe(shard, now), self._probe_limit_seconds(shard, now), now)
 
     def _probe_limit_seconds(self, shard: Shard, now: float) -> float:
-        """Who is taken back must be as fast as its peers, by and large."""
+        """A shard that is readmitted must be about as fast as its peers."""
         assert self._settings is not None
         peers = self._peers(shard, now)
         if not peers:

@@ -1,4 +1,4 @@
-"""Takes what runs on a shard and has it go on elsewhere: off a shard that is suspected, or that hands over its work."""
+"""Moves requests from a shard that is suspected, or that hands over its work, to other shards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Migrator:
         self._outbox = outbox
 
     def move_off(self, shard: Shard, now: float) -> None:
-        """Every request that another shard has room for; the rest stays, as some is better than none. Placed one after
-        the other, each with those before it in the books, so that they spread."""
+        """Move every request that another shard has room for; the rest stays, since slow service is better than none.
+        They are placed one after the other, each seeing the reservations of those before it, so that they spread."""
         shard.fast_path.book()
         num_moved = 0
         for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
@@ -35,13 +35,13 @@ class Migrator:
         moved = [choice for choice in live.choices if choice.shard_id == shard.shard_id]
         if live.is_queued or any(choice.num_moves >= MAX_MOVES for choice in moved):
             return False
-        # Nothing is left to say behind its limit; only the end has not come.
+        # At its limit a choice has no more tokens to produce; only its end has not come.
         open_choices = [c for c in moved if c.max_tokens is None or len(c.output_token_ids) < c.max_tokens]
         live.pending = open_choices
         if open_choices and not self._has_place(live, shard):
             live.pending = []
             return False
-        # Before they are dispatched anew: in the eyes of whoever reads the actions nothing runs twice.
+        # Before they are dispatched again, so that nothing runs twice for a reader of the actions.
         self._outbox.add(CancelOnShard(shard.shard_id, [choice.shard_slot for choice in moved]))
         for choice in moved:
             shard.detach(choice)

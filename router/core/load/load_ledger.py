@@ -1,8 +1,8 @@
-"""What each shard has to do, as far as this router can tell now.
+"""The work of each shard, as far as this router knows now.
 
-Two sources: what this router has placed there itself, known token by token and never stale; and what other routers have
-placed, which is the shard's report less this router's own share of it. So with one router the age of the reports hardly
-matters, and with several each sees the others' work as of the last report.
+There are two sources: requests that this router has placed, known token by token and never stale; and requests of other
+routers, which are the shard's report less this router's own share of it. So with one router the age of the reports
+hardly matters, and with several each sees the others' work as of the last report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.core.events import ShardLoad
 from router.core.load.speed_model import PrefillWork, SpeedModel
 
 ReservationKey = tuple[str, int]
-"""(request_id, attempt_id): what one dispatch reserves can only be released by the same dispatch."""
+"""(request_id, attempt_id): the reservation of one dispatch can only be released by the same dispatch."""
 
 RESIDENCE_SMOOTHING: Final = 0.05
 """Weight of a sequence in the moving average of how long sequences hold their blocks."""
@@ -31,15 +31,15 @@ class Reservation(msgspec.Struct, frozen=True):
     shard_id: str
     num_sequences: int
     num_prefill_tokens: int
-    """Tokens that the shard will have to compute, as the index sees it."""
+    """Tokens that the shard will have to compute, according to the index."""
     num_cached_tokens: int
     num_blocks: int
-    """That the sequences will hold, shared ones included."""
+    """Blocks that the sequences will hold, shared ones included."""
     placed_at: float
     is_prefill_chunk: bool = False
-    """Of a prompt whose request is still to come."""
+    """Whether this is a chunk of a prompt whose request is still to come."""
     is_arrival: bool = True
-    """The first for its request on that shard."""
+    """Whether this is the first for its request on that shard."""
 
     @property
     def work(self) -> PrefillWork:
@@ -51,7 +51,7 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Rate:
-    """What came per second, over about the last minutes."""
+    """Arrivals per second, over about the last minutes."""
 
     __slots__ = ("_at", "_sum")
 
@@ -68,7 +68,7 @@ class Rate:
 
 
 class LoadView:
-    """A shard's load. `own_*` is this router's, `foreign_*` other routers'."""
+    """The load of one shard. `own_*` is this router's, `foreign_*` other routers'."""
 
     __slots__ = (
         "bound_arrivals",
@@ -103,26 +103,26 @@ class LoadView:
         """Own attempts without a first token, in the order of placement."""
         self.queued_work = PrefillWork()
         self.bound_arrivals = Rate()
-        """Own attempts placed there, each as much as its share of cached tokens: those that had to come here."""
+        """Own attempts placed there, each weighted by its share of cached tokens: those that had to come here."""
         self.busy = Rate()
-        """Their seconds of prefill: the share of its time that the shard is busy with them."""
+        """Their prefill time: the share of its time that the shard is busy with them."""
         self.held: dict[str, float] = {}
-        """request_id → seconds of own prefill, of requests that wait in the router to be sent there."""
+        """request_id → own prefill time of requests that wait in the router for this shard."""
         self.running: dict[ReservationKey, float] = {}
         """Own attempts with a first token → when it came."""
         self.residence_seconds = 0.0
-        """From first token to end, moving average."""
+        """Moving average of the time from first token to end."""
         self.own_waiting = 0
         self.own_running = 0
         self.own_context_tokens = 0
-        """Of own running sequences, as of their first tokens."""
+        """Context of own running sequences, as of their first tokens."""
         self.own_blocks = 0
         self.foreign_waiting = 0
         self.foreign_running = 0
         self.foreign_queued_tokens = 0
         self.foreign_context_tokens = 0
         self.started_at = 0.0
-        """When a first token of an own sequence came last."""
+        """When an own sequence last produced its first token."""
         self.sharing = 1.0
         """Blocks in use as the shard counts them / as summed over own sequences: below 1 where they share prefixes,
         above where other routers' sequences run."""
@@ -141,7 +141,7 @@ class LoadView:
 
     @property
     def num_context_tokens(self) -> int:
-        """Of sequences in decode."""
+        """Context tokens of decoding sequences."""
         return self.own_context_tokens + self.foreign_context_tokens
 
     @property
@@ -152,14 +152,14 @@ class LoadView:
         return float(self.num_blocks - self.report.num_available_blocks) if self.foreign_running else 0.0
 
     def memory_wait_seconds(self, num_new_blocks: int) -> float:
-        """How long until blocks for one more request are free, when sequences end as they usually do. What is merely
-        cached is free."""
+        """Time until blocks for one more request are free, if sequences end as they usually do. Blocks that are merely
+        cached are free."""
         used = self.num_used_blocks
         excess = used + num_new_blocks - self.num_blocks
         return 0.0 if excess <= 0 or not used else self.residence_seconds * min(excess / used, 1.0)
 
     def learn_sharing(self) -> None:
-        """Compare the blocks that the shard says are in use with those of the own sequences that it has admitted."""
+        """Compare the blocks that the shard reports in use with those of the own sequences that it has admitted."""
         num_blocks = self.own_blocks
         if self.queued:
             num_not_admitted = self.own_waiting - max(0, self.report.num_own_running - self.own_running)
@@ -173,8 +173,8 @@ class LoadView:
             self.sharing += SHARING_SMOOTHING * (max(0, used) / num_blocks - self.sharing)
 
     def queue_seconds(self, now: float) -> float:
-        """How long until the prefill that is queued there is done, less what must have been done since the last first
-        token (never more than the first in line needs: its first token has not come)."""
+        """Time until the prefill queued there is done, less what must have been done since the last first token (never
+        more than the first in the queue needs, since its first token has not come)."""
         if not (self.queued or self.foreign_queued_tokens):
             return 0.0
         num_context_tokens = self.num_context_tokens
@@ -188,13 +188,14 @@ class LoadView:
 
 
 class LoadLedger:
-    """Reservations are made by a dispatch, and released exactly once: KeyError says that a caller broke that."""
+    """The reservations and views of all shards. A reservation is made by a dispatch and released exactly once; a
+    KeyError shows that a caller broke that."""
 
     def __init__(self) -> None:
         self._views: dict[str, LoadView] = {}
         self._reservations: dict[ReservationKey, Reservation] = {}
         self._fleet_speeds: dict[str, SpeedModel] = {}
-        """By model; those whose last shard has gone are kept, as it may come back."""
+        """By model. Models whose last shard has gone are kept, since it may return."""
 
     def add_shard(self, shard_id: str, model: str, num_blocks: int) -> None:
         assert shard_id not in self._views
@@ -204,7 +205,7 @@ class LoadLedger:
         self._views[shard_id] = LoadView(num_blocks, fleet_speed)
 
     def remove_shard(self, shard_id: str) -> None:
-        """Everything that was reserved there must have been released."""
+        """All reservations of the shard must have been released."""
         view = self._views.pop(shard_id)
         assert not view.own_running
         assert not view.own_waiting
@@ -213,7 +214,7 @@ class LoadLedger:
         return self._views[shard_id]
 
     def report(self, shard_id: str, load: ShardLoad) -> None:
-        """The shard's own word."""
+        """Record a shard's load report."""
         view = self._views[shard_id]
         view.report = load
         view.foreign_waiting = max(0, load.num_waiting - load.num_own_waiting)
@@ -242,9 +243,9 @@ class LoadLedger:
         view.own_blocks += reservation.num_blocks
 
     def note_starts(self, shard_id: str, starts: Sequence[tuple[ReservationKey, float]], now: float) -> None:
-        """First tokens came in one step, with how long each waited in the engine's queue: nothing of these is queued
-        any more. The time since the step with first tokens before, or since the engine took up the first of these, is
-        what their prefill took; waiting for KV blocks is not part of it."""
+        """First tokens came in one step, with how long each waited in the engine's queue: none of these is queued any
+        more. Their prefill took the time since the previous step with first tokens, or since the engine started the
+        first of these; waiting for KV blocks is not part of it."""
         view = self._views[shard_id]
         work = PrefillWork()
         began_at = now
@@ -288,7 +289,7 @@ class LoadLedger:
         return bool(self._reservations)
 
     def keys(self) -> set[ReservationKey]:
-        """Of all reservations that are held."""
+        """The keys of all reservations."""
         return set(self._reservations)
 
     def check_integrity(self) -> None:

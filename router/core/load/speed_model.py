@@ -1,13 +1,13 @@
-"""How long prefill takes on one shard, learned from when first tokens came.
+"""The prefill speed of one shard, learned from when first tokens came.
 
     seconds = c0 + c1·x + c2·x·(position + x/2) + c3·context
 
-x = tokens computed behind `position` cached ones (the second product is attention), context = tokens that decode in the
+x = tokens computed after `position` cached ones (the second product is attention), context = tokens that decode in the
 same steps. Least squares over the recent past, with a weak prior and no negative coefficient: a shard that slows down
-is found out, and shards of different speed are told apart without anybody configuring it. The normal equations are kept
-with exponential forgetting and solved by projected coordinate descent that goes on from the last solution (for the
-problem: Lawson and Hanson, Solving Least Squares Problems, ch. 23); unlike the recursive form this cannot become
-unstable. Every observation is weighted by the inverse of its duration: relative errors count alike for all prompts.
+is noticed, and shards of different speed are told apart without configuration. The normal equations are kept with
+exponential forgetting and solved by projected coordinate descent from the last solution (for the problem: Lawson and
+Hanson, Solving Least Squares Problems, ch. 23); unlike the recursive form this cannot become unstable. Every
+observation is weighted by the inverse of its duration, so that relative errors count alike for all prompts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DEFAULT_PREFILL_TOKENS_PER_SECOND: Final = 10_000.0
 FORGETTING: Final = 0.98
 """Weight of the past per observation: about the last 50 count."""
 PRIOR_WEIGHT: Final = 0.05
-"""Of the prior, in observations: enough to keep in place what the shard's work does not tell about."""
+"""Weight of the prior, in observations: enough to fix what the shard's work does not determine."""
 NUM_SWEEPS: Final = 3
-"""Of coordinate descent for one observation."""
+"""Sweeps of coordinate descent per observation."""
 MIN_SECONDS: Final = 1e-3
 MAX_SURPRISE: Final = 5.0
-"""An observation counts as at most this many times its prediction, or at least this part of it: one stall must not
+"""An observation counts as at most this many times its prediction, and at least this fraction of it: one stall must not
 change much."""
 
 _SECONDS_PER_TOKEN: Final = 1.0 / DEFAULT_PREFILL_TOKENS_PER_SECOND
@@ -36,19 +36,19 @@ _SCALE: Final = (
     1e-5 * _SECONDS_PER_TOKEN,
     2e-4 * _SECONDS_PER_TOKEN,
 )
-"""What the coefficients are before anything is known."""
+"""The coefficients before anything is known."""
 _ONES: Final = (1.0, 1.0, 1.0, 1.0)
 _LOWEST: Final = (0.0, 0.01, 0.0, 0.0)
-"""Of a coefficient, relative to its prior: a token is never free."""
+"""The lowest coefficient, relative to its prior: a token is never free."""
 
 
 class PrefillWork(msgspec.Struct, frozen=True):
-    """What prefill computes, for one request or a sum over several. Adding is exact, as the model is linear."""
+    """The work of prefill, for one request or summed over several. Adding is exact, since the model is linear."""
 
     num_requests: int = 0
     num_tokens: int = 0
     num_pairs: float = 0.0
-    """Attention: tokens x positions they look at."""
+    """Attention: tokens x positions that they attend to."""
 
     @staticmethod
     def of(num_tokens: int, num_cached_tokens: int) -> PrefillWork:
@@ -70,8 +70,8 @@ class PrefillWork(msgspec.Struct, frozen=True):
 
 
 class SpeedModel:
-    """One shard's coefficients, or those of a whole fleet, which its shards have as their prior: so a new shard is
-    thought to be like its peers, and gets work by which it can be told apart."""
+    """The coefficients of one shard, or of a whole fleet, which its shards have as their prior: so a new shard is
+    assumed to be like its peers, and gets work by which it can be told apart."""
 
     __slots__ = ("_known", "_moments", "_prior", "_products", "num_observations", "theta")
 
@@ -84,23 +84,23 @@ class SpeedModel:
         self._set_theta(_ONES)
 
     def tell(self, prefill_tokens_per_second: float) -> None:
-        """A shard's own figure; counts until there are observations. 0 = not known."""
+        """Set a shard's own figure, which counts until there are observations. 0 = not known."""
         if prefill_tokens_per_second > 0 and not self.num_observations:
             factor = DEFAULT_PREFILL_TOKENS_PER_SECOND / prefill_tokens_per_second
             self._set_theta((factor, factor, factor, factor))
 
     @property
     def seconds_per_token(self) -> float:
-        """Of a short prompt on a shard that decodes nothing."""
+        """For a short prompt on a shard that decodes nothing."""
         return self._in_seconds()[1]
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """In seconds: of a request, of a token, of a pair of attention, and, per request, of a token of context."""
+        """In seconds: per request, per token, per pair of attention, and, per request, per token of context."""
         return dict(zip(("request", "token", "attention_pair", "context_token"), self._in_seconds(), strict=True))
 
     def seconds(self, work: PrefillWork, num_context_tokens: int) -> float:
-        """What `work` takes, while sequences with so many tokens of context decode."""
+        """The time that `work` takes while sequences with so many tokens of context decode."""
         per_request, per_token, per_pair, per_context_token = self._in_seconds()
         return (
             work.num_requests * (per_request + per_context_token * num_context_tokens)
@@ -109,7 +109,7 @@ class SpeedModel:
         )
 
     def request_seconds(self, num_tokens: int, num_cached_tokens: int, num_context_tokens: int) -> float:
-        """`seconds` of one request's work, to the last bit; placement asks for it once a shard."""
+        """`seconds` of one request's work, to the last bit; placement calls it once per shard."""
         per_request, per_token, per_pair, per_context_token = self._in_seconds()
         return (
             (per_request + per_context_token * num_context_tokens)
@@ -118,7 +118,7 @@ class SpeedModel:
         )
 
     def num_tokens_within(self, seconds: float, num_cached_tokens: int, num_context_tokens: int) -> int:
-        """How many tokens behind `num_cached_tokens` others can be computed in that time. At least 1."""
+        """The number of tokens after `num_cached_tokens` others that can be computed in that time. At least 1."""
         per_request, per_token, per_pair, per_context_token = self._in_seconds()
         rest = seconds - per_request - per_context_token * num_context_tokens
         per_token += per_pair * num_cached_tokens
@@ -161,7 +161,7 @@ class SpeedModel:
         self.num_observations += 1
 
     def _in_seconds(self) -> tuple[float, float, float, float]:
-        """Coefficients, of the prior as long as that alone has seen anything."""
+        """The coefficients in seconds: the prior's as long as only the prior has observations."""
         prior = self._prior
         if self.num_observations or prior is None or not prior.num_observations:
             return self._known
@@ -175,7 +175,8 @@ class SpeedModel:
         self._known = (t0 * s0, t1 * s1, t2 * s2, t3 * s3)
 
     def _descend(self) -> None:
-        """Each coefficient in turn is what is best, given the others. Written out, as it runs twice a request."""
+        """Each coefficient in turn becomes the best, given the others. The loop is unrolled, since it runs twice per
+        request."""
         t0, t1, t2, t3 = self.theta
         q0, q1, q2, q3 = _ONES if self._prior is None else self._prior.theta
         p00, p01, p02, p03, p11, p12, p13, p22, p23, p33 = self._products
@@ -184,7 +185,7 @@ class SpeedModel:
         d0, d1, d2, d3 = p00 + PRIOR_WEIGHT, p11 + PRIOR_WEIGHT, p22 + PRIOR_WEIGHT, p33 + PRIOR_WEIGHT
         low0, low1, low2, low3 = _LOWEST
         for _ in range(NUM_SWEEPS):
-            # `own` is added and taken off again so that sums are rounded as ever: recorded runs repeat to the last bit.
+            # `own` is added and subtracted again to keep the rounding: recorded runs repeat to the last bit.
             own = p00 * t0
             t0 = (m0 - (own + p01 * t1 + p02 * t2 + p03 * t3 - own)) / d0
             if t0 < low0:

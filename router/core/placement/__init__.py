@@ -23,6 +23,6 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     "least_requests": LeastRequests,
     "round_robin": RoundRobin,
 }
-"""What `router.placement.policy` may name; the same objects serve live traffic and simulations."""
+"""The names that `router.placement.policy` accepts; the same objects serve live traffic and simulations."""
 
 __all__ = ["POLICIES", "Arrival", "Candidate", "Plan", "Policy", "ShardPlan"]

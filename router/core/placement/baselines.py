@@ -1,4 +1,4 @@
-"""Simple policies that say what looking at one thing only achieves."""
+"""Simple policies, each of which looks at one thing only: baselines for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.core.placement.policy import Arrival, Candidate, Policy
 
 
 class RoundRobin(Policy):
-    """The shard whose turn is longest ago."""
+    """Picks the shard whose turn is longest ago."""
 
     terms: ClassVar = ("turn",)
 
@@ -20,7 +20,7 @@ class RoundRobin(Policy):
 
 
 class LeastRequests(Policy):
-    """The shard with the fewest sequences."""
+    """Picks the shard with the fewest sequences."""
 
     terms: ClassVar = ("running", "waiting")
 
@@ -29,7 +29,7 @@ class LeastRequests(Policy):
 
 
 class LeastPrefill(Policy):
-    """The shard that has the least prefill queued, wherever the prefix lies."""
+    """Picks the shard with the least queued prefill, wherever the prefix lies."""
 
     terms: ClassVar = ("queued_prefill",)
 
@@ -38,9 +38,10 @@ class LeastPrefill(Policy):
 
 
 class SessionHash(Policy):
-    """Rendezvous hashing (Thaler and Ravishankar, 1998) of the session: a session stays where it is, whatever the load.
+    """Rendezvous hashing (Thaler and Ravishankar, 1998) of the session: a session stays on its shard, whatever the
+    load.
 
-    Requests without a session key go by their first block.
+    Requests without a session key are hashed by their first block.
     """
 
     terms: ClassVar = ("rank",)

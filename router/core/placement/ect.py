@@ -1,7 +1,7 @@
-"""ECT, estimated completion cost: when the request would have its first token, plus what it costs everybody else.
+"""ECT, estimated completion cost: the time to the request's first token, plus the delay that it causes to all others.
 
-All terms are seconds of a shard's time, so that weights are few and dimensionless; docs/routing.md says how they were
-chosen, and what they do on traces that they were not chosen on.
+All terms are seconds of a shard's time, so that weights are few and dimensionless. docs/routing.md says how they were
+chosen, and how they do on traces that they were not chosen on.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPo
 @dataclasses.dataclass(frozen=True, slots=True)
 class EctWeights:
     lost_capacity: float = 0.5
-    """Prefill that a cache hit elsewhere would have saved is time that the fleet loses, whoever has to wait for it."""
+    """Prefill that a cache hit elsewhere would have saved is time that the fleet loses, whichever request has to wait
+    for it."""
     delay_of_waiting: float = 1.0
-    """The more requests wait there, the busier a shard is likely to be while this one's prefill runs."""
+    """The more requests wait there, the busier a shard is likely to be while this prefill runs."""
     delay_of_running: float = 0.05
-    """Sequences that decode share their steps with this prefill."""
+    """Decoding sequences share their steps with this prefill."""
     delay_of_coming: float = 0.5
-    """Requests that will come for what is cached there, while the shard is busy, wait for this one's prefill too.
-    M/G/1: work delays all arrivals up to the end of the busy period, 1 / (1 - utilisation) times what is queued.
-    Requests that are free to go elsewhere do not count: they will."""
+    """Requests that will come for the prefixes cached there, while the shard is busy, wait for this prefill too. M/G/1:
+    work delays all arrivals up to the end of the busy period, 1 / (1 - utilisation) times the queued work. Requests
+    that are free to go elsewhere do not count, because they will."""
     eviction: float = 1.0
-    """Time to compute evicted blocks again, times the probability that somebody will ask for them."""
+    """Time to compute evicted blocks again, times the probability that they will be requested."""
     memory_wait: float = 1.0
-    """Until running sequences have freed enough blocks."""
+    """Time until running sequences have freed enough blocks."""
 
 
 MAX_UTILISATION: Final = 0.9
-"""Beyond it the busy period is not what decides any more."""
+"""Beyond it the busy period no longer decides."""
 DEFAULT_HOLD: Final = QueueHoldPolicy(backlog_seconds=0.05, shared_backlog_seconds=0.5, backlog_tokens=1024, aging=0.1)
 
 
@@ -59,7 +60,7 @@ class Ect(Policy):
         own = c.own_seconds
         num_waiting = c.num_waiting + len(c.held_seconds)
         num_coming = c.bound_arrival_rate * (c.queue_seconds + own / 2) / (1 - min(c.utilisation, MAX_UTILISATION))
-        # Every block that is computed pushes one out, which would take about as long to compute again.
+        # Every computed block evicts one that would take about as long to compute again.
         num_lost_blocks = c.num_evicted_blocks * c.reuse_probability
         return (
             c.queue_seconds + c.held_ahead_seconds,

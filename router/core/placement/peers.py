@@ -1,6 +1,6 @@
-"""Policies of other routers, from their public sources and papers, on kvloom's view of the fleet.
+"""Policies of other routers, from their public sources and papers, applied to kvloom's view of the fleet.
 
-They are what the default policy is measured against, and can be served with all the same.
+The default policy is measured against them, and they can be used in service as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Dynamo(Policy):
 
 class Gaie(Policy):
     """Gateway API inference extension / llm-d, default scorers: 2 x short queue + 2 x free KV + 3 x prefix share, each
-    in [0, 1]; here as what is missing to the full score."""
+    in [0, 1]; here as the distance from the full score."""
 
     terms: ClassVar = ("queue", "kv_use", "prefix_missing")
 
@@ -68,8 +68,8 @@ class LMetric(Policy):
 
 
 class SglangCacheAware(Policy):
-    """SGLang's / SMG's `cache_aware`: balanced fleets follow the deepest prefix match when it covers enough of the
-    prompt, to the shard that brought it in last; otherwise the emptiest cache. Unbalanced ones take the shortest queue.
+    """SGLang's / SMG's `cache_aware`: in a balanced fleet, the deepest prefix match when it covers enough of the
+    prompt, on the shard that stored it last; otherwise the emptiest cache. In an unbalanced fleet, the shortest queue.
     """
 
     terms: ClassVar = ("rank",)

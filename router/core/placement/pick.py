@@ -1,4 +1,4 @@
-"""A placement as it was made: what its explanation is told from, if anybody asks."""
+"""A placement as it was made, from which its explanation can be computed later."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from router.core.placement.policy import Candidate
 
 
 class Pick(msgspec.Struct):
-    """Refers to what the placement worked with; nothing of it changes later."""
+    """Refers to the inputs of the placement; none of them changes later."""
 
     num_prompt_tokens: int
     picked_shard_id: str
     best_shard_id: str
-    """The cheapest: nearly always the one that was picked."""
+    """The cheapest shard: nearly always the picked one."""
     term_names: Sequence[str]
     candidates: Sequence[Candidate]
     terms: Sequence[tuple[float, ...]]
-    """Of each candidate's cost."""
+    """The cost terms of each candidate."""
     filtered: Sequence[ShardPlan] = ()
-    """The shards that could not take it."""
+    """The shards that could not take the request."""
 
     @property
     def plan(self) -> Plan:
@@ -44,7 +44,7 @@ class Pick(msgspec.Struct):
 
 
 def in_order(shards: Iterable[ShardPlan], picked_shard_id: str, best_shard_id: str) -> list[ShardPlan]:
-    """The picked one first, then the best, then by cost; filtered ones last, as they come."""
+    """The picked shard first, then the best, then by cost; filtered ones last, in their own order."""
 
     def rank(shard: ShardPlan) -> tuple[bool, bool, bool, float, str]:
         is_filtered = bool(shard.filtered_reason)

@@ -1,4 +1,4 @@
-"""Filters shards, prices them with a policy, picks the cheapest."""
+"""Filters shards, scores them with a policy, and picks the cheapest."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ COST_EPSILON: Final = 1e-9
 
 
 class _Scores(NamedTuple):
-    """What the shards that could take a request looked like."""
+    """The candidates for one request, with their costs."""
 
     picked_for: LiveRequest
     at: float
     candidates: list[Candidate]
     terms: list[tuple[float, ...]]
-    """Of each candidate's cost."""
+    """The cost terms of each candidate."""
     best: Candidate
     is_whole: bool
-    """These were all shards that could take it."""
+    """Whether these were all shards that could take the request."""
 
 
 class Placer:
@@ -51,20 +51,20 @@ class Placer:
         self._seed = seed
         self._num_placed = 0
         self._last_scores: _Scores | None = None
-        """Of the last pick."""
+        """The scores of the last pick."""
 
     @property
     def hold(self) -> QueueHoldPolicy | None:
         return self._policy.hold
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
-        """Whether that ready shard could run it."""
+        """Whether that ready shard could run the request."""
         is_wide = shard.description.max_model_len >= live.min_window
         return is_wide and shard.shard_id != live.avoid_shard_id and not shard.is_suspected
 
     def eligible(self, live: LiveRequest) -> list[Shard]:
-        """Ready shards that could run it, with room or without; not those that are suspected, and not the one where it
-        just failed, if there is another."""
+        """Ready shards that could run the request, with or without room: without suspected ones, and without the one
+        where it just failed, if there is another."""
         window = live.min_window
         shards = [s for s in self._fleet.ready(live.request.model) if s.description.max_model_len >= window]
         if len(shards) > 1:
@@ -74,19 +74,19 @@ class Placer:
         return shards
 
     def can_run(self, live: LiveRequest) -> bool:
-        """Whether a shard that could run it has room."""
+        """Whether a shard that could run the request has room."""
         model = live.request.model
-        for shard in self._fleet.shards.values():  # nearly always the first one that is looked at
+        for shard in self._fleet.shards.values():  # nearly always the first shard
             if shard.has_room and not shard.is_draining and shard.description.model == model and self.fits(live, shard):
                 return True
         return any(shard.has_room for shard in self.eligible(live))
 
     def open_shards(self, live: LiveRequest) -> list[Shard]:
-        """Those that could run it and have room."""
+        """The shards that could run the request and have room."""
         return [shard for shard in self.eligible(live) if shard.has_room]
 
     def pick(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
-        """The cheapest of its `open_shards`, as the request saw it."""
+        """The cheapest of the request's `open_shards`, with the candidate that describes it."""
         self._last_scores = scores = self._score(shards, live, now, is_whole=True)
         return self._fleet.shards[scores.best.shard_id], scores.best
 
@@ -100,14 +100,14 @@ class Placer:
         return self._candidates([shard], live, now)[0]
 
     def note_placed(self, live: LiveRequest, shard: Shard, block_hashes: Sequence[int], now: float) -> None:
-        """The picked request, whose blocks of the shard's size these are, is on its way."""
+        """The picked request is on its way; `block_hashes` are its blocks of the shard's size."""
         self._num_placed += 1
         shard.turn = self._num_placed
         self._reuse.note_prompt(block_hashes, now)
         self._policy.placed(_arrival(live, block_hashes), shard.shard_id)
 
     def explain_pick(self, live: LiveRequest, picked_shard_id: str, now: float) -> Pick:
-        """The placement as it was when that shard was just picked; to be called before anything is reserved for it."""
+        """The placement, with that shard just picked; to be called before anything is reserved for it."""
         scores = self._last_scores
         if scores is None or scores.picked_for is not live or scores.at != now or not scores.is_whole:
             open_shards = self.open_shards(live)
@@ -119,7 +119,7 @@ class Placer:
         return self._pick_of(scores, live, picked_shard_id)
 
     def plan(self, live: LiveRequest, now: float) -> Plan:
-        """How every shard looks to the request. Changes nothing."""
+        """How each shard compares for the request. Changes nothing."""
         open_shards = self.open_shards(live)
         if not open_shards:
             error = KvloomError(
@@ -143,7 +143,7 @@ class Placer:
         return hashes
 
     def _score(self, shards: list[Shard], live: LiveRequest, now: float, *, is_whole: bool = False) -> _Scores:
-        """What it would cost to place it on each of them."""
+        """The cost of placing the request on each of the shards."""
         hashes = self.hashes(live, shards[0].description.block_size)
         candidates = self._candidates(shards, live, now)
         terms = self._policy.costs(_arrival(live, hashes), candidates)
@@ -164,7 +164,7 @@ class Placer:
         )
 
     def _filtered(self, live: LiveRequest, candidates: Sequence[Candidate]) -> list[ShardPlan]:
-        """Why all others could not take it."""
+        """The reasons why all other shards could not take it."""
         open_ids = {candidate.shard_id for candidate in candidates}
         return [
             ShardPlan(shard.shard_id, filtered_reason=self._filtered_reason(shard, live))
@@ -187,7 +187,7 @@ class Placer:
     def _candidate(self, shard: Shard, num_tokens: int, num_overlap_blocks: int, now: float) -> Candidate:
         shard_id = shard.shard_id
         description = shard.description
-        # The last token is always computed: its logits are what the first output token is drawn from.
+        # The last token is always computed: its logits are needed to sample the first output token.
         num_overlap_tokens = (
             min(num_overlap_blocks * description.block_size, num_tokens - 1) if num_overlap_blocks else 0
         )
@@ -222,12 +222,12 @@ class Placer:
         )
 
     def _reuse_probability(self, shard_id: str, now: float) -> float:
-        """Of the blocks that the shard would evict next."""
+        """The reuse probability of the blocks that the shard would evict next."""
         return self._reuse.probability(self._index.tail_age_seconds(shard_id, now))
 
     def _cheapest(self, costs: Sequence[float], candidates: Sequence[Candidate], live: LiveRequest) -> int:
-        """Index of the lowest cost. Equal ones are decided by a hash of request, shard and seed: even over requests,
-        the same on a replay."""
+        """Index of the lowest cost. Equal costs are decided by a hash of request, shard and seed: evenly over requests,
+        and the same in a replay."""
         limit = min(costs) + COST_EPSILON
         tied = [index for index, cost in enumerate(costs) if cost <= limit]
         if len(tied) == 1:

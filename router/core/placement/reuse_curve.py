@@ -1,9 +1,9 @@
-"""How likely it is that cached blocks which nobody has used for a while will be used again: what evicting costs.
+"""The probability that cached blocks which have been idle for a while will be used again: the cost of evicting them.
 
-Learned from the requests themselves. A prompt that goes on where an earlier one ended is a reuse, after the time
-between the two; a prompt that nobody has gone on from yet may be one later. So, with all counts decaying alike,
+It is learned from the requests themselves. A prompt that continues an earlier one is a reuse, after the time between
+the two; a prompt that has not been continued yet may be later. So, with all counts decaying alike,
 
-    P(reused | idle for `age`) = reuses with a longer gap / (reuses with a longer gap + prompts never gone on from)
+    P(reused | idle for `age`) = reuses with a longer gap / (reuses with a longer gap + prompts never continued)
 
 which is close to 1 for agents that call every few seconds, and low for one-off questions.
 """
@@ -18,16 +18,16 @@ from typing import Final
 
 MAX_REMEMBERED_PROMPTS: Final = 65_536
 MAX_NEW_BLOCKS: Final = 4096
-"""How far behind the end of a prompt an earlier one's end is looked for."""
+"""How many blocks before the end of a prompt an earlier one's end is searched for."""
 BINS_PER_OCTAVE: Final = 2
 NUM_BINS: Final = 40
 FIRST_BIN_SECONDS: Final = 0.25
-"""Bins reach from here to about three days."""
+"""Bins range from here to about three days."""
 DECAY: Final = 0.9995
-"""Of counts, per prompt: about the last 2,000 count."""
+"""Decay of the counts per prompt: about the last 2,000 count."""
 PRIOR_REUSES: Final = 5.0
 PRIOR_ENDS: Final = 5.0
-"""Before anything is known, half of all prompts are gone on from."""
+"""Before anything is known, half of all prompts are assumed to be continued."""
 _SQRT_HALF: Final = 0.5**0.5
 _PRIOR_LONGER: Final = [PRIOR_REUSES / NUM_BINS * (NUM_BINS - index) for index in range(NUM_BINS)]
 
@@ -37,18 +37,18 @@ class ReuseCurve:
         self._last_used: OrderedDict[int, float] = OrderedDict()
         """Hash of a prompt's last full block → when the prompt came."""
         self._gaps: list[float] = []
-        """Reuses by their gap, of the bins that ever had one: the latest bin first."""
+        """Reuses by their gap, for bins that ever had one: the latest bin first."""
         self._num_bins_from = [0] * (NUM_BINS + 1)
-        """Of each bin: how many of those lie there or later."""
+        """For each bin, how many of those lie there or later."""
         self._num_prompts = 0.0
         self._longer = [0.0]
-        """Sums of the first so many of `_gaps`."""
+        """Prefix sums of `_gaps`."""
         self._ends = PRIOR_ENDS
         self._is_stale = False
 
     @property
     def num_remembered(self) -> int:
-        """Ends of prompts that are looked out for."""
+        """The number of prompt ends that are remembered."""
         return len(self._last_used)
 
     def note_prompt(self, block_hashes: Sequence[int], now: float) -> None:
@@ -67,7 +67,7 @@ class ReuseCurve:
         self._is_stale = True
 
     def probability(self, age_seconds: float) -> float:
-        """That blocks idle for so long are used again."""
+        """The probability that blocks idle for so long are used again."""
         if self._is_stale:
             self._sum_up()
         if not self._num_prompts:
@@ -86,7 +86,7 @@ class ReuseCurve:
             num_bins_from[earlier] += 1
 
     def _decay(self) -> None:
-        # Scaling the newest up would be cheaper, but so few multiplications are little beside hashing a prompt.
+        # Scaling the newest up would be cheaper, but so few multiplications cost little beside hashing a prompt.
         self._gaps = [count * DECAY for count in self._gaps]
         self._num_prompts *= DECAY
 

@@ -1,13 +1,13 @@
-"""Which shards hold which block: a map from block hash to a set of shards that is walked many blocks at a time.
+"""Maps block hashes to the sets of shards that hold them, and is searched many blocks at a time.
 
-Blocks that follow one another in a prompt are kept together in a run of up to 32, because shards get and lose them
+Blocks that follow one another in a prompt are kept together in a run of up to 32, because shards store and evict them
 together: the run has its hashes packed in one bytes object, and one set of shards for all of them (a bit mask) as long
 as they agree. A look-up compares 32 packed hashes at once, so a prompt of 512 blocks touches some 16 places in memory
-instead of 512, which is what a look-up costs once the index is larger than the processor's cache.
+instead of 512, which is the cost of a look-up once the index is larger than the processor's cache.
 
-Being neighbours is a matter of speed only. A run is a bag of blocks in some order; every block that a look-up counts
-has been compared. Nothing here is visited by Python's cyclic garbage collector, except the sets of runs in
-disagreement: its containers hold ints and bytes only.
+That blocks are neighbours only affects speed. A run is a collection of blocks in some order, and every block that a
+look-up counts has been compared. Python's cyclic garbage collector visits nothing here except the sets of runs whose
+blocks differ: the containers hold ints and bytes only.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from router.core.prefix_index.shard_bits import ShardBits
 
 RUN_BLOCKS: Final = 32
 SHORT_RUN_BLOCKS: Final = 8
-"""New blocks that come in smaller portions share a run with others of their shard."""
+"""New blocks that come in groups smaller than this share a run with others of their shard."""
 DROPPED_RUN_COST: Final = 16
-"""Of sweeping a run that vanishes, in runs that are only looked at."""
+"""Cost of sweeping a run that is dropped, in runs that are only visited."""
 
 
 class BlockRuns:
-    """Shards are single bits (`1 << number`) here. A bit that was retired counts as absent for nobody but the caller,
-    who must not ask for it; it is wiped out by `sweep`, run by run."""
+    """Shards are single bits (`1 << number`) here. A retired bit may still be set; callers must not ask for it, and
+    `sweep` clears it, run by run."""
 
     def __init__(self, run_blocks: int = RUN_BLOCKS) -> None:
         self._run_blocks = run_blocks
         self._segments: list[dict[int, int]] = [{} for _ in range(SEGMENT_MASK + 1)]
         """Block hash → run."""
         self._packed: dict[int, bytes] = {}
-        """Run → its hashes, 8 bytes each; nothing for a free run. Keys are never deleted: a dict with deletions is
+        """Run → its hashes, 8 bytes each; empty for a free run. Keys are never deleted, since a dict with deletions is
         copied again and again."""
         self._uniform: dict[int, int] = {}
         """Run → shards that hold every block of it; 0 where its blocks differ, and for a free run."""
         self._mixed: dict[int, tuple[int, ...]] = {}
-        """Run → shards that hold each of its blocks, where they are not the same; never 0."""
+        """Run → shards that hold each of its blocks, where they differ; never 0."""
         self._open: dict[int, int] = {}
         """Shard's bit → the run that takes its next few blocks."""
         self._free_runs: list[int] = []
         self._retired = 0
         """Bits that wait for the next sweep."""
         self._sweeping = 0
-        """Bits that the sweep under way wipes out: it goes from the last run to the first, so that what is allocated
-        meanwhile, and has none of these bits, need not be visited."""
+        """Bits that the current sweep clears. It goes from the last run to the first, so that runs allocated meanwhile,
+        which have none of these bits, need not be visited."""
         self._next_swept = 0
 
     def __len__(self) -> int:
@@ -60,13 +60,14 @@ class BlockRuns:
         return len(self._packed) - len(self._free_runs)
 
     def count_leading(self, hashes: Sequence[int], bits: ShardBits) -> dict[str, int]:
-        """How many leading blocks each shard holds; those with none are left out."""
+        """How many leading blocks each shard holds; shards with none are left out."""
         return leading_blocks(self._segments, self._packed, self._uniform, self._mixed, hashes, bits)
 
     def add(self, hashes: Sequence[int], bit: int, *, are_neighbours: bool = False) -> list[int]:
-        """The shard holds these blocks (a hash twice counts once). Returns those that it did not hold before.
+        """Record that the shard holds these blocks (a hash twice counts once). Returns those that it did not hold
+        before.
 
-        `are_neighbours`: they follow one another in a prompt; those that lie scattered over many runs are gathered.
+        `are_neighbours`: they follow one another in a prompt, and those that are scattered over many runs are gathered.
         """
         segments, packed_runs, uniform = self._segments, self._packed, self._uniform
         added: list[int] = []
@@ -102,7 +103,7 @@ class BlockRuns:
         return added
 
     def discard(self, hashes: Iterable[int], bit: int) -> int:
-        """The shard does not hold these blocks. Returns how many it held."""
+        """Record that the shard does not hold these blocks. Returns how many it held."""
         segments = self._segments
         by_run: dict[int, list[int]] = {}
         for block_hash in dict.fromkeys(hashes):
@@ -117,16 +118,16 @@ class BlockRuns:
         return sum(self._discard_of_run(run, group, bit) for run, group in by_run.items())
 
     def retire(self, bit: int) -> None:
-        """The shard holds nothing any more, and its bit is not used again until `sweep` returns it."""
+        """The shard holds nothing any more, and its bit is not reused until `sweep` returns it."""
         self._retired |= bit
 
     @property
     def is_swept(self) -> bool:
-        """No bit is retired."""
+        """Whether no bit is retired."""
         return not (self._retired or self._sweeping)
 
     def sweep(self, budget: int) -> int:
-        """Wipe retired bits out of some runs: `budget` of them, or fewer where runs vanish, which is the work of
+        """Clear retired bits in some runs: `budget` of them, or fewer where runs are dropped, each of which counts as
         DROPPED_RUN_COST. Returns the bits that are free now."""
         if not self._sweeping:
             self._sweeping, self._retired = self._retired, 0
@@ -156,12 +157,12 @@ class BlockRuns:
 
     @property
     def num_runs_ever(self) -> int:
-        """How many runs one whole sweep visits."""
+        """The number of runs that one whole sweep visits."""
         return len(self._packed)
 
     def check_integrity(self) -> dict[int, int]:
-        """Assert that the parts fit together. Returns block hash → shards; retired bits are left out, and blocks that
-        nobody else holds with them."""
+        """Assert that the parts fit together. Returns block hash → shards, without retired bits and without blocks that
+        only those hold."""
         gone = self._retired | self._sweeping
         held: dict[int, int] = {}
         num_blocks = 0
@@ -189,7 +190,8 @@ class BlockRuns:
     # -- one run --------------------------------------------------------------------------------------------------
 
     def _add_new(self, hashes: Sequence[int], begin: int, data: bytes, bit: int) -> int:
-        """A run for the unknown blocks that begin here, or a place in the shard's open run. Returns where they end."""
+        """Make a run for the unknown blocks that begin here, or put them into the shard's open run. Returns where they
+        end."""
         segments = self._segments
         num_left = len(hashes) - begin
         run = None
@@ -256,7 +258,7 @@ class BlockRuns:
         return num_discarded
 
     def _set_masks(self, run: int, masks: list[int]) -> None:
-        """Give each block of a run its shards. Blocks without any are dropped."""
+        """Set the shards of each block of a run. Blocks without any are dropped."""
         if 0 in masks:
             hashes = array(HASH_TYPECODE, self._packed[run])
             for block_hash, mask in zip(hashes, masks, strict=True):
@@ -268,7 +270,7 @@ class BlockRuns:
                 self._free_run(run)
                 return
             self._packed[run] = pack(hashes)
-        # The ends first: nearly always they tell.
+        # The ends are compared first, since they nearly always decide.
         if masks[0] == masks[-1] and masks.count(masks[0]) == len(masks):
             self._mixed.pop(run, None)
             self._uniform[run] = masks[0]
@@ -293,7 +295,7 @@ class BlockRuns:
     # -- gathering ------------------------------------------------------------------------------------------------
 
     def _gather(self, hashes: Sequence[int], data: bytes, starts: list[int]) -> None:
-        """Give neighbours that lie in different runs (they were computed one by one, or came in a snapshot) runs of
+        """Move neighbours that lie in different runs (they were computed one by one, or came in a snapshot) to runs of
         their own. Each time a block is moved its run grows, so it is moved few times."""
         if len(set(hashes)) < len(hashes):
             return
@@ -333,7 +335,7 @@ class BlockRuns:
 
 
 def _with_bit(masks: Iterable[int], bit: int) -> list[int]:
-    """Each with the bit, equal neighbours sharing one int object: there are 70 bytes in one with 256 bits."""
+    """Each mask with the bit set; equal neighbours share one int object, which takes 70 bytes with 256 bits."""
     result: list[int] = []
     last = widened = 0
     for mask in masks:

@@ -1,4 +1,4 @@
-"""Puts one shard's numbered KV event batches in order, and says when only a snapshot can help."""
+"""Orders one shard's numbered KV event batches, and detects when only a snapshot can help."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Final
 from router.core.events import KvChange
 
 SNAPSHOT_RETRY_SECONDS: Final = 5.0
-"""A snapshot that has not come by then is asked for again: it, or the question, was lost."""
+"""A snapshot that has not come by then is requested again: it, or the request, was lost."""
 MAX_HELD_BATCHES: Final = 1024
 
 Changes = Sequence[KvChange]
 
 
 class EventOrder:
-    """Batches that arrive before their turn are held: the missing one may be late, and a snapshot covers everything up
-    to its own number only. Held are at most MAX_HELD_BATCHES of at most `max_held_blocks` blocks together; beyond that
-    the oldest are given up, which a snapshot makes good."""
+    """Batches that arrive before their turn are kept: the missing one may be late, and a snapshot covers everything up
+    to its own number only. At most MAX_HELD_BATCHES batches with at most `max_held_blocks` blocks together are kept;
+    beyond that the oldest are dropped, which a snapshot makes good."""
 
     __slots__ = ("_asked_at", "_held", "_highest_number", "_max_held_blocks", "_next_number", "_num_held_blocks")
 
     def __init__(self, max_held_blocks: int, now: float) -> None:
-        """A first snapshot is on its way without being asked for."""
+        """A first snapshot is on its way without being requested."""
         self._max_held_blocks = max_held_blocks
         self._next_number: int | None = None
         """None: before the first snapshot."""
         self._highest_number = 0
-        """Of any batch that arrived."""
+        """The highest number of any batch that arrived."""
         self._held: dict[int, Changes] = {}
         self._num_held_blocks = 0
         self._asked_at: float | None = now
 
     @property
     def is_current(self) -> bool:
-        """Every batch that arrived has been taken."""
+        """Whether every batch that arrived has been taken."""
         return self._next_number is not None and self._next_number > self._highest_number
 
     def take_in(self, number: int, changes: Changes) -> Sequence[Changes]:
-        """A batch arrived. Returns those whose turn it is now; one whose turn is over is ignored."""
+        """A batch arrived. Returns the batches whose turn it is now; one whose turn is over is ignored."""
         if number > self._highest_number:
             self._highest_number = number
         if number == self._next_number and not self._held:
@@ -50,17 +50,18 @@ class EventOrder:
         return self.take()
 
     def skip_to(self, snapshot_number: int) -> bool:
-        """A snapshot arrived that covers the batches up to its number. False: more than that has been taken."""
+        """A snapshot arrived that covers the batches up to its number. Returns False when more than that has been
+        taken."""
         if self._next_number is not None and snapshot_number + 1 < self._next_number:
             return False
         self._next_number = snapshot_number + 1
-        self._asked_at = None  # what was asked for is here: a gap from now on is a new one
+        self._asked_at = None  # the requested snapshot is here, so a later gap is a new one
         for number in [number for number in self._held if number <= snapshot_number]:
             self._forget(number)
         return True
 
     def take(self) -> list[Changes]:
-        """Held batches whose turn it is."""
+        """Kept batches whose turn it is."""
         taken: list[Changes] = []
         while self._next_number is not None and self._next_number in self._held:
             taken.append(self._held[self._next_number])
@@ -74,7 +75,7 @@ class EventOrder:
         return taken
 
     def wants_snapshot(self, now: float) -> bool:
-        """A batch is missing, and a snapshot was not asked for lately. True counts as asking."""
+        """Whether a batch is missing and no snapshot was requested lately. True counts as a request."""
         if self.is_current:
             self._asked_at = None
             return False

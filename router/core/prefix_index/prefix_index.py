@@ -1,12 +1,12 @@
-"""Which shard holds which KV block.
+"""The index of which shard holds which KV block.
 
-Exact as far as the shards' numbered KV events go, plus blocks of requests that were just placed and whose prefill has
-not been reported yet: two requests with one new prefix then go to one shard. Being wrong costs speed, never
-correctness. Holes (a block whose predecessor was evicted) are kept; only leading blocks count.
+It is as exact as the shards' numbered KV events, plus the blocks of requests that were just placed and whose prefill
+has not been reported yet: two requests with one new prefix then go to one shard. Errors cost speed, never correctness.
+Holes (a block whose predecessor was evicted) are kept; only leading blocks count.
 
-Nothing takes long at once. What a shard loses as a whole (it goes, a snapshot replaces what was believed of it) is
-retired by giving the shard another bit and swept later; a large snapshot is taken in by portions. Every event and
-every placement does a portion of what is left (`settle`).
+No step takes long. When a shard loses all its blocks (it disconnects, or a snapshot replaces them), its bit is retired,
+it gets another one, and the old bit is swept later; a large snapshot is read in batches. Every event and every
+placement does a part of the remaining work (`settle`).
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from router.core.prefix_index.shard_bits import ShardBits
 
 PLACED_TTL_SECONDS: Final = 30.0
 STORE_RATE_SECONDS: Final = 300.0
-"""Time constant of the moving average of blocks stored a second."""
+"""Time constant of the moving average of blocks stored per second."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IndexPortions:
-    """How much is done at once."""
+    """How much work is done in one step."""
 
     run_blocks: int = RUN_BLOCKS
     snapshot_blocks: int = 8192
-    """Of a snapshot, when it arrives: some 3 ms."""
+    """Blocks of a snapshot that are read when it arrives: some 3 ms."""
     settle_blocks: int = 512
-    """Of what is left of it, in each later step."""
+    """Blocks of the rest that are read in each later step."""
     sweep_runs: int = 256
-    """Runs looked at in each later step; of those that vanish, fewer."""
+    """Runs visited in each later step; fewer where runs are dropped."""
     sweep_share: float = 1 / 256
-    """Of all runs, whenever a bit is retired: bits are retired at most so many times as fast as they are swept."""
+    """Share of all runs that is swept whenever a bit is retired, which bounds how much faster bits are retired than
+    swept."""
 
 
 class _ShardBlocks:
-    """What is believed of one shard. Its bit stands for stored and placed blocks alike."""
+    """The known contents of one shard. Its bit marks stored and placed blocks alike."""
 
     __slots__ = (
         "awaits_expiry",
@@ -68,15 +69,15 @@ class _ShardBlocks:
         self.max_blocks = max_blocks
         self.num_stored = 0
         self.placed: dict[int, float] = {}
-        """Hash → when it expires, in the order of expiry. Not stored."""
+        """Hash → when it expires, in the order of expiry. These blocks are not stored."""
         self.awaits_expiry = False
-        """It has an entry in the heap of expiries."""
+        """Whether it has an entry in the heap of expiries."""
         self.order = EventOrder(max_blocks, now)
         self.unread: Sequence[int] = ()
-        """The last snapshot, while it is taken in."""
+        """The last snapshot, while it is being read."""
         self.unread_from = 0
         self.removed: set[int] = set()
-        """Removed since that snapshot: not to be read from it any more."""
+        """Blocks removed since that snapshot, which must not be read from it any more."""
         self.store_rate = 0.0
         self.store_rate_at = now
 
@@ -102,7 +103,7 @@ class PrefixIndex:
     # -- shards ---------------------------------------------------------------------------------------------------
 
     def add_shard(self, shard_id: str, max_blocks: int, now: float) -> None:
-        """A shard with unknown contents; its snapshot is to follow. One that is there already has restarted."""
+        """Add a shard with unknown contents; its snapshot is to follow. A shard that is there already has restarted."""
         if shard_id in self._shards:
             self.remove_shard(shard_id)
         self._shards[shard_id] = _ShardBlocks(shard_id, self._bits.allocate(shard_id), max_blocks, now)
@@ -115,8 +116,8 @@ class PrefixIndex:
         shard.num_stored = 0
 
     def apply_events(self, shard_id: str, number: int, changes: Sequence[KvChange], now: float) -> bool:
-        """Take in one numbered batch. True when a snapshot must be asked for: batches are missing before this one (it
-        is held meanwhile), and that was not told in the last SNAPSHOT_RETRY_SECONDS."""
+        """Apply one numbered batch. Returns True when a snapshot must be requested: batches before this one are missing
+        (it is kept meanwhile), and none was requested in the last SNAPSHOT_RETRY_SECONDS."""
         shard = self._shards[shard_id]
         for batch in shard.order.take_in(number, changes):
             self._apply(shard, batch, now)
@@ -124,9 +125,9 @@ class PrefixIndex:
         return shard.order.wants_snapshot(now)
 
     def apply_snapshot(self, shard_id: str, number: int, block_hashes: Sequence[int]) -> bool:
-        """Replace what is believed of a shard; a snapshot that is older than the events already applied is ignored.
-        `block_hashes` may be read until later and must not change. True when batches are missing even so: ask for
-        another one."""
+        """Replace the known contents of a shard; a snapshot older than the events already applied is ignored.
+        `block_hashes` may be read until later and must not change. Returns True when batches are missing even so, and
+        another snapshot must be requested."""
         shard = self._shards[shard_id]
         if not shard.order.skip_to(number):
             return False
@@ -143,7 +144,8 @@ class PrefixIndex:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def place(self, shard_id: str, block_hashes: Sequence[int], now: float) -> None:
-        """A request with these blocks was sent there: believe in them for PLACED_TTL_SECONDS, or until stored."""
+        """A request with these blocks was sent there: assume them cached for PLACED_TTL_SECONDS, or until they are
+        stored."""
         shard = self._shards[shard_id]
         self._expire(now)
         placed = shard.placed
@@ -161,17 +163,17 @@ class PrefixIndex:
         self.settle()
 
     def count_overlaps(self, block_hashes: Sequence[int], now: float) -> dict[str, int]:
-        """Leading blocks of `block_hashes` that each shard holds; shards with none are left out."""
+        """The number of leading blocks of `block_hashes` that each shard holds; shards with none are left out."""
         self._expire(now)
         return self._runs.count_leading(block_hashes, self._bits)
 
     def num_stored(self, shard_id: str) -> int:
-        """Blocks that the shard is known to have cached."""
+        """The number of blocks that the shard is known to have cached."""
         shard = self._shards[shard_id]
         return shard.num_stored + (shard.num_unread if shard.unread else 0)
 
     def tail_age_seconds(self, shard_id: str, now: float) -> float:
-        """How old the blocks are that the shard would evict next, by Little's law: blocks held / blocks stored a
+        """The age of the blocks that the shard would evict next, by Little's law: blocks held / blocks stored per
         second. Infinite for a shard that stores nothing."""
         shard = self._shards[shard_id]
         rate = shard.store_rate * math.exp((shard.store_rate_at - now) / STORE_RATE_SECONDS)
@@ -179,18 +181,19 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks in memory, those included that have lost their last shard and wait to be swept."""
+        """Different blocks in memory, including those that have lost their last shard and wait to be swept."""
         return len(self._runs)
 
     # -- work in portions -----------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        """All snapshots are read, all that was retired is swept."""
+        """Whether all snapshots are read and all retired bits are swept."""
         return not self._reading and self._runs.is_swept
 
     def settle(self) -> None:
-        """A portion of what is left to do: some 0.1 ms. Called from within; when idle it may be called too."""
+        """Do a part of the remaining work: some 0.1 ms. It is called by events and placements, and may be called when
+        idle."""
         if self._reading:
             self._read(self._reading[0], self._prefill_chunks.settle_blocks)
         elif not self._runs.is_swept:
@@ -234,9 +237,9 @@ class PrefixIndex:
 
     def _add_stored(self, shard: _ShardBlocks, block_hashes: Sequence[int], *, are_neighbours: bool) -> None:
         if not self._runs.is_swept:
-            self._sweep(len(block_hashes))  # so that memory is given back as fast as it is taken
+            self._sweep(len(block_hashes))  # so that memory is freed as fast as it is used
         if len(block_hashes) > shard.max_blocks - shard.num_stored:
-            # More than it has: the shard miscounts.
+            # More than the shard has: it miscounts.
             for block_hash in block_hashes:
                 if shard.num_stored < shard.max_blocks:
                     self._add_stored_within(shard, (block_hash,), are_neighbours=False)
@@ -261,7 +264,7 @@ class PrefixIndex:
         shard.num_stored -= self._runs.discard(block_hashes, shard.bit)
 
     def _forget_stored(self, shard: _ShardBlocks) -> None:
-        """All that was believed to be stored; what was placed stays."""
+        """Forget all stored blocks; placed ones stay."""
         self._stop_reading(shard)
         if not shard.num_stored:
             return
@@ -271,7 +274,7 @@ class PrefixIndex:
         self._runs.add(list(shard.placed), shard.bit)
 
     def _read(self, shard: _ShardBlocks, max_blocks: int) -> None:
-        """Take in the next blocks of the shard's snapshot."""
+        """Read the next blocks of the shard's snapshot."""
         begin = shard.unread_from
         block_hashes = shard.unread[begin : begin + max_blocks]
         shard.unread_from += len(block_hashes)
@@ -289,7 +292,7 @@ class PrefixIndex:
         shard.removed.clear()
 
     def _retire(self, shard: _ShardBlocks) -> None:
-        """Nothing carries the shard's bit any more, as far as look-ups go."""
+        """Look-ups no longer find the shard's bit anywhere."""
         self._bits.retire(shard.bit)
         if not shard.num_stored and not shard.placed:
             self._bits.free(shard.bit)

@@ -9,21 +9,22 @@ from typing import Final
 from router.core.prefix_index.shard_bits import ShardBits
 
 SEGMENT_MASK: Final = 255
-"""The map is split in 256 dicts by the low bits of the hash: a dict that grows is copied, and a copy of one with
-millions of entries stops the world for half a second."""
+"""The map is split into 256 dicts by the low bits of the hash: a dict that grows is copied, and copying one with
+millions of entries would stop the process for half a second."""
 
 HASH_TYPECODE: Final = "L" if array("L").itemsize == 8 else "Q"
-"""Of 64-bit hashes in an array. CPython converts ints to a C long three times as fast as to a long long."""
+"""The type of 64-bit hashes in an array. CPython converts ints to a C long three times as fast as to a long long."""
 
 
 def pack(hashes: Iterable[int]) -> bytes:
-    """8 bytes a hash, in the machine's order. Raises OverflowError for what is no unsigned 64-bit number."""
+    """8 bytes per hash, in the machine's byte order. Raises OverflowError for a number that is not an unsigned 64-bit
+    integer."""
     return array(HASH_TYPECODE, hashes).tobytes()
 
 
 def locate(packed: bytes, data: bytes, index: int) -> tuple[int, int]:
-    """Where in the run `packed` the hash data[index] is, which it must contain, and how many hashes from there on are
-    the same in both."""
+    """The position in the run `packed` of the hash data[index], which it must contain, and how many hashes from there
+    on are the same in both."""
     start = 8 * index
     if data.startswith(packed, start):
         return 0, len(packed) >> 3
@@ -51,7 +52,7 @@ def leading_blocks(
     hashes: Sequence[int],
     bits: ShardBits,
 ) -> dict[str, int]:
-    """How many leading blocks of `hashes` each shard holds; those with none are left out."""
+    """The number of leading blocks of `hashes` that each shard holds; shards with none are left out."""
     depths: dict[str, int] = {}
     bit_of, shard_id_of = bits.bit_of, bits.shard_id_of
     shards = last = bits.all
@@ -70,7 +71,7 @@ def leading_blocks(
         if data.startswith(packed, start):
             first, count = 0, len(packed) >> 3
         elif mask and packed.find(data[start : start + 16]) < 0:
-            first, count = 0, 1  # its neighbour is elsewhere, and where in the run it is does not matter
+            first, count = 0, 1  # its neighbour is elsewhere, so its position in the run does not matter
         else:
             first, count = locate(packed, data, index)
         if mask:
@@ -85,7 +86,7 @@ def leading_blocks(
                     gone, shards = shards ^ kept, kept
                     number = gone.bit_length() - 1
                     if not index:
-                        pass  # nothing to tell of those without a single block
+                        pass  # shards without a single block are left out
                     elif gone == bit_of[number]:
                         depths[shard_id_of[number]] = index
                     else:

@@ -1,4 +1,4 @@
-"""Shards as bits of an int, so that one operation serves all of them."""
+"""Represents shards as bits of an int, so that one operation serves all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TRUTH: Final = bytes.maketrans(b"01", b"\0\1")
 
 
 class ShardBits:
-    """A bit is allocated to a shard, retired when nothing new is to carry it, and freed when nothing old does."""
+    """A bit is allocated to a shard, retired when it may no longer be set anew, and freed when it is set nowhere."""
 
     def __init__(self) -> None:
         self.all = 0
@@ -37,14 +37,14 @@ class ShardBits:
         self.all ^= bit
 
     def free(self, bits: int) -> None:
-        """Retired bits, to be allocated again."""
+        """Make retired bits available again."""
         while bits:
             bit = bits & -bits
             self._free.append(bit)
             bits ^= bit
 
     def shard_ids(self, bits: int) -> Iterable[str]:
-        """The shards of many bits. By their digits: taking bits off one by one is ten times slower."""
+        """The shards of several bits, found by the digits of the number: clearing bits one by one is ten times slower."""
         return compress(self.shard_id_of, f"{bits:b}"[::-1].encode().translate(_TRUTH))
 
     def check_integrity(self, shards: Sequence[tuple[str, int]]) -> None:

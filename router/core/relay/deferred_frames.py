@@ -1,9 +1,10 @@
-"""Frames that bring tokens and nothing that has to be looked at now.
+"""Frames that bring tokens and nothing that needs attention at once.
 
-Nearly every frame of a shard says which blocks its cache has stored and how much it has to do. That matters when
-something is decided next: when a request is to be placed, a sequence has ended, a clock has run out. Until then it is
-put off, and then taken in as if it had been at once: in order, each frame at its own time. A token's way is shorter by
-that, and many frames' news costs little more than one's, whose code and memory have to come from far away each time.
+Nearly every frame of a shard reports blocks that its cache has stored, and its load. That matters only when a decision
+is due: when a request is to be placed, a sequence has ended, or a deadline has passed. Until then those parts are
+deferred, and are then handled as if they had been handled at once: in order, each frame at its own time. This shortens
+the path of a token, and the deferred parts of many frames cost little more than those of one, whose code and memory
+would have to be loaded into the processor's caches each time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_PUT_OFF: Final = 8
 
 
 class DeferredFrames:
-    """What is put off, of all shards."""
+    """The deferred parts of all shards' frames."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class DeferredFrames:
         relay: Relay,
         take_in: Callable[[Any, float], None],
     ) -> None:
-        """`take_in`: handles what a shard says of its cache or its load."""
+        """`take_in` handles a shard's KV events or load report."""
         self._fleet = fleet
         self._queues = queue.queues
         self._overload = overload
@@ -40,10 +41,11 @@ class DeferredFrames:
         self._take_in = take_in
         self._put_off: list[tuple[TokensOnlyFrame, float]] = []
         self.is_full = False
-        """It is time to catch up."""
+        """Whether `flush` is due."""
 
     def relay(self, frame: TokensOnlyFrame, now: float) -> list[Action] | None:
-        """The tokens, if that is all that has to be done now. None: nothing was done, treat it as any other frame."""
+        """Relay the frame's tokens if nothing else has to be done now. Returns None when nothing was done and the frame
+        must be handled like any other."""
         shard = self._fleet.shards.get(frame.shard_id)
         if shard is None or shard.is_draining or shard.hands_over:
             return None
@@ -56,7 +58,7 @@ class DeferredFrames:
         return sent
 
     def flush(self) -> None:
-        """Something is to be decided, or told."""
+        """Handle the deferred parts, because a decision is due."""
         if not self._put_off:
             return
         put_off, self._put_off = self._put_off, []

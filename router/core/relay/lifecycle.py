@@ -1,4 +1,4 @@
-"""How choices and requests go on and end: release of held news, failover, cancellation, the one and only end."""
+"""How choices and requests progress and end: release of withheld output, failover, cancellation, and the single end."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ RETRYABLE_REASONS: Final = frozenset(
         ErrorReason.ERROR_REASON_NO_SHARD_READY,
     }
 )
-"""A shard's errors that another shard may not have."""
+"""Errors of a shard that may not occur on another shard."""
 
 MAX_MOVES: Final = 16
-"""Of one choice, beyond its attempts: a fleet that suspects or stops one shard after another must not have it computed
-for ever."""
+"""The most moves of one choice, besides its attempts: a fleet that suspects or stops one shard after another must not
+recompute it for ever."""
 
 
 class Lifecycle:
-    """Live requests by name, clients by name."""
+    """Live requests by name, and clients by name."""
 
     def __init__(
         self, fleet: Fleet, dispatcher: AttemptSender, screening: Screening, outbox: Outbox, max_attempts: int
@@ -65,20 +65,21 @@ class Lifecycle:
             client.choices[choice.client_slot] = choice
 
     def drop_idle_clients(self, clients: Iterable[Client]) -> None:
-        """Clients are remembered only while they have live choices."""
+        """Clients are kept only while they have live choices."""
         for client in clients:
             if not client.choices:
                 self.clients.pop(client.client_id, None)
 
     def end_flows(self) -> None:
-        """What the safety service says, or its coming and going, may concern any choice."""
+        """Take every choice off the fast path: a verdict of the safety service, or its connection or loss, may concern
+        any choice."""
         for shard in self._fleet.shards.values():
             shard.fast_path.end()
 
     # -- news goes on ---------------------------------------------------------------------------------------------
 
     def start(self, choice: Choice, start: Start, now: float) -> None:
-        """A shard has produced the choice's first token. The client hears of the first attempt's only."""
+        """A shard has produced the choice's first token. Only the first attempt's start is sent to the client."""
         if choice.num_cached_tokens is not None:
             return
         live = choice.request
@@ -93,7 +94,7 @@ class Lifecycle:
             self._send_start(choice, news, now)
 
     def settle(self, choice: Choice, now: float) -> None:
-        """Send what may be shown of what is held; end the choice if that was all of it."""
+        """Send the withheld output that may be shown, and end the choice if that was all of it."""
         hold = choice.hold
         if hold is None or choice.request.prompt_verdict_open:
             return
@@ -109,13 +110,13 @@ class Lifecycle:
                 self._end(choice, hold.finish, now)
 
     def release_start(self, choice: Choice, hold: Hold, now: float) -> None:
-        """Text that may be shown lies behind it."""
+        """Send the start, because text that may be shown follows it."""
         if hold.start is not None:
             self._send_start(choice, hold.start, now)
             hold.start = None
 
     def finish(self, choice: Choice, finish: Finish, now: float) -> None:
-        """No shard will say more about it. What is held is sent first, the finish behind it."""
+        """The shard will send nothing more for the choice. Withheld output is sent first, then the finish."""
         hold = choice.hold
         if hold is None:
             self._end(choice, finish, now)
@@ -127,7 +128,7 @@ class Lifecycle:
         self.settle(choice, now)
 
     def halt(self, choice: Choice, num_clear_chars: int, error: KvloomError, now: float) -> None:
-        """The safety service stops an answer: nothing behind `num_clear_chars` may be shown."""
+        """The safety service stops an answer: nothing after `num_clear_chars` may be shown."""
         self._leave_shard(choice)
         self._screening.forget(choice)
         finish = Finish(choice.client_slot, FINISH_REASON_CONTENT_FILTER, error=error)
@@ -140,7 +141,7 @@ class Lifecycle:
         self.settle(choice, now)
 
     def stop_screening(self, live: LiveRequest, now: float) -> None:
-        """Show everything: no verdict is waited for any more."""
+        """Show everything, because verdicts are no longer awaited."""
         live.prompt_verdict_open = False
         for choice in live.choices:
             if choice.shard_id:
@@ -153,7 +154,8 @@ class Lifecycle:
             self.settle(choice, now)
 
     def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
-        """A shard failed it: it waits to go on elsewhere, behind the tokens it has. `choice` runs nowhere now."""
+        """A shard failed the choice, which now runs nowhere: it waits to continue on another shard, after the tokens it
+        has."""
         live = choice.request
         if error.reason == ErrorReason.ERROR_REASON_DRAINING and choice.num_moves < MAX_MOVES:
             choice.num_moves += 1  # a shard that stops is no failed attempt
@@ -170,7 +172,7 @@ class Lifecycle:
                 self._dispatcher.queue.wait_for_any(live)
 
     def give_up(self, live: LiveRequest, now: float) -> None:
-        """End what of it waits for a shard that does not exist."""
+        """End the choices of the request that wait for a shard that does not exist."""
         error = live.failure or no_shard_ready(live.request.model, live.request.request_id)
         for choice in list(live.pending):
             self.end(choice, FINISH_REASON_ERROR, error, now)
@@ -178,7 +180,7 @@ class Lifecycle:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def end(self, choice: Choice, reason: FinishReason.ValueType, error: KvloomError | None, now: float) -> None:
-        """End it now, wherever it is; what is held is dropped."""
+        """End the choice now, whatever its state; withheld output is dropped."""
         self._leave_shard(choice)
         if choice.hold is not None:
             self._forget_tokens(choice, choice.hold.num_tokens)
@@ -193,7 +195,8 @@ class Lifecycle:
                 self.end(choice, reason, error, now)
 
     def _leave_shard(self, choice: Choice) -> None:
-        """Cancel it where it runs, or take it out of what waits. Its slot stays in use until the shard has ended it."""
+        """Cancel the choice where it runs, or remove it from the queue. Its slot stays in use until the shard has ended
+        it."""
         live = choice.request
         if choice.shard_id:
             shard = self._fleet.shards[choice.shard_id]
@@ -206,7 +209,7 @@ class Lifecycle:
                 self._dispatcher.queue.leave(live)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
-        """Held tokens that nobody will get: they are not output."""
+        """Forget withheld tokens that no client will get: they are not output."""
         if count:
             del choice.output_token_ids[-count:]
 
@@ -231,12 +234,12 @@ class Lifecycle:
         if not live.num_open_choices:
             del self.requests[live.request.request_id]
             self._outbox.add(request_ended(live, now))
-            # Request and choices point at each other: without this they would stay until the garbage collector comes.
+            # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
 
 
 def request_ended(live: LiveRequest, now: float) -> RequestEnded:
-    """The record of a request's end, from what was noted while it lived."""
+    """The record of a request's end, from the figures kept while it was live."""
     request = live.request
     reason, error = live.ended_with
     dispatched_at = now if live.first_dispatched_at is None else live.first_dispatched_at

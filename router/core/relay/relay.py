@@ -1,4 +1,4 @@
-"""The hot path: one engine step's news, from a shard's slots to the clients' slots."""
+"""The hot path: one engine step's output, from a shard's slots to the clients' slots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NONE: Final = ()
 
 
 class Relay:
-    """Per token: a look-up, if it fast_path; else a few list appends. No object is made unless the token must be
-    held."""
+    """Costs per token one look-up on the fast path, otherwise a few list appends. No object is made unless the token
+    must be withheld."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Relay:
         self._safety_required = safety_required
 
     def on_step(self, shard: Shard, step: Step, now: float) -> None:
-        """News of slots that are not in use, or were cancelled, is dropped."""
+        """Output of slots that are not in use, or were cancelled, is dropped."""
         self.note_pace(shard, step, now)
         if step.starts:
             started = [
@@ -73,15 +73,16 @@ class Relay:
             self._on_finish(shard, finish, now)
 
     def note_pace(self, shard: Shard, step: Step, now: float) -> None:
-        """How fast the shard decodes."""
+        """Record how fast the shard decodes."""
         if shard.health is not None and step.slots and step.slots[0] in shard.attempts:
             view = self._ledger.view(shard.shard_id)
             is_prefilling = bool(view.queued or view.foreign_queued_tokens)
             shard.health.note_step(len(step.token_ids), view.own_running, now, is_prefilling=is_prefilling)
 
     def forward_fast(self, shard: Shard, step: Step) -> list[Action] | None:
-        """A step of one token an entry, if all of them forward_fast; the arrays are passed on as they are where all are
-        one client's. None: not all forward_fast, and nothing was done."""
+        """Forward a step of one token per entry if all its sequences are on the fast path; when they all belong to one
+        client, the arrays are passed on unchanged. Returns None, with nothing done, when a sequence is not on the fast
+        path."""
         fast_path = shard.fast_path
         try:
             client_slots = list(map(fast_path.client_slots.__getitem__, step.slots))
@@ -98,7 +99,7 @@ class Relay:
         return [SendStep(client.client_id, Step(client_slots, [], step.token_ids, step.deltas))]
 
     def _relay_singles(self, shard: Shard, step: Step, now: float) -> list[Choice]:
-        """One token an entry, no logprobs. Returns the choices that hold too many tokens."""
+        """Relay one token per entry, without logprobs. Returns the choices that withhold too many tokens."""
         cleared_by = self._screening.clears_all(step.deltas)
         choices, fast_path = shard.choices, shard.fast_path
         on_fast_path, clients = fast_path.client_slots, fast_path.clients
@@ -139,7 +140,7 @@ class Relay:
         overfull: list[Choice],
         now: float,
     ) -> bool:
-        """Whether a token goes straight to the client. From its second token on a choice may forward_fast."""
+        """Return whether a token goes straight to the client. A choice may join the fast path from its second token on."""
         choice.output_token_ids.append(token_id)
         num_chars = choice.num_chars
         choice.num_chars = end = num_chars + len(delta)
@@ -160,7 +161,7 @@ class Relay:
             and (choice.screening_slot is None or choice.prefilter is cleared_by)
             and not choice.request.prompt_verdict_open
         ):
-            # What nearly all tokens are, and what `_passes` would do: all of it clear, by this filter.
+            # The common case, with the result of `_passes`: all text is clear, by this filter.
             if hold.start is not None:
                 self._lifecycle.release_start(choice, hold, now)
             else:
@@ -180,7 +181,7 @@ class Relay:
         return False
 
     def _passes(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
-        """Have new text screened, unless the prefilter clears it; whether it can go straight to the client."""
+        """Have new text screened, unless the prefilter clears it. Returns whether it can go straight to the client."""
         if choice.is_screened and delta and not self._screening.clear(choice, hold, delta, is_plain=is_plain):
             self._screening.send(choice, delta)
             return False
@@ -192,7 +193,7 @@ class Relay:
         )
 
     def _relay_ragged(self, shard: Shard, step: Step, now: float) -> list[Choice]:
-        """Any number of tokens an entry, logprobs. Returns the choices that hold too many tokens."""
+        """Relay any number of tokens per entry, with logprobs. Returns the choices that withhold too many tokens."""
         counts: Sequence[int] = step.num_tokens or [1] * len(step.slots)
         logprobs: dict[int, list[object]] = {}
         for slot, entry in step.logprobs:
@@ -260,7 +261,7 @@ class Relay:
 
 
 def _by_client(clients: Iterable[Client], client_slots: Sequence[int], step: Step) -> list[Action]:
-    """A step for each; `clients`: of each entry."""
+    """One step per client; `clients` has the client of each entry."""
     own_steps: dict[Client, Step] = {}
     for client, slot, token_id, delta in zip(clients, client_slots, step.token_ids, step.deltas, strict=True):
         own = own_steps.get(client)

@@ -16,7 +16,7 @@ _SEPARATOR: Final = "\0"
 
 
 class Screening:
-    """What it was asked and has not answered. Decides nothing: verdicts are `lifecycle`'s business."""
+    """Questions to the service that are not answered yet. It decides nothing: `lifecycle` acts on verdicts."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -28,7 +28,7 @@ class Screening:
         self._checks: dict[int, LiveRequest] = {}
         self._check_ids = SlotPool()
         self._answers: dict[int, Choice | None] = {}
-        """By screening slot; None: the choice has ended and the slot waits to be closed."""
+        """By screening slot; None: the choice has ended, and the slot waits to be closed."""
         self._slots = SlotPool()
         self._closing: set[int] = set()
 
@@ -47,8 +47,8 @@ class Screening:
         self._prompt_filter = prompt_filter
 
     def reset(self, *, keeps_prefilter: bool) -> None:
-        """The stream broke: nothing that was asked over it will be answered. The prefilter may go on clearing what it
-        is sure of, until there is another stream."""
+        """The stream broke: its open questions will not be answered. The prefilter may continue to clear text until
+        there is another stream."""
         self.is_up = False
         if not keeps_prefilter or not self.screens_answers:
             self._prefilter = None
@@ -62,7 +62,7 @@ class Screening:
         self._closing.clear()
 
     def must_check(self, live: LiveRequest) -> bool:
-        """Whether the service might refuse its prompt."""
+        """Whether the service might refuse the request's prompt."""
         if not self.screens_prompts:
             return False
         prompt_filter = self._prompt_filter
@@ -75,22 +75,22 @@ class Screening:
         self._outbox.add(CheckPrompt(live.check_id, live.request.prompt_text, live.request.tenant))
 
     def take_check(self, check_id: int) -> LiveRequest | None:
-        """The request that a verdict is for; None for one that nobody asked for."""
+        """The request that a verdict is for; None for a verdict that was not asked for."""
         live = self._checks.pop(check_id, None)
         if live is not None:
             self._check_ids.free(check_id)
         return live
 
     def clears_all(self, deltas: Sequence[str]) -> TextFilter | None:
-        """The prefilter, if it finds nothing in any of them, looking once."""
+        """The prefilter, if one search over all deltas finds nothing."""
         prefilter = self._prefilter
         if prefilter is None or not self.screens_answers or prefilter.is_suspicious(_SEPARATOR.join(deltas)):
             return None
         return prefilter
 
     def clear(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
-        """Clear a gated answer's newest text (`choice.num_chars` counts it) without asking, if all before it is clear
-        and the prefilter, which said `is_plain` of the whole step, finds nothing in it."""
+        """Clear a gated answer's newest text (counted in `choice.num_chars`) without the service, if all text before it
+        is clear and the prefilter finds nothing in it. `is_plain`: the prefilter has already cleared the whole step."""
         prefilter = self._prefilter
         if prefilter is None or hold.num_clear_chars != choice.num_chars - len(delta):
             return False
@@ -105,8 +105,8 @@ class Screening:
         return True
 
     def send(self, choice: Choice, delta: str) -> None:
-        """Have text screened; the first text opens the slot. The service hears how much it was not shown before. While
-        it is away nothing is sent: what is held goes to its successor (`send_again`)."""
+        """Have text screened; the first text opens the slot. The service is told how much text it was not shown before.
+        While it is away nothing is sent: withheld text goes to its successor (`send_again`)."""
         if not self.is_up:
             return
         slot = choice.screening_slot
@@ -121,13 +121,14 @@ class Screening:
         self._outbox.screen_deltas.append(delta)
 
     def begin_again(self, choice: Choice, hold: Hold) -> None:
-        """The stream that screened it has broken: for another one it is new, all that is clear being skipped."""
+        """The stream that screened the choice has broken. The next stream screens it as a new answer whose cleared text
+        is skipped."""
         choice.screening_slot = None
         choice.num_skipped_chars = hold.num_clear_chars or 0
         choice.last_skipped_char, _ = hold.unclear()
 
     def send_again(self, choice: Choice, hold: Hold) -> None:
-        """Over a new stream, everything that is held and not clear."""
+        """Send everything that is withheld and not clear over a new stream."""
         _, text = hold.unclear()
         if text:
             self.send(choice, text)
@@ -147,13 +148,14 @@ class Screening:
             self._outbox.close_slots.append(slot)
 
     def forget(self, choice: Choice) -> None:
-        """The choice has ended: its slot is closed, verdicts on it change nothing."""
+        """The choice has ended: its slot is closed, and verdicts on it change nothing."""
         self.close(choice)
         if choice.screening_slot is not None and choice.screening_slot in self._answers:
             self._answers[choice.screening_slot] = None
 
     def take_closed(self, slot: int) -> Choice | None:
-        """The service has screened a slot to its end: the slot is free. The choice, if it still waits for that."""
+        """The service has screened a slot to its end, and the slot is free. Returns the choice, if it still waits for
+        that."""
         if slot not in self._closing:
             return None
         self._closing.remove(slot)
@@ -166,7 +168,7 @@ class Screening:
         return len(self._checks) + len(self._answers)
 
     def check_integrity(self) -> None:
-        """Assert that every lent number has its use."""
+        """Assert that every assigned number is in use."""
         assert self._check_ids.num_allocated == len(self._checks)
         assert self._slots.num_allocated == len(self._answers)
         assert self._closing <= self._answers.keys()

@@ -1,4 +1,4 @@
-"""What the safety service says, and what its silence means."""
+"""Acts on the safety service's verdicts, and on their absence."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Verdicts:
         self._patience_seconds = config.safety_patience_seconds
         self._safety_required = config.safety_required
         self._waits_until: float | None = None
-        """The service was there and has gone: until then everything is held. None: it is there, or never was, or has
-        been away for too long."""
+        """The service was connected and has disconnected: everything is withheld until this time. None: it is
+        connected, never was, or has been away for too long."""
 
     @property
     def can_admit(self) -> bool:
@@ -67,7 +67,7 @@ class Verdicts:
         self._lifecycle.end_request(live, FINISH_REASON_CONTENT_FILTER, error, now)
 
     def on_answers(self, answers: AnswersScreened, now: float) -> None:
-        """Halts come first: what they forbid must not slip out with what the same frame clears."""
+        """Halts are handled first: text that they forbid must not be sent with text that the same frame clears."""
         if len(answers.slots) != len(answers.num_clear_chars):
             raise protocol_violation("A screening frame's arrays do not fit together.")
         self._lifecycle.end_flows()
@@ -93,12 +93,12 @@ class Verdicts:
     # -- without it -----------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """When `expire` has to be called; infinity: not as things are."""
+        """The time at which `expire` has to be called; infinity: not in the present state."""
         return math.inf if self._waits_until is None else self._waits_until
 
     def on_down(self, now: float) -> None:
-        """No verdict will come over this stream. What waits for one, or would need one later, is held until there is
-        another stream; what cannot be held ends or goes on unscreened."""
+        """No verdict will come over this stream. Output that waits for one, or would need one later, is withheld until
+        there is another stream; what cannot be withheld ends or continues unscreened."""
         self._lifecycle.end_flows()
         screening = self._screening
         if screening.is_up and self._patience_seconds > 0:
@@ -110,7 +110,7 @@ class Verdicts:
                 self._give_up(live, now)
 
     def on_up(self, now: float) -> None:
-        """There is a stream again, after `Screening.set_up`: what was held is looked at anew."""
+        """There is a stream again, after `Screening.set_up`: withheld output is submitted for screening."""
         self._lifecycle.end_flows()
         if self._waits_until is None:
             return
@@ -127,7 +127,7 @@ class Verdicts:
                 self._lifecycle.settle(choice, now)
 
     def expire(self, now: float) -> None:
-        """Wait no longer, if the time has come."""
+        """Stop waiting, if the time has come."""
         if self._waits_until is None or now < self._waits_until:
             return
         self._waits_until = None
@@ -138,7 +138,7 @@ class Verdicts:
                 self._give_up(live, now)
 
     def _begin_waiting(self, live: LiveRequest) -> None:
-        """Whatever the policy will say: nothing of it is shown before."""
+        """Whatever the policy will be: no output is shown before it is known."""
         live.prompt_verdict_open = True
         for choice in live.choices:
             choice.is_screened = self._answer_mode != "off"
@@ -148,15 +148,15 @@ class Verdicts:
         return live.prompt_verdict_open or any(map(_is_being_screened, live.choices))
 
     def _hold_back(self, live: LiveRequest) -> bool:
-        """Whether everything of it that is not clear is held, so that it can be screened later."""
+        """Whether all output that is not clear is withheld, so that it can be screened later."""
         for choice in live.choices:
             if not _is_being_screened(choice):
                 continue
             hold = choice.hold
             if hold is None:
-                return False  # it is shown as it comes, and what was not judged is not kept
+                return False  # it is shown as it comes, and output without a verdict is not kept
             if hold.num_clear_chars is None and live.prompt_verdict_open:
-                hold.num_clear_chars = 0  # nothing of it was shown
+                hold.num_clear_chars = 0  # none of it was shown
             if hold.num_clear_chars is not None:
                 self._screening.begin_again(choice, hold)
         return True
