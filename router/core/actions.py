@@ -12,7 +12,7 @@ from router.core.events import ChoiceSpec, Request
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Step
 from router.core.placement.pick import Pick
-from router.core.placement.plan import Plan
+from router.core.placement.plan import PlacementPlan
 
 
 class SubmitAttempt(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class PlacementDecided(msgspec.Struct, frozen=True):
     decided_at: float
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlacementPlan:
         """The explanation of the placement; `plan.picked_shard_id` is the chosen shard. It is computed at each call."""
         return self.pick.plan
 

@@ -17,6 +17,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR
 from router.core import events as ev
 from router.core import integrity
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import Action, FleetChanged
 from router.core.admission.arrivals import Arrivals
 from router.core.admission.cancellation import Cancellation
@@ -34,8 +35,7 @@ from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
 from router.core.live import Client, LiveRequest
 from router.core.load.load_ledger import LoadLedger
-from router.core.outbox import Outbox
-from router.core.placement import Plan
+from router.core.placement import PlacementPlan
 from router.core.placement.placer import Placer
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.deferred_frames import DeferredFrames
@@ -56,70 +56,76 @@ class RouterCore:
 
     def __init__(self, config: CoreConfig, seed: int = 0) -> None:
         self._config = config
-        self._outbox = Outbox()
+        self._action_buffer = ActionBuffer()
         self._fleet = Fleet()
         self._index = PrefixIndex()
         self._ledger = LoadLedger()
-        self._screening = Screening(self._outbox)
+        self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
         self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed)
-        self._dispatcher = AttemptSender(
+        self._attempt_sender = AttemptSender(
             self._fleet,
             self._index,
             self._ledger,
             self._placer,
-            self._outbox,
+            self._action_buffer,
             config.decision_sample_share,
             config.prefill_chunks,
         )
-        self._overload = OverloadGuard(config.overload, self._dispatcher.queue, config.max_queue_seconds)
-        self._lifecycle = Lifecycle(self._fleet, self._dispatcher, self._screening, self._outbox, config.max_attempts)
+        self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
+        self._lifecycle = Lifecycle(
+            self._fleet, self._attempt_sender, self._screening, self._action_buffer, config.max_attempts
+        )
         patience_seconds = config.overload.outage_patience_seconds
-        self._outage = Outage(self._dispatcher.queue, self._lifecycle, self._deadlines, patience_seconds)
+        self._outage = Outage(self._attempt_sender.queue, self._lifecycle, self._deadlines, patience_seconds)
         self._verdicts = Verdicts(self._lifecycle, self._screening, config)
         self._arrivals = Arrivals(
             config,
             self._fleet,
             self._placer,
-            self._dispatcher,
+            self._attempt_sender,
             self._overload,
             self._lifecycle,
             self._verdicts,
             self._deadlines,
-            self._outbox,
+            self._action_buffer,
         )
         relay = Relay(
             self._lifecycle,
-            self._dispatcher,
+            self._attempt_sender,
             self._ledger,
             self._screening,
-            self._outbox,
+            self._action_buffer,
             safety_required=config.safety_required,
         )
-        mover = Migrator(self._placer, self._dispatcher, self._lifecycle, self._outbox)
-        self._health = HealthWatch(config.health, self._fleet, self._ledger, self._dispatcher, mover, self._outbox)
-        news = ShardEventHandler(
+        migrator = Migrator(self._placer, self._attempt_sender, self._lifecycle, self._action_buffer)
+        self._health = HealthWatch(
+            config.health, self._fleet, self._ledger, self._attempt_sender, migrator, self._action_buffer
+        )
+        shard_events = ShardEventHandler(
             self._fleet,
             self._index,
             self._ledger,
-            self._dispatcher,
+            self._attempt_sender,
             relay,
             self._health,
-            self._outbox,
+            self._action_buffer,
             serve_queue=self._serve_queue,
             note_fleet_change=self._note_fleet_change,
         )
-        self._deferred = DeferredFrames(self._fleet, self._dispatcher.queue, self._overload, relay, news.take_in)
+        self._deferred = DeferredFrames(
+            self._fleet, self._attempt_sender.queue, self._overload, relay, shard_events.take_in
+        )
         self.deadlines_stand = False
         """Whether the last event left `next_deadline` unchanged."""
-        self._told_fleet = self._fleet.state()
+        self._sent_fleet = self._fleet.state()
         self._fleet_may_differ = False
         handlers: dict[type, Callable[[Any, float], None]] = {
             ev.RequestArrived: self._arrivals.on_request,
-            **Cancellation(self._lifecycle, self._outbox).handlers,
+            **Cancellation(self._lifecycle, self._action_buffer).handlers,
             ev.ShardUp: self._on_shard_up,
             ev.ShardDown: self._on_shard_down,
-            **news.handlers,
+            **shard_events.handlers,
             ev.SafetyUp: self._on_safety_up,
             ev.SafetyDown: lambda _event, now: self._verdicts.on_down(now),
             ev.PromptVerdict: self._verdicts.on_prompt,
@@ -167,12 +173,12 @@ class RouterCore:
         self._handlers[type(event)](event, now)
         return self._conclude(now)
 
-    def plan(self, request: Request, now: float) -> Plan:
+    def plan(self, request: Request, now: float) -> PlacementPlan:
         """Explain where `request` would be placed, and how each shard compares. Nothing is placed."""
         self._deferred.flush()
         error = self._arrivals.refusal(request)
         if error is not None:
-            return Plan(len(request.prompt_token_ids), (), error=error)
+            return PlacementPlan(len(request.prompt_token_ids), (), error=error)
         return self._placer.plan(LiveRequest(request, Client(request.client_id), now), now)
 
     def has_request(self, request_id: str) -> bool:
@@ -184,7 +190,7 @@ class RouterCore:
         at = min(
             self._deadlines.next(),
             self._verdicts.next_deadline(),
-            self._dispatcher.queue.next_deadline(),
+            self._attempt_sender.queue.next_deadline(),
             self._health.next_deadline(),
         )
         return None if at == math.inf else at
@@ -192,7 +198,7 @@ class RouterCore:
     @property
     def fleet(self) -> FleetChanged:
         """The state of the fleet that clients were last sent."""
-        return self._told_fleet
+        return self._sent_fleet
 
     @property
     def shards(self) -> list[ShardState]:
@@ -203,7 +209,7 @@ class RouterCore:
     @property
     def num_queued_requests(self) -> int:
         """The number of requests that wait for a shard with room."""
-        return len(self._dispatcher.queue)
+        return len(self._attempt_sender.queue)
 
     @property
     def is_idle(self) -> bool:
@@ -213,19 +219,19 @@ class RouterCore:
     def check_integrity(self) -> None:
         """Assert all invariants; for tests and simulation."""
         integrity.check(
-            self._fleet, self._lifecycle, self._dispatcher, self._placer, self._ledger, self._index, self._screening
+            self._fleet, self._lifecycle, self._attempt_sender, self._placer, self._ledger, self._index, self._screening
         )
 
     def _conclude(self, now: float) -> list[Action]:
         """Do what follows every event, and return all resulting actions."""
         if self._fleet_may_differ:
-            self._tell_fleet()
+            self._send_fleet()
         self._serve_queue(now)
         if self._outage.expire(now):
             self._serve_queue(now)  # for requests that waited behind the expired ones
-        if self._outbox.clients:
-            self._lifecycle.drop_idle_clients(self._outbox.clients)
-        actions = self._outbox.take()
+        if self._action_buffer.clients:
+            self._lifecycle.drop_idle_clients(self._action_buffer.clients)
+        actions = self._action_buffer.take()
         self._overload.note_event(actions, now)
         return actions
 
@@ -248,7 +254,7 @@ class RouterCore:
             self._on_shard_down(ev.ShardDown(shard_id), now)
         shard = self._fleet.add(event.shard)
         ramp_start = self._config.overload.ramp_start_requests
-        if ramp_start is not None and len(self._dispatcher.queue):
+        if ramp_start is not None and len(self._attempt_sender.queue):
             shard.limit = min(shard.limit, ramp_start)
         self._health.on_shard_up(shard, now)
         self._ledger.add_shard(shard_id, event.shard.model, event.shard.num_blocks)
@@ -260,8 +266,8 @@ class RouterCore:
         shard = self._fleet.shards.get(event.shard_id)
         if shard is None:
             return
-        lost = self._dispatcher.end_all_slots(shard, now)
-        self._dispatcher.queue.requeue_all(shard)
+        lost = self._attempt_sender.end_all_slots(shard, now)
+        self._attempt_sender.queue.requeue_all(shard)
         self._health.on_shard_down(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
@@ -315,20 +321,20 @@ class RouterCore:
 
     def _serve_queue(self, now: float) -> None:
         """Dispatch waiting requests that can have a shard now, and find those that no shard can serve."""
-        queue = self._dispatcher.queue
+        queue = self._attempt_sender.queue
         if queue.queues.num_requests:
-            if queue.check_hopeless:
+            if queue.check_unschedulable:
                 self._outage.look(now)
             queue.serve(now)
 
     def _note_fleet_change(self) -> None:
         self._fleet_may_differ = True
-        self._dispatcher.queue.check_hopeless = True
+        self._attempt_sender.queue.check_unschedulable = True
 
-    def _tell_fleet(self) -> None:
+    def _send_fleet(self) -> None:
         self._fleet_may_differ = False
-        self._dispatcher.queue.leave_suspected()
+        self._attempt_sender.queue.leave_suspected()
         state = self._fleet.state()
-        if state != self._told_fleet:
-            self._told_fleet = state
-            self._outbox.add(state)
+        if state != self._sent_fleet:
+            self._sent_fleet = state
+            self._action_buffer.add(state)

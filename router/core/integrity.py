@@ -19,7 +19,7 @@ from router.core.relay.screening import Screening
 def check(
     fleet: Fleet,
     lifecycle: Lifecycle,
-    dispatcher: AttemptSender,
+    attempt_sender: AttemptSender,
     placer: Placer,
     ledger: LoadLedger,
     index: PrefixIndex,
@@ -30,8 +30,8 @@ def check(
     screening.check_integrity()
     _check_shards(fleet, ledger)
     _check_clients(lifecycle)
-    _check_queue(dispatcher.queue, placer, ledger, fleet)
-    queued = {id(live) for live in dispatcher.queue.queues}
+    _check_queue(attempt_sender.queue, placer, ledger, fleet)
+    queued = {id(live) for live in attempt_sender.queue.queues}
     for request_id, live in lifecycle.requests.items():
         assert live.request.request_id == request_id
         assert live.is_queued == (id(live) in queued)
@@ -39,7 +39,8 @@ def check(
 
 
 def _check_shards(fleet: Fleet, ledger: LoadLedger) -> None:
-    """A slot is in use exactly while an attempt has it, and a reservation is held exactly while its attempt has slots."""
+    """A slot is in use exactly while an attempt has it, and a reservation is held exactly while its attempt has
+    slots."""
     held = set()
     for shard in fleet.shards.values():
         assert shard.slots.num_allocated == len(shard.attempts)
@@ -80,20 +81,20 @@ def _check_queue(queue: DispatchQueue, placer: Placer, ledger: LoadLedger, fleet
     for live in lines:
         assert live.num_open_choices
         assert live.pending
-        assert placer.eligible(live) or live.hopeless_at is not None
-        assert live.line_id is not None
-        if live.line_id.shard_id:
-            held[live.line_id.shard_id].add(live.request.request_id)
-            shard = fleet.shards[live.line_id.shard_id]
+        assert placer.eligible(live) or live.unschedulable_at is not None
+        assert live.queue_id is not None
+        if live.queue_id.shard_id:
+            held[live.queue_id.shard_id].add(live.request.request_id)
+            shard = fleet.shards[live.queue_id.shard_id]
             assert not shard.is_draining
             assert live.prefill_chunk is None or shard.attempts[live.prefill_chunk[1]] is live.prefill_chunk[0]
             assert queue.next_deadline() < math.inf
         else:
             assert live.prefill_chunk is None
-            assert live.line_id.is_parked or not placer.can_run(live)
-        if live.line_id.is_parked:
+            assert live.queue_id.is_parked or not placer.can_run(live)
+        if live.queue_id.is_parked:
             model = live.request.model
-            assert lines.num_waiting(model) > lines.num_in(live.line_id) or not placer.can_run(live)
+            assert lines.num_waiting(model) > lines.num_in(live.queue_id) or not placer.can_run(live)
     for shard_id, request_ids in held.items():
         assert ledger.view(shard_id).held.keys() == request_ids
 
@@ -106,12 +107,12 @@ def _check_request(live: LiveRequest, fleet: Fleet) -> None:
     for choice in open_choices:
         is_pending = choice in live.pending
         is_running = bool(choice.shard_id)
-        is_over = choice.hold is not None and choice.hold.finish is not None
+        is_over = choice.withheld is not None and choice.withheld.finish is not None
         assert is_pending + is_running + is_over == 1
         if is_running:
             assert fleet.shards[choice.shard_id].choices[choice.shard_slot] is choice
-        if choice.hold is not None:
-            assert choice.hold.num_tokens == sum(len(entry[0]) for entry in choice.hold.entries)
-            assert choice.hold.num_tokens <= live.max_held_tokens
+        if choice.withheld is not None:
+            assert choice.withheld.num_tokens == sum(len(entry[0]) for entry in choice.withheld.entries)
+            assert choice.withheld.num_tokens <= live.max_held_tokens
         else:
             assert not live.prompt_verdict_open

@@ -16,8 +16,8 @@ from kvloom.v1.generation_pb2 import (
 )
 from router.core.events import ChoiceSpec, Request, TextFilter
 from router.core.frames import Step
-from router.core.hold import Hold
 from router.core.load.load_ledger import ReservationKey
+from router.core.withheld_output import WithheldOutput
 
 _SEVERITY: Final[dict[int, int]] = {
     FINISH_REASON_STOP: 0,
@@ -95,7 +95,6 @@ class Choice:
     __slots__ = (
         "client",
         "client_slot",
-        "hold",
         "index",
         "is_done",
         "is_screened",
@@ -114,6 +113,7 @@ class Choice:
         "screening_slot",
         "shard_id",
         "shard_slot",
+        "withheld",
     )
 
     def __init__(self, request: LiveRequest, client: Client, spec: ChoiceSpec) -> None:
@@ -138,7 +138,7 @@ class Choice:
         self.shard_id = ""
         """The shard that runs it; "" while none does."""
         self.shard_slot = 0
-        self.hold: Hold | None = None
+        self.withheld: WithheldOutput | None = None
         self.is_screened = False
         self.screening_slot: int | None = None
         """None until there is text to screen."""
@@ -163,9 +163,7 @@ class LiveRequest:
         "first_dispatched_at",
         "first_sent_at",
         "hashes",
-        "hopeless_at",
         "last_shard_id",
-        "line_id",
         "max_held_tokens",
         "num_attempts",
         "num_cached_tokens",
@@ -180,7 +178,9 @@ class LiveRequest:
         "prefill_chunk",
         "prompt_verdict_open",
         "queue_deadline",
+        "queue_id",
         "request",
+        "unschedulable_at",
     )
 
     def __init__(self, request: Request, client: Client, now: float) -> None:
@@ -192,7 +192,7 @@ class LiveRequest:
         self.num_open_choices = len(self.choices)
         self.pending: list[Choice] = list(self.choices)
         """Choices that are to be dispatched."""
-        self.line_id: QueueId | None = None
+        self.queue_id: QueueId | None = None
         """The queue in which it waits; None while it does not wait."""
         self.own_seconds = 0.0
         """Prefill time on the shard for which it waits."""
@@ -209,7 +209,7 @@ class LiveRequest:
         """The shard on which it has just failed."""
         self.failure: KvloomError | None = None
         """The reason why it waits for another shard."""
-        self.hopeless_at: float | None = None
+        self.unschedulable_at: float | None = None
         """When it will have waited long enough for a shard that does not exist; None: such a shard exists."""
         self.hashes: dict[int, Sequence[int]] = {}
         """Block size → hashes of the prompt's blocks; kept only while the request waits."""
@@ -237,7 +237,7 @@ class LiveRequest:
 
     @property
     def is_queued(self) -> bool:
-        return self.line_id is not None
+        return self.queue_id is not None
 
     @property
     def num_context_tokens(self) -> int:

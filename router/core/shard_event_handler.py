@@ -7,12 +7,12 @@ from typing import Any
 
 from kvloom.errors import protocol_violation
 from router.core import events as ev
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import WantKvSnapshot
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Fleet
 from router.core.health.health_watch import HealthWatch
 from router.core.load.load_ledger import LoadLedger
-from router.core.outbox import Outbox
 from router.core.prefix_index.prefix_index import PrefixIndex
 from router.core.relay.relay import Relay
 
@@ -42,10 +42,10 @@ class ShardEventHandler:
         fleet: Fleet,
         index: PrefixIndex,
         ledger: LoadLedger,
-        dispatcher: AttemptSender,
+        attempt_sender: AttemptSender,
         relay: Relay,
         health: HealthWatch,
-        outbox: Outbox,
+        action_buffer: ActionBuffer,
         *,
         serve_queue: Callable[[float], None],
         note_fleet_change: Callable[[], None],
@@ -53,10 +53,10 @@ class ShardEventHandler:
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
-        self._queue = dispatcher.queue
+        self._queue = attempt_sender.queue
         self._relay = relay
         self._health = health
-        self._outbox = outbox
+        self._action_buffer = action_buffer
         self._serve_queue = serve_queue
         self._note_fleet_change = note_fleet_change
         parts: dict[type, Callable[[Any, float], None]] = {
@@ -66,7 +66,7 @@ class ShardEventHandler:
             ev.LoadReported: self._on_load,
         }
         self._parts = parts
-        self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.TokensOnlyFrame: self._on_quiet_frame}
+        self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.TokensOnlyFrame: self._on_tokens_only_frame}
 
     def take_in(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
         """Handle the parts of a frame other than its step."""
@@ -81,7 +81,7 @@ class ShardEventHandler:
             is_first = False
             self._parts[type(part)](part, now)
 
-    def _on_quiet_frame(self, event: ev.TokensOnlyFrame, now: float) -> None:
+    def _on_tokens_only_frame(self, event: ev.TokensOnlyFrame, now: float) -> None:
         """Handle a frame that turned out to need attention now."""
         step = ev.StepArrived(event.shard_id, event.step)
         self._on_frame(ev.FrameArrived(event.shard_id, [*event.read_rest(), step]), now)
@@ -97,13 +97,13 @@ class ShardEventHandler:
         if event.shard_id in self._fleet.shards and self._index.apply_events(
             event.shard_id, event.number, event.changes, now
         ):
-            self._outbox.add(WantKvSnapshot(event.shard_id))
+            self._action_buffer.add(WantKvSnapshot(event.shard_id))
 
     def _on_kv_snapshot(self, event: ev.KvSnapshotArrived, _now: float) -> None:
         if event.shard_id in self._fleet.shards and self._index.apply_snapshot(
             event.shard_id, event.number, event.block_hashes
         ):
-            self._outbox.add(WantKvSnapshot(event.shard_id))
+            self._action_buffer.add(WantKvSnapshot(event.shard_id))
 
     def _on_load(self, event: ev.LoadReported, now: float) -> None:
         shard = self._fleet.shards.get(event.shard_id)

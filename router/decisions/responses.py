@@ -13,12 +13,12 @@ from kvloom.v1.router_service_pb2 import (
     ShardScore,
 )
 from router.core.actions import RequestEnded
-from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.plan import PlacementPlan, ShardPlan
 from router.decisions.log import RememberedRequest
 from router.decisions.records import AttemptRecord
 
 
-def plan_to_proto(plan: Plan) -> PlanResponse:
+def plan_to_proto(plan: PlacementPlan) -> PlanResponse:
     return PlanResponse(
         num_prompt_tokens=plan.num_prompt_tokens,
         shards=[_shard_to_proto(shard) for shard in plan.shards],
@@ -28,7 +28,7 @@ def plan_to_proto(plan: Plan) -> PlanResponse:
     )
 
 
-def _regret(plan: Plan) -> PlacementRegret | None:
+def _regret(plan: PlacementPlan) -> PlacementRegret | None:
     """Returns the regret as PlacementRegret in router_service.proto defines it, or None when no shard was picked."""
     possible = [shard for shard in plan.shards if not shard.filtered_reason]
     picked = next((shard for shard in possible if shard.shard_id == plan.picked_shard_id), None)
@@ -78,7 +78,7 @@ def not_remembered(request_id: str) -> KvloomError:
 
 
 def _decision_to_proto(attempt: AttemptRecord, num_prompt_tokens: int) -> PlacementDecision:
-    plan = Plan(num_prompt_tokens, [score.to_plan() for score in attempt.shards], attempt.picked_shard_id)
+    plan = PlacementPlan(num_prompt_tokens, [score.to_plan() for score in attempt.shards], attempt.picked_shard_id)
     return PlacementDecision(
         attempt_id=attempt.attempt_id, decided_at_seconds=attempt.decided_at, plan=plan_to_proto(plan)
     )

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.core.events import KvChange
 from router.core.prefix_index.event_order import SNAPSHOT_RETRY_SECONDS
-from router.core.prefix_index.prefix_index import PLACED_TTL_SECONDS, IndexPortions, PrefixIndex
+from router.core.prefix_index.prefix_index import PLACED_TTL_SECONDS, IndexStepSizes, PrefixIndex
 
 SHARDS = ["a", "b", "c"]
 MAX_BLOCKS = 24
@@ -107,7 +107,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     """Shards store and remove blocks; their batches and snapshots are lost, doubled or reordered on the way, shards
     restart. The index knows exactly the state behind the last batch that it can know."""
 
-    portions: ClassVar = IndexPortions(run_blocks=5, sweep_runs=1, sweep_share=0.0)
+    portions: ClassVar = IndexStepSizes(run_blocks=5, sweep_runs=1, sweep_share=0.0)
 
     @initialize()
     def start(self) -> None:
@@ -270,7 +270,7 @@ class PortionsMachine(PrefixIndexMachine):
     is known or was promised by a placement, and all that is known once everything is settled. (A block that was placed
     before it was read counts as placed until it is, even if it is removed meanwhile.)"""
 
-    portions: ClassVar = IndexPortions(run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0)
+    portions: ClassVar = IndexStepSizes(run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0)
 
     @rule(prompt=st.one_of(chains, st.lists(hashes, max_size=8)))
     def look_up(self, prompt: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever frames its peers send, the router core takes them or says PROTOCOL_VIOLATION, and its invariants hold.
+"""Whatever frames its peers send, the router core takes them or says PROTOCOL_VIOLATION, and its invariants withheld.
 
 Frames are protobuf messages with any value that the wire can carry, and go through the router's own conversion.
 KVLOOM_FUZZ_EXAMPLES sets how many examples each test runs.
@@ -269,7 +269,7 @@ def outcome(core: RouterCore, actions: list[Any]) -> tuple[Any, ...]:
 def test_a_frame_in_one_pass_is_its_parts_one_by_one(
     config: CoreConfig, history: list[tuple[ev.Event, float]], frame: ev.FrameArrived
 ) -> None:
-    """The simulation tests hand the core a frame's parts: what they prove must hold for whole frames."""
+    """The simulation tests hand the core a frame's parts: what they prove must withheld for whole frames."""
     ends: list[tuple[Any, ...]] = []
     for is_whole in (True, False):
         core = RouterCore(config, seed=1)

@@ -7,6 +7,7 @@ import math
 from kvloom.errors import KvloomError
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH
 from router.core import events as ev
+from router.core.action_buffer import ActionBuffer
 from router.core.admission.deadlines import Deadlines
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
@@ -16,7 +17,6 @@ from router.core.events import Request, Tier
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.frames import Finish
 from router.core.live import Client, LiveRequest
-from router.core.outbox import Outbox
 from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import Lifecycle, request_ended
 from router.core.relay.verdicts import Verdicts
@@ -30,22 +30,22 @@ class Arrivals:
         config: CoreConfig,
         fleet: Fleet,
         placer: Placer,
-        dispatcher: AttemptSender,
+        attempt_sender: AttemptSender,
         overload: OverloadGuard,
         lifecycle: Lifecycle,
         verdicts: Verdicts,
         deadlines: Deadlines,
-        outbox: Outbox,
+        action_buffer: ActionBuffer,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._placer = placer
-        self._queue = dispatcher.queue
+        self._queue = attempt_sender.queue
         self._overload = overload
         self._lifecycle = lifecycle
         self._verdicts = verdicts
         self._deadlines = deadlines
-        self._outbox = outbox
+        self._action_buffer = action_buffer
 
     def refusal(self, request: Request) -> KvloomError | None:
         """The reason why no shard could serve the request, whatever the load; None when one could."""
@@ -99,8 +99,8 @@ class Arrivals:
             self._queue.place(live, open_shards, now)
         if live.is_queued:
             self._deadlines.add(live.queue_deadline, live)
-            # Under a policy that lets requests wait, one may wait although there is room, which shows only now. A request with
-            # a prefill chunk in progress takes no place in the queue.
+            # Under a policy that lets requests wait, one may wait although there is room, which shows only now. A
+            # request with a prefill chunk in progress takes no place in the queue.
             is_over = self._queue.queues.num_untouched > self._config.max_queued_requests
             if is_over and has_room and not live.has_prefill_chunks and not self._make_queue_place(live.request, now):
                 error = self._overload.full(live.request, now)
@@ -120,11 +120,11 @@ class Arrivals:
         return True
 
     def _refuse(self, request: Request, client: Client, error: KvloomError, now: float) -> None:
-        step = self._outbox.step(client)
+        step = self._action_buffer.step(client)
         num_prompt_tokens = len(request.prompt_token_ids)
         for slot in dict.fromkeys(choice.slot for choice in request.choices):
             if slot not in client.choices:
                 step.finishes.append(Finish(slot, FINISH_REASON_ERROR, num_prompt_tokens, error=error))
         rejected = LiveRequest(request, client, now)
         rejected.note_end(FINISH_REASON_ERROR, error)
-        self._outbox.add(request_ended(rejected, now))
+        self._action_buffer.add(request_ended(rejected, now))

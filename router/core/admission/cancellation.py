@@ -7,16 +7,16 @@ from typing import Any
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_CANCELLED
 from router.core import events as ev
-from router.core.outbox import Outbox
+from router.core.action_buffer import ActionBuffer
 from router.core.relay.lifecycle import Lifecycle
 
 
 class Cancellation:
     """Handles the events by which requests end before their answers."""
 
-    def __init__(self, lifecycle: Lifecycle, outbox: Outbox) -> None:
+    def __init__(self, lifecycle: Lifecycle, action_buffer: ActionBuffer) -> None:
         self._lifecycle = lifecycle
-        self._outbox = outbox
+        self._action_buffer = action_buffer
         handlers: dict[type, Callable[[Any, float], None]] = {
             ev.SlotsCancelled: self._on_slots_cancelled,
             ev.RequestCancelled: self._on_request_cancelled,
@@ -44,5 +44,5 @@ class Cancellation:
             return
         for choice in list(client.choices.values()):
             self._lifecycle.end(choice, FINISH_REASON_CANCELLED, None, now)
-        self._outbox.drop_client(client)
+        self._action_buffer.drop_client(client)
         del self._lifecycle.clients[event.client_id]

@@ -21,7 +21,7 @@ class Outage:
 
     def look(self, now: float) -> None:
         """Find the requests that no shard can run, after the fleet may have changed."""
-        self._queue.check_hopeless = False
+        self._queue.check_unschedulable = False
         unschedulable = self._queue.unschedulable()
         if not self._patience_seconds:
             for live in unschedulable:
@@ -30,11 +30,11 @@ class Outage:
         names = {live.request.request_id for live in unschedulable}
         for live in self._queue.queues:
             if live.request.request_id not in names:
-                live.hopeless_at = None
+                live.unschedulable_at = None
         for live in unschedulable:
-            if live.hopeless_at is None:
-                live.hopeless_at = now + self._patience_seconds
-                self._deadlines.add(live.hopeless_at, live)
+            if live.unschedulable_at is None:
+                live.unschedulable_at = now + self._patience_seconds
+                self._deadlines.add(live.unschedulable_at, live)
 
     def expire(self, now: float) -> bool:
         """Called after the event that found them overdue, which may have brought a shard for them. Returns whether a
@@ -44,7 +44,7 @@ class Outage:
         overdue, self.overdue = self.overdue, []
         gave_up = False
         for live in overdue:
-            if live.is_queued and live.hopeless_at is not None and now >= live.hopeless_at:
+            if live.is_queued and live.unschedulable_at is not None and now >= live.unschedulable_at:
                 self._lifecycle.give_up(live, now)
                 gave_up = True
         return gave_up

@@ -8,14 +8,14 @@ from typing import Final
 import msgspec
 import xxhash
 
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt
 from router.core.dispatch.dispatch_queue import DispatchQueue
-from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PrefillChunkSettings
+from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import Attempt, Choice, LiveRequest
 from router.core.load.load_ledger import LoadLedger, Reservation
-from router.core.outbox import Outbox
 from router.core.placement.placer import Placer
 from router.core.placement.policy import Candidate
 from router.core.prefix_index.prefix_index import PrefixIndex
@@ -32,7 +32,7 @@ class AttemptSender:
         index: PrefixIndex,
         ledger: LoadLedger,
         placer: Placer,
-        outbox: Outbox,
+        action_buffer: ActionBuffer,
         decision_sample_share: float,
         prefill_chunks: PrefillChunkSettings | None,
     ) -> None:
@@ -40,7 +40,7 @@ class AttemptSender:
         self._index = index
         self._ledger = ledger
         self._placer = placer
-        self._outbox = outbox
+        self._action_buffer = action_buffer
         self._num_dispatches = 0
         self._decision_sample_limit = int(decision_sample_share * 2**64)
 
@@ -65,7 +65,9 @@ class AttemptSender:
         live.pending = []
         live.hashes = {}
         num_expected = candidate.num_overlap_tokens
-        self._outbox.add(SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected))
+        self._action_buffer.add(
+            SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected)
+        )
 
     def send_prefill_chunk(
         self, live: LiveRequest, shard: Shard, candidate: Candidate, num_tokens: int, now: float
@@ -84,7 +86,7 @@ class AttemptSender:
         request = msgspec.structs.replace(
             live.request,
             request_id=f"{live.request.request_id}~{live.num_prefill_chunks}",
-            client_id=PORTION_CLIENT_ID,
+            client_id=PREFILL_CHUNK_CLIENT_ID,
             prompt_token_ids=live.request.prompt_token_ids[:num_tokens],
             prompt_text="",
             choices=(),
@@ -112,13 +114,15 @@ class AttemptSender:
         shard.attempts[slot] = attempt
         live.prefill_chunk = (attempt, slot)
         name = live.request.request_id
-        self._outbox.add(SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=name))
+        self._action_buffer.add(
+            SubmitAttempt(shard.shard_id, 0, request, [ChoiceSpec(slot, 0)], 1, num_cached, prepares=name)
+        )
 
     def cancel_prefill_chunk(self, live: LiveRequest, shard_id: str) -> None:
         """The request is sent to another shard, or ends."""
         if live.prefill_chunk is not None:
             # Before it is dispatched again, so that nothing runs twice for a reader of the actions.
-            self._outbox.add(CancelOnShard(shard_id, [live.prefill_chunk[1]]))
+            self._action_buffer.add(CancelOnShard(shard_id, [live.prefill_chunk[1]]))
             live.prefill_chunk = None
         live.num_ready_tokens = live.num_prepared_tokens = 0
 
@@ -131,7 +135,7 @@ class AttemptSender:
         live.num_prepared_tokens += max(0, reservation.num_context_tokens - num_cached_tokens)
         if num_cached_tokens < reservation.num_cached_tokens:
             # The blocks were evicted meanwhile, or this engine never keeps any.
-            live.num_prefill_chunks = MAX_PORTIONS
+            live.num_prefill_chunks = MAX_PREFILL_CHUNKS
 
     def send_probe(self, shard: Shard, now: float) -> int:
         """Send a request for one token, which reaches no client. Returns its slot."""
@@ -143,7 +147,7 @@ class AttemptSender:
         )
         attempt = shard.attempts[slot] = Attempt(request.request_id, 1, number, shard.shard_id, 1, now)
         self._ledger.reserve(attempt.key, Reservation(shard.shard_id, 1, len(PROBE_TOKEN_IDS), 0, 1, now))
-        self._outbox.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], 1, 0))
+        self._action_buffer.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], 1, 0))
         return slot
 
     def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
@@ -183,7 +187,7 @@ class AttemptSender:
         if xxhash.xxh3_64_intdigest(request.request_id.encode()) >= self._decision_sample_limit:
             return
         pick = self._placer.explain_pick(live, shard.shard_id, now)
-        self._outbox.add(PlacementDecided(request, attempt_id, pick, shard.description.block_size, hashes, now))
+        self._action_buffer.add(PlacementDecided(request, attempt_id, pick, shard.description.block_size, hashes, now))
 
     def _reserve(
         self,

@@ -29,7 +29,7 @@ MIN_TICK_SECONDS: Final = 0.001
 """An estimate that repeatedly returns `now` must not make time stand still."""
 
 
-class Sender(Protocol):
+class AttemptTarget(Protocol):
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """Dispatch the request now."""
 
@@ -48,11 +48,11 @@ class DispatchQueue:
         fleet: Fleet,
         ledger: LoadLedger,
         placer: Placer,
-        sender: Sender,
+        sender: AttemptTarget,
         prefill_chunks: PrefillChunkSettings | None,
     ) -> None:
         self.queues = WaitingQueues()
-        self.check_hopeless = False
+        self.check_unschedulable = False
         """The fleet may have changed: look for requests that no shard can serve."""
         self._fleet = fleet
         self._ledger = ledger
@@ -60,7 +60,7 @@ class DispatchQueue:
         self._sender = sender
         self._prefill_chunks = prefill_chunks
         self._hold = placer.hold
-        self._stirred: set[str] = set()
+        self._dirty_shards: set[str] = set()
         """Shards that may have room since `serve` last ran."""
         self._opens_at: dict[str, float] = {}
         """Shards with a queue → when they are expected to take more, if no event comes before."""
@@ -100,30 +100,30 @@ class DispatchQueue:
 
     def leave(self, live: LiveRequest) -> None:
         """The request stops waiting."""
-        line_id = live.line_id
-        assert line_id is not None
+        queue_id = live.queue_id
+        assert queue_id is not None
         self.queues.remove(live)
-        if line_id.shard_id:
-            self._sender.cancel_prefill_chunk(live, line_id.shard_id)
-            self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
+        if queue_id.shard_id:
+            self._sender.cancel_prefill_chunk(live, queue_id.shard_id)
+            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
 
     def mark_dirty(self, shard_id: str) -> None:
         """The shard has less to do than before."""
-        self._stirred.add(shard_id)
+        self._dirty_shards.add(shard_id)
 
     def requeue_all(self, shard: Shard) -> None:
         """The shard takes nothing more: requests in its queue will be placed again."""
-        line_id = QueueId(shard.description.model, shard.shard_id)
-        for live in list(self.queues.queue(line_id)):
+        queue_id = QueueId(shard.description.model, shard.shard_id)
+        for live in list(self.queues.queue(queue_id)):
             self.leave(live)
             self.wait_for_any(live)
         self._opens_at.pop(shard.shard_id, None)
 
     def leave_suspected(self) -> None:
         """Requests that wait for a suspected shard, since there was no other, are placed again if there is one now."""
-        for line_id in self.queues.line_ids:
-            shard = self._fleet.shards.get(line_id.shard_id)
-            others = (other for other in self._fleet.ready(line_id.model) if not other.is_suspected)
+        for queue_id in self.queues.queue_ids:
+            shard = self._fleet.shards.get(queue_id.shard_id)
+            others = (other for other in self._fleet.ready(queue_id.model) if not other.is_suspected)
             if shard is not None and shard.is_suspected and any(others):
                 self.requeue_all(shard)
 
@@ -150,44 +150,46 @@ class DispatchQueue:
         self._serve_models(now)
         if self._hold is not None:
             self._serve_shards(now)
-        for line_id in [line_id for line_id in self.queues.line_ids if line_id.is_parked]:
-            self._serve_parked(line_id, now)
+        for queue_id in [queue_id for queue_id in self.queues.queue_ids if queue_id.is_parked]:
+            self._serve_parked(queue_id, now)
 
     def _serve_shards(self, now: float) -> None:
         if now >= self._replace_at:
-            self._place_anew(now)
+            self._place_again(now)
         due = [shard_id for shard_id, at in self._opens_at.items() if at <= now]
-        for shard_id in [*due, *(shard_id for shard_id in self._stirred if shard_id not in due)]:
+        for shard_id in [*due, *(shard_id for shard_id in self._dirty_shards if shard_id not in due)]:
             shard = self._fleet.shards.get(shard_id)
             if shard is not None and not shard.is_draining:
                 self._serve_shard(shard, now)
-        self._stirred.clear()
+        self._dirty_shards.clear()
 
     # -- queues of models ------------------------------------------------------------------------------------------
 
     def _serve_models(self, now: float) -> None:
-        for line_id in [line_id for line_id in self.queues.line_ids if not (line_id.shard_id or line_id.is_parked)]:
-            while any(shard.has_room for shard in self._fleet.ready(line_id.model)):
-                live = self.queues.take(line_id, self._placer.can_run)
+        for queue_id in [
+            queue_id for queue_id in self.queues.queue_ids if not (queue_id.shard_id or queue_id.is_parked)
+        ]:
+            while any(shard.has_room for shard in self._fleet.ready(queue_id.model)):
+                live = self.queues.take(queue_id, self._placer.can_run)
                 if live is None:
                     break
                 self.enter(live, now)
 
-    def _serve_parked(self, line_id: QueueId, now: float) -> None:
+    def _serve_parked(self, queue_id: QueueId, now: float) -> None:
         """Place requests that are not urgent, while no urgent one waits, and few at a time: a request in a shard's
         queue precedes one that arrives later."""
-        while self._parked_may_go(line_id):
-            live = self.queues.take(line_id, self._placer.can_run)
+        while self._parked_may_go(queue_id):
+            live = self.queues.take(queue_id, self._placer.can_run)
             if live is None:
                 break
             self.enter(live, now)
 
-    def _parked_may_go(self, line_id: QueueId) -> bool:
-        model, queues = line_id.model, self.queues
+    def _parked_may_go(self, queue_id: QueueId) -> bool:
+        model, queues = queue_id.model, self.queues
         if queues.num_waiting(model, Tier.INTERACTIVE):
             return False
         shards = self._fleet.ready(model)
-        num_placed = queues.num_waiting(model) - queues.num_in(line_id)
+        num_placed = queues.num_waiting(model) - queues.num_in(queue_id)
         return num_placed < len(shards) and any(shard.has_room for shard in shards)
 
     # -- queues of shards ------------------------------------------------------------------------------------------
@@ -245,18 +247,18 @@ class DispatchQueue:
     def _serve_shard(self, shard: Shard, now: float) -> None:
         hold = self._hold
         assert hold is not None
-        line_id = QueueId(shard.description.model, shard.shard_id)
+        queue_id = QueueId(shard.description.model, shard.shard_id)
         while self._is_open(shard, now):
-            live = self._take(line_id, now) or self._steal(shard, now)
+            live = self._take(queue_id, now) or self._steal(shard, now)
             if live is None:
                 break
-            self._send_some(live, shard, line_id, now)
-        if line_id in self.queues:
+            self._send_some(live, shard, queue_id, now)
+        if queue_id in self.queues:
             self._note_opening(shard, now)
         else:
             self._opens_at.pop(shard.shard_id, None)
 
-    def _send_some(self, live: LiveRequest, shard: Shard, line_id: QueueId, now: float) -> None:
+    def _send_some(self, live: LiveRequest, shard: Shard, queue_id: QueueId, now: float) -> None:
         """Send the whole request, or a prefill chunk while the rest continues to wait."""
         view = self._ledger.view(shard.shard_id)
         candidate = self._placer.candidate(live, shard, now)
@@ -265,69 +267,69 @@ class DispatchQueue:
             self._sender.send(live, shard, candidate, now)
             return
         self._sender.send_prefill_chunk(live, shard, candidate, num_tokens, now)
-        self.queues.push(live, line_id)
+        self.queues.push(live, queue_id)
         live.placed_at = now
         live.own_seconds = rest_seconds(live, num_tokens, view)
         view.held[live.request.request_id] = live.own_seconds
         self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
-    def _take(self, line_id: QueueId, now: float) -> LiveRequest | None:
+    def _take(self, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
         hold = self._hold
         assert hold is not None
         live = self.queues.take(
-            line_id,
+            queue_id,
             lambda live: live.prefill_chunk is None,
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
         )
         if live is not None:
-            self._ledger.view(line_id.shard_id).held.pop(live.request.request_id)
+            self._ledger.view(queue_id.shard_id).held.pop(live.request.request_id)
         return live
 
     def _steal(self, shard: Shard, now: float) -> LiveRequest | None:
         """Take a request out of the longest queue that is better off on this shard by now."""
         model = shard.description.model
-        others = [line_id for line_id in self.queues.line_ids if line_id.shard_id and line_id.model == model]
+        others = [queue_id for queue_id in self.queues.queue_ids if queue_id.shard_id and queue_id.model == model]
         if not others:
             return None
-        longest = max(others, key=lambda line_id: sum(self._ledger.view(line_id.shard_id).held.values()))
+        longest = max(others, key=lambda queue_id: sum(self._ledger.view(queue_id.shard_id).held.values()))
         waiting = sorted(
             (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
             key=lambda live: live.own_seconds,
         )
         for live in waiting[:MAX_STOLEN_LOOKS]:
-            if self._placer.fits(live, shard) and self._pick_anew(live, [shard], now)[0] is shard:
+            if self._placer.fits(live, shard) and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
                 return live
         return None
 
-    def _pick_anew(self, live: LiveRequest, others: list[Shard], now: float) -> tuple[Shard, Candidate]:
+    def _pick_again(self, live: LiveRequest, others: list[Shard], now: float) -> tuple[Shard, Candidate]:
         """The shard that the request would be placed on if it came now: the one that it waits for, or one of `others`.
         It does not queue behind itself."""
-        assert live.line_id is not None
-        target = self._fleet.shards[live.line_id.shard_id]
+        assert live.queue_id is not None
+        target = self._fleet.shards[live.queue_id.shard_id]
         held = self._ledger.view(target.shard_id).held
         own_seconds = held.pop(live.request.request_id)
         picked = self._placer.pick_among([target, *(shard for shard in others if shard is not target)], live, now)
         held[live.request.request_id] = own_seconds
         return picked
 
-    def _place_anew(self, now: float) -> None:
+    def _place_again(self, now: float) -> None:
         """Place again those that have waited for long since their last placement, the earliest first. A request that
         stays keeps its turn."""
         before = now - REPLACE_SECONDS
         due = [
             v
             for v in self.queues
-            if v.prefill_chunk is None and v.line_id and v.line_id.shard_id and v.placed_at <= before
+            if v.prefill_chunk is None and v.queue_id and v.queue_id.shard_id and v.placed_at <= before
         ]
         due.sort(key=lambda live: live.placed_at)
         for live in due[:MAX_REPLACED]:
-            if live.line_id is None:  # an earlier one may have taken it out of its queue
+            if live.queue_id is None:  # an earlier one may have taken it out of its queue
                 continue
             live.placed_at = now
-            shard, candidate = self._pick_anew(live, self._placer.open_shards(live), now)
-            if shard.shard_id == live.line_id.shard_id:
+            shard, candidate = self._pick_again(live, self._placer.open_shards(live), now)
+            if shard.shard_id == live.queue_id.shard_id:
                 self._ledger.view(shard.shard_id).held[live.request.request_id] = candidate.own_seconds
                 live.own_seconds = candidate.own_seconds
             else:

@@ -159,7 +159,7 @@ class OverloadGuard:
         self._queues = queue.queues
         self._max_queue_seconds = max_queue_seconds
         self._models: dict[str, _Model] = {}
-        self.somebody_waited = False
+        self.has_waited = False
         """Whether a request of any model waited since the last call of `note`."""
 
     # -- measuring ------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class OverloadGuard:
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """Record the actions that followed an event."""
-        is_quiet = not (self.somebody_waited or self._queues.num_requests)
+        is_quiet = not (self.has_waited or self._queues.num_requests)
         for action in actions:
             if type(action) is SubmitAttempt:
                 is_quiet = False
@@ -179,10 +179,10 @@ class OverloadGuard:
                 self._model(action.model).learn(action)
         if is_quiet:  # there is nothing to measure, as with nearly all steps
             return
-        self.somebody_waited = False
+        self.has_waited = False
         for name, model in self._models.items():
             has_waiting = self._queues.num_waiting(name) > 0
-            self.somebody_waited = self.somebody_waited or has_waiting
+            self.has_waited = self.has_waited or has_waiting
             model.drain.note(now, model.num_dispatched, has_waiting=has_waiting)
             model.num_dispatched = 0
 

@@ -23,13 +23,13 @@ from router.core.load.load_ledger import LoadView
 from router.core.load.speed_model import PrefillWork
 from router.core.placement.policy import Candidate
 
-PORTION_CLIENT_ID: Final = "router-prefill_chunk"
+PREFILL_CHUNK_CLIENT_ID: Final = "router-prefill-chunk"
 """The client name under which prefill chunks are sent. Never metered."""
 MIN_ARRIVAL_RATE: Final = 0.02
 """The least rate, in requests per second, for which a prompt is split."""
-MIN_PORTIONS: Final = 1.5
+MIN_PREFILL_CHUNKS: Final = 1.5
 """Shorter prompts, in chunks, are sent whole."""
-MAX_PORTIONS: Final = 64
+MAX_PREFILL_CHUNKS: Final = 64
 """The most chunks of one request."""
 MAX_MEMORY_SHARE: Final = 0.75
 """Of a shard's blocks that sequences hold: above it they wait for memory rather than for one another's prefill, and
@@ -45,7 +45,7 @@ class PrefillChunkSettings:
     min_tokens: int = 512
     """Both limits are of one chunk."""
 
-    def portion_seconds(self, arrival_rate: float) -> float:
+    def prefill_chunk_seconds(self, arrival_rate: float) -> float:
         """How long a chunk should take at this rate of requests that would wait for it."""
         best_seconds = math.sqrt(2 * self.overhead_seconds / max(arrival_rate, MIN_ARRIVAL_RATE))
         return max(best_seconds, self.min_seconds)
@@ -56,14 +56,14 @@ def next_prefill_chunk(
 ) -> int | None:
     """The number of prompt tokens up to which the next chunk goes: whole blocks. None: the rest goes in one piece,
     because it is short or because the shard does not keep what was computed for it."""
-    if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PORTIONS:
+    if settings is None or live.num_attempts or live.num_prefill_chunks >= MAX_PREFILL_CHUNKS:
         return None
     if candidate.num_overlap_tokens < live.num_ready_tokens:
         return None
     if candidate.num_used_blocks > MAX_MEMORY_SHARE * candidate.num_blocks:
         return None
-    seconds = settings.portion_seconds(candidate.bound_arrival_rate)
-    if candidate.own_seconds < MIN_PORTIONS * seconds:
+    seconds = settings.prefill_chunk_seconds(candidate.bound_arrival_rate)
+    if candidate.own_seconds < MIN_PREFILL_CHUNKS * seconds:
         return None
     num_cached = candidate.num_overlap_tokens
     num_tokens = max(settings.min_tokens, view.speed.num_tokens_within(seconds, num_cached, view.num_context_tokens))

@@ -30,11 +30,11 @@ class WaitingQueues:
         return self.num_requests
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        for line_id in self._queues:
-            yield from self.queue(line_id)
+        for queue_id in self._queues:
+            yield from self.queue(queue_id)
 
-    def __contains__(self, line_id: QueueId) -> bool:
-        return line_id in self._queues
+    def __contains__(self, queue_id: QueueId) -> bool:
+        return queue_id in self._queues
 
     @property
     def num_untouched(self) -> int:
@@ -54,60 +54,60 @@ class WaitingQueues:
         """By model and tier."""
         return self._num_waiting
 
-    def num_in(self, line_id: QueueId) -> int:
-        return sum(map(len, self._queues.get(line_id, {}).values()))
+    def num_in(self, queue_id: QueueId) -> int:
+        return sum(map(len, self._queues.get(queue_id, {}).values()))
 
     @property
-    def line_ids(self) -> list[QueueId]:
+    def queue_ids(self) -> list[QueueId]:
         return list(self._queues)
 
-    def queue(self, line_id: QueueId) -> Iterator[LiveRequest]:
+    def queue(self, queue_id: QueueId) -> Iterator[LiveRequest]:
         """Every request that waits there."""
-        for requests in self._queues.get(line_id, {}).values():
+        for requests in self._queues.get(queue_id, {}).values():
             yield from requests.values()
 
-    def push(self, request: LiveRequest, line_id: QueueId) -> None:
+    def push(self, request: LiveRequest, queue_id: QueueId) -> None:
         """Append the request; one that has already run goes to the head of its tenant's part."""
-        tenants = self._queues.setdefault(line_id, {})
+        tenants = self._queues.setdefault(queue_id, {})
         requests = tenants.setdefault(request.request.tenant, {})
         if request.num_attempts:
             tenants[request.request.tenant] = {request.request.request_id: request, **requests}
         else:
             requests[request.request.request_id] = request
-        request.line_id = line_id
+        request.queue_id = queue_id
         self.num_requests += 1
         self._num_begun += request.has_prefill_chunks
-        key = (line_id.model, request.request.tier)
+        key = (queue_id.model, request.request.tier)
         self._num_waiting[key] = self._num_waiting.get(key, 0) + 1
 
     def remove(self, request: LiveRequest) -> None:
-        line_id, tenant = request.line_id, request.request.tenant
-        assert line_id is not None
-        tenants = self._queues[line_id]
+        queue_id, tenant = request.queue_id, request.request.tenant
+        assert queue_id is not None
+        tenants = self._queues[queue_id]
         requests = tenants[tenant]
         del requests[request.request.request_id]
         if not requests:
             if not any(tenants.values()):
-                del self._queues[line_id]
+                del self._queues[queue_id]
             elif len(tenants) > MAX_TENANTS:
                 del tenants[tenant]
-        request.line_id = None
+        request.queue_id = None
         self.num_requests -= 1
         self._num_begun -= request.has_prefill_chunks
-        key = (line_id.model, request.request.tier)
+        key = (queue_id.model, request.request.tier)
         self._num_waiting[key] -= 1
         if not self._num_waiting[key]:
             del self._num_waiting[key]
 
     def take(
         self,
-        line_id: QueueId,
+        queue_id: QueueId,
         can_run: Callable[[LiveRequest], bool],
         urgency: Callable[[LiveRequest], float] | None = None,
     ) -> LiveRequest | None:
         """Remove and return the next request that can run now: for the first tenant that has one, its most urgent
         (lowest value; without `urgency`: its first). The tenant's next turn comes after all others."""
-        tenants = self._queues.get(line_id, {})
+        tenants = self._queues.get(queue_id, {})
         absent: list[str] = []
         for tenant, requests in tenants.items():
             able = [request for request in requests.values() if can_run(request)]

@@ -19,7 +19,7 @@ class FastPath:
     """Sequences of one shard that are cleared by one filter and whose tokens are forwarded without further checks. All
     other sequences are relayed one by one."""
 
-    __slots__ = ("_books", "_choices", "cleared_by", "client_slots", "clients", "only_client")
+    __slots__ = ("_choices", "_log", "cleared_by", "client_slots", "clients", "only_client")
 
     def __init__(self, choices: dict[int, Choice]) -> None:
         """`choices` are the shard's, by its slots."""
@@ -32,7 +32,7 @@ class FastPath:
         """The client of all these sequences; None: they have several clients, or there are none."""
         self.cleared_by: TextFilter | None = None
         """The filter that clears their text; None: they are not screened."""
-        self._books = DeferredTokenLog()
+        self._log = DeferredTokenLog()
         """Tokens that the choices have not recorded yet."""
 
     def join(self, choice: Choice, cleared_by: TextFilter | None) -> None:
@@ -48,9 +48,9 @@ class FastPath:
 
     def note(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
         """Record tokens of these sequences that were forwarded. Takes ownership of the arrays."""
-        if self._books.is_full:
-            self.book()
-        self._books.note(slots, token_ids, deltas)
+        if self._log.is_full:
+            self.write_back()
+        self._log.note(slots, token_ids, deltas)
 
     def leave(self, slot: int) -> None:
         """Remove a choice that is to be examined or changed. Repeatable."""
@@ -59,19 +59,19 @@ class FastPath:
             if self.only_client is None:
                 clients = set(self.clients.values())
                 self.only_client = clients.pop() if len(clients) == 1 else None
-            _book(self._choices[slot], *self._books.take(slot))
+            _write_back(self._choices[slot], *self._log.take(slot))
 
     def end(self) -> None:
         """Remove all choices."""
-        self.book()
+        self.write_back()
         self.client_slots.clear()
         self.clients.clear()
         self.only_client = None
 
-    def book(self) -> None:
+    def write_back(self) -> None:
         """Write the deferred tokens to the choices."""
-        for slot, token_ids, text in self._books.take_all():
-            _book(self._choices[slot], token_ids, text)
+        for slot, token_ids, text in self._log.take_all():
+            _write_back(self._choices[slot], token_ids, text)
 
     def check_integrity(self) -> None:
         """Assert that every choice here may be on the fast path."""
@@ -84,23 +84,23 @@ class FastPath:
             assert choice.client_slot == client_slot
             assert not choice.request.prompt_verdict_open
             assert choice.is_screened == (self.cleared_by is not None)
-            hold = choice.hold
+            withheld = choice.withheld
             if self.cleared_by is None:
-                assert hold is None
+                assert withheld is None
             else:
-                assert hold is not None
-                assert not hold.entries
-                assert hold.start is None
-                assert hold.num_clear_chars == choice.num_chars
+                assert withheld is not None
+                assert not withheld.entries
+                assert withheld.start is None
+                assert withheld.num_clear_chars == choice.num_chars
                 assert choice.screening_slot is None or choice.prefilter is self.cleared_by
 
 
-def _book(choice: Choice, token_ids: Sequence[int], text: str) -> None:
+def _write_back(choice: Choice, token_ids: Sequence[int], text: str) -> None:
     choice.output_token_ids.extend(token_ids)
     if text:
         choice.num_chars += len(text)
-        hold = choice.hold
-        if hold is not None:
-            hold.num_clear_chars = choice.num_chars
-            hold.last_shown_char = choice.last_skipped_char = text[-1]
+        withheld = choice.withheld
+        if withheld is not None:
+            withheld.num_clear_chars = choice.num_chars
+            withheld.last_shown_char = choice.last_skipped_char = text[-1]
             choice.num_skipped_chars += len(text)

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from statistics import median
 from typing import Final
 
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, ShardHealthChanged
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Fleet, Shard
 from router.core.fleet.shard_health import HealthSettings, HealthState, Pace, ShardHealth, Symptom
 from router.core.health.migrator import Migrator
 from router.core.load.load_ledger import LoadLedger
-from router.core.outbox import Outbox
 
 PREDICTION_SLACK: Final = 2.0
 """How many times its predicted prefill a first token may take before silence counts."""
@@ -37,19 +37,19 @@ class HealthWatch:
         settings: HealthSettings | None,
         fleet: Fleet,
         ledger: LoadLedger,
-        dispatcher: AttemptSender,
-        mover: Migrator,
-        outbox: Outbox,
+        attempt_sender: AttemptSender,
+        migrator: Migrator,
+        action_buffer: ActionBuffer,
     ) -> None:
         self._settings = settings
         self._check_seconds = (settings or HealthSettings()).check_seconds
         self._fleet = fleet
         self._ledger = ledger
-        self._dispatcher = dispatcher
-        self._mover = mover
-        self._outbox = outbox
+        self._attempt_sender = attempt_sender
+        self._migrator = migrator
+        self._action_buffer = action_buffer
         self._checked_at = -math.inf
-        self._num_unwell = 0
+        self._num_unhealthy = 0
         """The number of shards that are not healthy."""
         self._num_handing_over = 0
         self._gone: OrderedDict[str, tuple[str, ShardHealth]] = OrderedDict()
@@ -60,7 +60,7 @@ class HealthWatch:
         if self._settings is None:
             is_due = self._num_handing_over > 0
         else:
-            is_due = self._num_unwell or self._num_handing_over or self._ledger.is_busy
+            is_due = self._num_unhealthy or self._num_handing_over or self._ledger.is_busy
         return self._checked_at + self._check_seconds if is_due else math.inf
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -75,14 +75,14 @@ class HealthWatch:
             return
         shard.health = health
         health.reconnect(now)
-        self._num_unwell += 1
+        self._num_unhealthy += 1
         self._tell(shard, health)
 
     def on_shard_down(self, shard: Shard) -> None:
         self._num_handing_over -= shard.hands_over
         health = shard.health
         if health is not None and health.state is not HealthState.HEALTHY:
-            self._num_unwell -= 1
+            self._num_unhealthy -= 1
             self._gone[shard.shard_id] = (shard.description.incarnation_id, health)
             while len(self._gone) > MAX_REMEMBERED:
                 self._gone.popitem(last=False)
@@ -92,7 +92,7 @@ class HealthWatch:
             shard.hands_over = hands_over
             self._num_handing_over += 1 if hands_over else -1
             if hands_over:
-                self._mover.move_off(shard, now)
+                self._migrator.move_off(shard, now)
 
     def on_ends(self, shard: Shard, now: float) -> None:
         """Sequences have ended there, perhaps by failures: a shard that fails at once is never seen at work."""
@@ -113,7 +113,7 @@ class HealthWatch:
             if shard.health is not None:
                 self._examine(shard, shard.health, now)
             if shard.choices and (shard.hands_over or shard.is_suspected):
-                self._mover.move_off(shard, now)
+                self._migrator.move_off(shard, now)
 
     # -- symptoms -------------------------------------------------------------------------------------------------
 
@@ -169,10 +169,10 @@ class HealthWatch:
         return num_unwell + 1 <= self._settings.max_suspected_share * len(serving)
 
     def _suspect(self, shard: Shard, health: ShardHealth, symptom: Symptom, now: float) -> None:
-        self._num_unwell += health.state is HealthState.HEALTHY
+        self._num_unhealthy += health.state is HealthState.HEALTHY
         health.trip(symptom, now)
         self._tell(shard, health)
-        self._dispatcher.queue.requeue_all(shard)
+        self._attempt_sender.queue.requeue_all(shard)
 
     # -- probes ---------------------------------------------------------------------------------------------------
 
@@ -181,18 +181,18 @@ class HealthWatch:
         if health.is_probe_overdue(now):
             health.miss_probe(now)
             assert health.probe_slot is not None
-            self._outbox.add(CancelOnShard(shard.shard_id, [health.probe_slot]))
+            self._action_buffer.add(CancelOnShard(shard.shard_id, [health.probe_slot]))
         health.take_answer(now)
         if health.state is not before:
             if before is HealthState.SUSPECTED:
                 shard.limit = 1
-                self._dispatcher.queue.leave_suspected()  # for this one
-            self._num_unwell -= health.state is HealthState.HEALTHY
+                self._attempt_sender.queue.leave_suspected()  # for this one
+            self._num_unhealthy -= health.state is HealthState.HEALTHY
             if health.is_suspected:
-                self._dispatcher.queue.requeue_all(shard)
+                self._attempt_sender.queue.requeue_all(shard)
             self._tell(shard, health)
         if health.state is not HealthState.HEALTHY and health.probe_slot is None and now >= health.probe_at:
-            health.send_probe(self._dispatcher.send_probe(shard, now), self._probe_limit_seconds(shard, now), now)
+            health.send_probe(self._attempt_sender.send_probe(shard, now), self._probe_limit_seconds(shard, now), now)
 
     def _probe_limit_seconds(self, shard: Shard, now: float) -> float:
         """A shard that is readmitted must be about as fast as its peers."""
@@ -206,4 +206,4 @@ class HealthWatch:
 
     def _tell(self, shard: Shard, health: ShardHealth) -> None:
         symptom = "" if health.symptom is None else health.symptom.value
-        self._outbox.add(ShardHealthChanged(shard.shard_id, health.state, symptom))
+        self._action_buffer.add(ShardHealthChanged(shard.shard_id, health.state, symptom))

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, RequestsMoved
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Shard
 from router.core.frames import Finish
 from router.core.live import LiveRequest
-from router.core.outbox import Outbox
 from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import MAX_MOVES, Lifecycle
 
 
 class Migrator:
-    def __init__(self, placer: Placer, dispatcher: AttemptSender, lifecycle: Lifecycle, outbox: Outbox) -> None:
+    def __init__(
+        self, placer: Placer, attempt_sender: AttemptSender, lifecycle: Lifecycle, action_buffer: ActionBuffer
+    ) -> None:
         self._placer = placer
-        self._dispatcher = dispatcher
+        self._attempt_sender = attempt_sender
         self._lifecycle = lifecycle
-        self._outbox = outbox
+        self._action_buffer = action_buffer
 
     def move_off(self, shard: Shard, now: float) -> None:
         """Move every request that another shard has room for; the rest stays, since slow service is better than none.
         They are placed one after the other, each seeing the reservations of those before it, so that they spread."""
-        shard.fast_path.book()
+        shard.fast_path.write_back()
         num_moved = 0
         for live in dict.fromkeys(choice.request for choice in shard.choices.values()):
             if self._move(live, shard, now):
                 num_moved += 1
         if num_moved:
-            self._outbox.add(RequestsMoved(shard.shard_id, num_moved))
+            self._action_buffer.add(RequestsMoved(shard.shard_id, num_moved))
 
     def _move(self, live: LiveRequest, shard: Shard, now: float) -> bool:
         moved = [choice for choice in live.choices if choice.shard_id == shard.shard_id]
@@ -42,13 +44,13 @@ class Migrator:
             live.pending = []
             return False
         # Before they are dispatched again, so that nothing runs twice for a reader of the actions.
-        self._outbox.add(CancelOnShard(shard.shard_id, [choice.shard_slot for choice in moved]))
+        self._action_buffer.add(CancelOnShard(shard.shard_id, [choice.shard_slot for choice in moved]))
         for choice in moved:
             shard.detach(choice)
         if open_choices:
             for choice in open_choices:
                 choice.num_moves += 1
-            self._dispatcher.queue.enter(live, now)
+            self._attempt_sender.queue.enter(live, now)
         for choice in moved:
             if choice not in open_choices:
                 self._lifecycle.finish(choice, Finish(choice.client_slot, FINISH_REASON_LENGTH), now)

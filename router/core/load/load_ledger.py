@@ -20,7 +20,7 @@ ReservationKey = tuple[str, int]
 """(request_id, attempt_id): the reservation of one dispatch can only be released by the same dispatch."""
 
 RESIDENCE_SMOOTHING: Final = 0.05
-"""Weight of a sequence in the moving average of how long sequences hold their blocks."""
+"""Weight of a sequence in the moving average of how long sequences withheld their blocks."""
 RATE_SECONDS: Final = 60.0
 """Time constant of the moving averages of arrivals and of work."""
 SHARING_SMOOTHING: Final = 0.2
@@ -34,7 +34,7 @@ class Reservation(msgspec.Struct, frozen=True):
     """Tokens that the shard will have to compute, according to the index."""
     num_cached_tokens: int
     num_blocks: int
-    """Blocks that the sequences will hold, shared ones included."""
+    """Blocks that the sequences will withheld, shared ones included."""
     placed_at: float
     is_prefill_chunk: bool = False
     """Whether this is a chunk of a prompt whose request is still to come."""
@@ -146,7 +146,7 @@ class LoadView:
 
     @property
     def num_used_blocks(self) -> float:
-        """Blocks that running and waiting sequences hold or will hold."""
+        """Blocks that running and waiting sequences withheld or will withheld."""
         if self.own_blocks:
             return self.own_blocks * self.sharing
         return float(self.num_blocks - self.report.num_available_blocks) if self.foreign_running else 0.0
@@ -221,7 +221,7 @@ class LoadLedger:
         view.foreign_running = max(0, load.num_running - load.num_own_running)
         view.foreign_queued_tokens = max(0, load.num_queued_prefill_tokens - load.num_own_queued_prefill_tokens)
         view.foreign_context_tokens = max(0, load.num_decode_context_tokens - load.num_own_decode_context_tokens)
-        view.speed.tell(load.prefill_tokens_per_second)
+        view.speed.set_reported_rate(load.prefill_tokens_per_second)
         view.learn_sharing()
 
     def reservation(self, key: ReservationKey) -> Reservation:

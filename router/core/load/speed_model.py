@@ -83,7 +83,7 @@ class SpeedModel:
         self._moments = (0.0,) * 4
         self._set_theta(_ONES)
 
-    def tell(self, prefill_tokens_per_second: float) -> None:
+    def set_reported_rate(self, prefill_tokens_per_second: float) -> None:
         """Set a shard's own figure, which counts until there are observations. 0 = not known."""
         if prefill_tokens_per_second > 0 and not self.num_observations:
             factor = DEFAULT_PREFILL_TOKENS_PER_SECOND / prefill_tokens_per_second

@@ -7,7 +7,7 @@ from typing import Final
 from router.core.placement.baselines import LeastPrefill, LeastRequests, RoundRobin, SessionHash
 from router.core.placement.ect import Ect
 from router.core.placement.peers import Conductor, Dynamo, Gaie, LMetric, SglangCacheAware
-from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.plan import PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, Policy
 
 POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
@@ -25,4 +25,4 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
 }
 """The names that `router.placement.policy` accepts; the same objects serve live traffic and simulations."""
 
-__all__ = ["POLICIES", "Arrival", "Candidate", "Plan", "Policy", "ShardPlan"]
+__all__ = ["POLICIES", "Arrival", "Candidate", "PlacementPlan", "Policy", "ShardPlan"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.plan import PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
 
 
@@ -25,7 +25,7 @@ class Pick(msgspec.Struct):
     """The shards that could not take the request."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlacementPlan:
         plans = [
             ShardPlan(
                 shard_id=candidate.shard_id,
@@ -40,7 +40,7 @@ class Pick(msgspec.Struct):
             for candidate, values in zip(self.candidates, self.terms, strict=True)
         ]
         shards = in_order([*plans, *self.filtered], self.picked_shard_id, self.best_shard_id)
-        return Plan(self.num_prompt_tokens, shards, picked_shard_id=self.picked_shard_id)
+        return PlacementPlan(self.num_prompt_tokens, shards, picked_shard_id=self.picked_shard_id)
 
 
 def in_order(shards: Iterable[ShardPlan], picked_shard_id: str, best_shard_id: str) -> list[ShardPlan]:

@@ -15,7 +15,7 @@ from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement import POLICIES
 from router.core.placement.pick import Pick
-from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.plan import PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex
@@ -118,7 +118,7 @@ class Placer:
             scores = self._score(open_shards, live, now)
         return self._pick_of(scores, live, picked_shard_id)
 
-    def plan(self, live: LiveRequest, now: float) -> Plan:
+    def plan(self, live: LiveRequest, now: float) -> PlacementPlan:
         """How each shard compares for the request. Changes nothing."""
         open_shards = self.open_shards(live)
         if not open_shards:
@@ -127,7 +127,7 @@ class Placer:
                 "Every shard that could take this request is full; it would wait in the router.",
                 retry_after_seconds=1.0,
             )
-            return Plan(len(live.request.prompt_token_ids), self._filtered(live, ()), error=error)
+            return PlacementPlan(len(live.request.prompt_token_ids), self._filtered(live, ()), error=error)
         scores = self._score(open_shards, live, now)
         return self._pick_of(scores, live, scores.best.shard_id).plan
 

@@ -25,7 +25,7 @@ class ShardPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """The best shard first, filtered ones last."""
 
     num_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""Maps block hashes to the sets of shards that hold them, and is searched many blocks at a time.
+"""Maps block hashes to the sets of shards that withheld them, and is searched many blocks at a time.
 
 Blocks that follow one another in a prompt are kept together in a run of up to 32, because shards store and evict them
 together: the run has its hashes packed in one bytes object, and one set of shards for all of them (a bit mask) as long
@@ -7,7 +7,7 @@ instead of 512, which is the cost of a look-up once the index is larger than the
 
 That blocks are neighbours only affects speed. A run is a collection of blocks in some order, and every block that a
 look-up counts has been compared. Python's cyclic garbage collector visits nothing here except the sets of runs whose
-blocks differ: the containers hold ints and bytes only.
+blocks differ: the containers withheld ints and bytes only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class BlockRuns:
         """Run → its hashes, 8 bytes each; empty for a free run. Keys are never deleted, since a dict with deletions is
         copied again and again."""
         self._uniform: dict[int, int] = {}
-        """Run → shards that hold every block of it; 0 where its blocks differ, and for a free run."""
+        """Run → shards that withheld every block of it; 0 where its blocks differ, and for a free run."""
         self._mixed: dict[int, tuple[int, ...]] = {}
-        """Run → shards that hold each of its blocks, where they differ; never 0."""
+        """Run → shards that withheld each of its blocks, where they differ; never 0."""
         self._open: dict[int, int] = {}
         """Shard's bit → the run that takes its next few blocks."""
         self._free_runs: list[int] = []
@@ -64,7 +64,7 @@ class BlockRuns:
         return leading_blocks(self._segments, self._packed, self._uniform, self._mixed, hashes, bits)
 
     def add(self, hashes: Sequence[int], bit: int, *, are_neighbours: bool = False) -> list[int]:
-        """Record that the shard holds these blocks (a hash twice counts once). Returns those that it did not hold
+        """Record that the shard holds these blocks (a hash twice counts once). Returns those that it did not withheld
         before.
 
         `are_neighbours`: they follow one another in a prompt, and those that are scattered over many runs are gathered.
@@ -103,7 +103,7 @@ class BlockRuns:
         return added
 
     def discard(self, hashes: Iterable[int], bit: int) -> int:
-        """Record that the shard does not hold these blocks. Returns how many it held."""
+        """Record that the shard does not withheld these blocks. Returns how many it held."""
         segments = self._segments
         by_run: dict[int, list[int]] = {}
         for block_hash in dict.fromkeys(hashes):
@@ -162,7 +162,7 @@ class BlockRuns:
 
     def check_integrity(self) -> dict[int, int]:
         """Assert that the parts fit together. Returns block hash → shards, without retired bits and without blocks that
-        only those hold."""
+        only those withheld."""
         gone = self._retired | self._sweeping
         held: dict[int, int] = {}
         num_blocks = 0

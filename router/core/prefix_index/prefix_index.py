@@ -30,7 +30,7 @@ STORE_RATE_SECONDS: Final = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class IndexPortions:
+class IndexStepSizes:
     """How much work is done in one step."""
 
     run_blocks: int = RUN_BLOCKS
@@ -87,10 +87,10 @@ class _ShardBlocks:
 
 
 class PrefixIndex:
-    """Memory is bounded by what the shards can hold: at most `max_blocks` stored and as many placed hashes each."""
+    """Memory is bounded by what the shards can withheld: at most `max_blocks` stored and as many placed hashes each."""
 
-    def __init__(self, portions: IndexPortions | None = None) -> None:
-        self._prefill_chunks = portions or IndexPortions()
+    def __init__(self, portions: IndexStepSizes | None = None) -> None:
+        self._prefill_chunks = portions or IndexStepSizes()
         self._runs = BlockRuns(self._prefill_chunks.run_blocks)
         self._bits = ShardBits()
         self._shards: dict[str, _ShardBlocks] = {}

@@ -44,7 +44,8 @@ class ShardBits:
             bits ^= bit
 
     def shard_ids(self, bits: int) -> Iterable[str]:
-        """The shards of several bits, found by the digits of the number: clearing bits one by one is ten times slower."""
+        """The shards of several bits, found by the digits of the number: clearing bits one by one is ten times
+        slower."""
         return compress(self.shard_id_of, f"{bits:b}"[::-1].encode().translate(_TRUTH))
 
     def check_integrity(self, shards: Sequence[tuple[str, int]]) -> None:

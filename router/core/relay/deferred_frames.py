@@ -49,7 +49,7 @@ class DeferredFrames:
         shard = self._fleet.shards.get(frame.shard_id)
         if shard is None or shard.is_draining or shard.hands_over:
             return None
-        if self._queues.num_requests or self._overload.somebody_waited:
+        if self._queues.num_requests or self._overload.has_waited:
             return None
         sent = self._relay.forward_fast(shard, frame.step)
         if sent is not None:

@@ -13,15 +13,15 @@ from kvloom.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
     FinishReason,
 )
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import RequestEnded
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.refusals import no_shard_ready
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
-from router.core.hold import Hold
 from router.core.live import Choice, Client, LiveRequest
-from router.core.outbox import Outbox
 from router.core.relay.screening import Screening
+from router.core.withheld_output import WithheldOutput
 
 RETRYABLE_REASONS: Final = frozenset(
     {
@@ -43,14 +43,19 @@ class Lifecycle:
     """Live requests by name, and clients by name."""
 
     def __init__(
-        self, fleet: Fleet, dispatcher: AttemptSender, screening: Screening, outbox: Outbox, max_attempts: int
+        self,
+        fleet: Fleet,
+        attempt_sender: AttemptSender,
+        screening: Screening,
+        action_buffer: ActionBuffer,
+        max_attempts: int,
     ) -> None:
         self.requests: dict[str, LiveRequest] = {}
         self.clients: dict[str, Client] = {}
         self._fleet = fleet
-        self._dispatcher = dispatcher
+        self._attempt_sender = attempt_sender
         self._screening = screening
-        self._outbox = outbox
+        self._action_buffer = action_buffer
         self._max_attempts = max_attempts
 
     def client(self, client_id: str) -> Client:
@@ -70,7 +75,7 @@ class Lifecycle:
             if not client.choices:
                 self.clients.pop(client.client_id, None)
 
-    def end_flows(self) -> None:
+    def leave_fast_paths(self) -> None:
         """Take every choice off the fast path: a verdict of the safety service, or its connection or loss, may concern
         any choice."""
         for shard in self._fleet.shards.values():
@@ -88,42 +93,42 @@ class Lifecycle:
         if choice is live.choices[0]:
             live.num_cached_tokens = choice.num_cached_tokens
         news = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
-        if choice.hold is not None:
-            choice.hold.start = news
+        if choice.withheld is not None:
+            choice.withheld.start = news
         else:
             self._send_start(choice, news, now)
 
     def settle(self, choice: Choice, now: float) -> None:
         """Send the withheld output that may be shown, and end the choice if that was all of it."""
-        hold = choice.hold
-        if hold is None or choice.request.prompt_verdict_open:
+        withheld = choice.withheld
+        if withheld is None or choice.request.prompt_verdict_open:
             return
-        clear = hold.take_clear()
-        all_clear = not hold.entries and hold.num_clear_chars is None
+        clear = withheld.take_clear()
+        all_clear = not withheld.entries and withheld.num_clear_chars is None
         if clear is not None or all_clear:
-            self.release_start(choice, hold, now)
+            self.release_start(choice, withheld, now)
         if clear is not None:
-            self._outbox.add_tokens(choice, *clear)
+            self._action_buffer.add_tokens(choice, *clear)
         if all_clear:
-            choice.hold = None
-            if hold.finish is not None:
-                self._end(choice, hold.finish, now)
+            choice.withheld = None
+            if withheld.finish is not None:
+                self._end(choice, withheld.finish, now)
 
-    def release_start(self, choice: Choice, hold: Hold, now: float) -> None:
+    def release_start(self, choice: Choice, withheld: WithheldOutput, now: float) -> None:
         """Send the start, because text that may be shown follows it."""
-        if hold.start is not None:
-            self._send_start(choice, hold.start, now)
-            hold.start = None
+        if withheld.start is not None:
+            self._send_start(choice, withheld.start, now)
+            withheld.start = None
 
     def finish(self, choice: Choice, finish: Finish, now: float) -> None:
         """The shard will send nothing more for the choice. Withheld output is sent first, then the finish."""
-        hold = choice.hold
-        if hold is None:
+        withheld = choice.withheld
+        if withheld is None:
             self._end(choice, finish, now)
             return
-        hold.finish = finish
-        if choice.screening_slot is None and hold.num_clear_chars == choice.num_chars:
-            hold.num_clear_chars = None
+        withheld.finish = finish
+        if choice.screening_slot is None and withheld.num_clear_chars == choice.num_chars:
+            withheld.num_clear_chars = None
         self._screening.close(choice)
         self.settle(choice, now)
 
@@ -132,12 +137,12 @@ class Lifecycle:
         self._leave_shard(choice)
         self._screening.forget(choice)
         finish = Finish(choice.client_slot, FINISH_REASON_CONTENT_FILTER, error=error)
-        hold = choice.hold
-        if hold is None:
+        withheld = choice.withheld
+        if withheld is None:
             self._end(choice, finish, now)
             return
-        self._forget_tokens(choice, hold.cut(num_clear_chars))
-        hold.finish = finish
+        self._forget_tokens(choice, withheld.cut(num_clear_chars))
+        withheld.finish = finish
         self.settle(choice, now)
 
     def stop_screening(self, live: LiveRequest, now: float) -> None:
@@ -149,8 +154,8 @@ class Lifecycle:
             choice.is_screened = False
             self._screening.forget(choice)
             choice.screening_slot = None
-            if choice.hold is not None:
-                choice.hold.num_clear_chars = None
+            if choice.withheld is not None:
+                choice.withheld.num_clear_chars = None
             self.settle(choice, now)
 
     def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
@@ -167,9 +172,9 @@ class Lifecycle:
             live.avoid_shard_id = shard_id
             live.failure = error
             live.pending.append(choice)
-            self._dispatcher.queue.check_hopeless = True
+            self._attempt_sender.queue.check_unschedulable = True
             if not live.is_queued:
-                self._dispatcher.queue.wait_for_any(live)
+                self._attempt_sender.queue.wait_for_any(live)
 
     def give_up(self, live: LiveRequest, now: float) -> None:
         """End the choices of the request that wait for a shard that does not exist."""
@@ -182,9 +187,9 @@ class Lifecycle:
     def end(self, choice: Choice, reason: FinishReason.ValueType, error: KvloomError | None, now: float) -> None:
         """End the choice now, whatever its state; withheld output is dropped."""
         self._leave_shard(choice)
-        if choice.hold is not None:
-            self._forget_tokens(choice, choice.hold.num_tokens)
-            choice.hold = None
+        if choice.withheld is not None:
+            self._forget_tokens(choice, choice.withheld.num_tokens)
+            choice.withheld = None
         self._end(choice, Finish(choice.client_slot, reason, error=error), now)
 
     def end_request(
@@ -201,12 +206,12 @@ class Lifecycle:
         if choice.shard_id:
             shard = self._fleet.shards[choice.shard_id]
             shard.fast_path.leave(choice.shard_slot)
-            self._outbox.cancel(choice)
+            self._action_buffer.cancel(choice)
             shard.detach(choice)
         elif choice in live.pending:
             live.pending.remove(choice)
             if live.is_queued and not live.pending:
-                self._dispatcher.queue.leave(live)
+                self._attempt_sender.queue.leave(live)
 
     def _forget_tokens(self, choice: Choice, count: int) -> None:
         """Forget withheld tokens that no client will get: they are not output."""
@@ -216,7 +221,7 @@ class Lifecycle:
     def _send_start(self, choice: Choice, start: Start, now: float) -> None:
         if choice.request.first_sent_at is None:
             choice.request.first_sent_at = now
-        self._outbox.step(choice.client).starts.append(start)
+        self._action_buffer.step(choice.client).starts.append(start)
 
     def _end(self, choice: Choice, finish: Finish, now: float) -> None:
         assert not choice.is_done
@@ -227,13 +232,13 @@ class Lifecycle:
         finish.num_cached_tokens = choice.num_cached_tokens or 0
         finish.num_output_tokens = len(choice.output_token_ids)
         del choice.client.choices[choice.client_slot]
-        self._outbox.step(choice.client).finishes.append(finish)
+        self._action_buffer.step(choice.client).finishes.append(finish)
         live.num_output_tokens += len(choice.output_token_ids) - choice.num_given_tokens
         live.note_end(finish.reason, finish.error)
         live.num_open_choices -= 1
         if not live.num_open_choices:
             del self.requests[live.request.request_id]
-            self._outbox.add(request_ended(live, now))
+            self._action_buffer.add(request_ended(live, now))
             # Request and choices refer to each other: without this they would stay until the garbage collector runs.
             live.choices = []
 

@@ -8,18 +8,18 @@ from typing import Final
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import Action, SendStep
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.refusals import safety_unavailable
 from router.core.events import TextFilter
 from router.core.fleet.fleet import Shard
 from router.core.frames import Finish, Step
-from router.core.hold import Hold
 from router.core.live import Choice, Client
 from router.core.load.load_ledger import LoadLedger
-from router.core.outbox import Outbox
 from router.core.relay.lifecycle import RETRYABLE_REASONS, Lifecycle
 from router.core.relay.screening import Screening
+from router.core.withheld_output import WithheldOutput
 
 _NONE: Final = ()
 
@@ -31,18 +31,18 @@ class Relay:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        dispatcher: AttemptSender,
+        attempt_sender: AttemptSender,
         ledger: LoadLedger,
         screening: Screening,
-        outbox: Outbox,
+        action_buffer: ActionBuffer,
         *,
         safety_required: bool,
     ) -> None:
         self._lifecycle = lifecycle
-        self._dispatcher = dispatcher
+        self._attempt_sender = attempt_sender
         self._ledger = ledger
         self._screening = screening
-        self._outbox = outbox
+        self._action_buffer = action_buffer
         self._safety_required = safety_required
 
     def on_step(self, shard: Shard, step: Step, now: float) -> None:
@@ -56,13 +56,13 @@ class Relay:
             ]
             self._ledger.note_starts(shard.shard_id, started, now)
             shard.ramp_up(len(started))
-            self._dispatcher.queue.mark_dirty(shard.shard_id)
+            self._attempt_sender.queue.mark_dirty(shard.shard_id)
         for start in step.starts:
             choice = shard.choices.get(start.slot)
             if choice is not None:
                 self._lifecycle.start(choice, start, now)
             elif (attempt := shard.attempts.get(start.slot)) is not None:
-                self._dispatcher.note_prefill_chunk_start(attempt, start.num_cached_tokens)
+                self._attempt_sender.note_prefill_chunk_start(attempt, start.num_cached_tokens)
         if step.num_tokens or step.logprobs:
             overfull = self._relay_ragged(shard, step, now)
         else:
@@ -124,7 +124,7 @@ class Relay:
                 if choice is None or not self._goes_on(shard, choice, token_id, delta, cleared_by, overfull, now):
                     continue
                 client, client_slot = choice.client, choice.client_slot
-            out = client.step or self._outbox.step(client)
+            out = client.step or self._action_buffer.step(client)
             out.slots.append(client_slot)
             out.token_ids.append(token_id)
             out.deltas.append(delta)
@@ -140,12 +140,13 @@ class Relay:
         overfull: list[Choice],
         now: float,
     ) -> bool:
-        """Return whether a token goes straight to the client. A choice may join the fast path from its second token on."""
+        """Return whether a token goes straight to the client. A choice may join the fast path from its second token
+        on."""
         choice.output_token_ids.append(token_id)
         num_chars = choice.num_chars
         choice.num_chars = end = num_chars + len(delta)
-        hold = choice.hold
-        if hold is None:
+        withheld = choice.withheld
+        if withheld is None:
             if not choice.is_screened:
                 if num_chars:
                     shard.fast_path.join(choice, None)
@@ -155,40 +156,40 @@ class Relay:
         if (
             cleared_by is not None
             and delta
-            and hold.num_clear_chars == num_chars
-            and not hold.entries
+            and withheld.num_clear_chars == num_chars
+            and not withheld.entries
             and choice.is_screened
             and (choice.screening_slot is None or choice.prefilter is cleared_by)
             and not choice.request.prompt_verdict_open
         ):
             # The common case, with the result of `_passes`: all text is clear, by this filter.
-            if hold.start is not None:
-                self._lifecycle.release_start(choice, hold, now)
+            if withheld.start is not None:
+                self._lifecycle.release_start(choice, withheld, now)
             else:
                 shard.fast_path.join(choice, cleared_by)
-            hold.num_clear_chars = end
-            hold.last_shown_char = choice.last_skipped_char = delta[-1]
+            withheld.num_clear_chars = end
+            withheld.last_shown_char = choice.last_skipped_char = delta[-1]
             choice.num_skipped_chars += end - num_chars
             return True
-        if self._passes(choice, hold, delta, is_plain=cleared_by is not None):
+        if self._passes(choice, withheld, delta, is_plain=cleared_by is not None):
             return True
-        hold.entries.append(((token_id,), delta, choice.num_chars, _NONE))
-        hold.num_tokens += 1
-        if hold.num_tokens > choice.request.max_held_tokens:
+        withheld.entries.append(((token_id,), delta, choice.num_chars, _NONE))
+        withheld.num_tokens += 1
+        if withheld.num_tokens > choice.request.max_held_tokens:
             overfull.append(choice)
-        elif hold.num_clear_chars == choice.num_chars:
+        elif withheld.num_clear_chars == choice.num_chars:
             self._lifecycle.settle(choice, now)
         return False
 
-    def _passes(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
+    def _passes(self, choice: Choice, withheld: WithheldOutput, delta: str, *, is_plain: bool) -> bool:
         """Have new text screened, unless the prefilter clears it. Returns whether it can go straight to the client."""
-        if choice.is_screened and delta and not self._screening.clear(choice, hold, delta, is_plain=is_plain):
+        if choice.is_screened and delta and not self._screening.clear(choice, withheld, delta, is_plain=is_plain):
             self._screening.send(choice, delta)
             return False
         return (
-            not hold.entries
-            and hold.start is None
-            and hold.num_clear_chars == choice.num_chars
+            not withheld.entries
+            and withheld.start is None
+            and withheld.num_clear_chars == choice.num_chars
             and not choice.request.prompt_verdict_open
         )
 
@@ -210,17 +211,17 @@ class Relay:
                 continue
             choice.output_token_ids.extend(token_ids)
             choice.num_chars += len(delta)
-            hold = choice.hold
-            if hold is None and choice.is_screened and delta:
+            withheld = choice.withheld
+            if withheld is None and choice.is_screened and delta:
                 self._screening.send(choice, delta)
-            if hold is None or self._passes(choice, hold, delta, is_plain=is_plain):
-                self._outbox.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
+            if withheld is None or self._passes(choice, withheld, delta, is_plain=is_plain):
+                self._action_buffer.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
                 continue
-            hold.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
-            hold.num_tokens += count
-            if hold.num_tokens > choice.request.max_held_tokens:
+            withheld.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
+            withheld.num_tokens += count
+            if withheld.num_tokens > choice.request.max_held_tokens:
                 overfull.append(choice)
-            elif hold.num_clear_chars == choice.num_chars:
+            elif withheld.num_clear_chars == choice.num_chars:
                 self._lifecycle.settle(choice, now)
         return overfull
 
@@ -239,7 +240,7 @@ class Relay:
         choice = shard.choices.get(finish.slot)
         if choice is not None:
             shard.detach(choice)
-        is_known = self._dispatcher.end_slot(shard, finish.slot, now)
+        is_known = self._attempt_sender.end_slot(shard, finish.slot, now)
         if shard.health is not None and is_known:
             is_failure = finish.reason == FINISH_REASON_ERROR and (
                 finish.error is None or finish.error.reason == ErrorReason.ERROR_REASON_ENGINE_FAILED

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import CheckPrompt
 from router.core.events import TextFilter
 from router.core.fleet.slot_pool import SlotPool
-from router.core.hold import Hold
 from router.core.live import Choice, LiveRequest
-from router.core.outbox import Outbox
+from router.core.withheld_output import WithheldOutput
 
 _SEPARATOR: Final = "\0"
 
@@ -18,8 +18,8 @@ _SEPARATOR: Final = "\0"
 class Screening:
     """Questions to the service that are not answered yet. It decides nothing: `lifecycle` acts on verdicts."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, action_buffer: ActionBuffer) -> None:
+        self._action_buffer = action_buffer
         self.is_up = False
         self.screens_prompts = False
         self.screens_answers = False
@@ -72,7 +72,7 @@ class Screening:
         live.check_id = self._check_ids.allocate()
         live.prompt_verdict_open = True
         self._checks[live.check_id] = live
-        self._outbox.add(CheckPrompt(live.check_id, live.request.prompt_text, live.request.tenant))
+        self._action_buffer.add(CheckPrompt(live.check_id, live.request.prompt_text, live.request.tenant))
 
     def take_check(self, check_id: int) -> LiveRequest | None:
         """The request that a verdict is for; None for a verdict that was not asked for."""
@@ -88,18 +88,18 @@ class Screening:
             return None
         return prefilter
 
-    def clear(self, choice: Choice, hold: Hold, delta: str, *, is_plain: bool) -> bool:
+    def clear(self, choice: Choice, withheld: WithheldOutput, delta: str, *, is_plain: bool) -> bool:
         """Clear a gated answer's newest text (counted in `choice.num_chars`) without the service, if all text before it
         is clear and the prefilter finds nothing in it. `is_plain`: the prefilter has already cleared the whole step."""
         prefilter = self._prefilter
-        if prefilter is None or hold.num_clear_chars != choice.num_chars - len(delta):
+        if prefilter is None or withheld.num_clear_chars != choice.num_chars - len(delta):
             return False
         if choice.screening_slot is not None and choice.prefilter is not prefilter:
             return False  # it is screened by an earlier policy
         if not is_plain and prefilter.is_suspicious(delta):
             return False
-        hold.num_clear_chars = choice.num_chars
-        hold.last_shown_char = delta[-1]
+        withheld.num_clear_chars = choice.num_chars
+        withheld.last_shown_char = delta[-1]
         choice.num_skipped_chars += len(delta)
         choice.last_skipped_char = delta[-1]
         return True
@@ -115,27 +115,27 @@ class Screening:
             choice.prefilter = self._prefilter
             self._answers[slot] = choice
         if choice.num_skipped_chars:
-            self._outbox.screen_skips.append((slot, choice.num_skipped_chars, choice.last_skipped_char))
+            self._action_buffer.screen_skips.append((slot, choice.num_skipped_chars, choice.last_skipped_char))
             choice.num_skipped_chars = 0
-        self._outbox.screen_slots.append(slot)
-        self._outbox.screen_deltas.append(delta)
+        self._action_buffer.screen_slots.append(slot)
+        self._action_buffer.screen_deltas.append(delta)
 
-    def begin_again(self, choice: Choice, hold: Hold) -> None:
+    def begin_again(self, choice: Choice, withheld: WithheldOutput) -> None:
         """The stream that screened the choice has broken. The next stream screens it as a new answer whose cleared text
         is skipped."""
         choice.screening_slot = None
-        choice.num_skipped_chars = hold.num_clear_chars or 0
-        choice.last_skipped_char, _ = hold.unclear()
+        choice.num_skipped_chars = withheld.num_clear_chars or 0
+        choice.last_skipped_char, _ = withheld.unclear()
 
-    def send_again(self, choice: Choice, hold: Hold) -> None:
+    def send_again(self, choice: Choice, withheld: WithheldOutput) -> None:
         """Send everything that is withheld and not clear over a new stream."""
-        _, text = hold.unclear()
+        _, text = withheld.unclear()
         if text:
             self.send(choice, text)
-            if hold.finish is not None:
+            if withheld.finish is not None:
                 self.close(choice)
-        elif hold.finish is not None:
-            hold.num_clear_chars = None
+        elif withheld.finish is not None:
+            withheld.num_clear_chars = None
 
     def choice(self, slot: int) -> Choice | None:
         return self._answers.get(slot)
@@ -145,7 +145,7 @@ class Screening:
         slot = choice.screening_slot
         if slot is not None and slot in self._answers and slot not in self._closing:
             self._closing.add(slot)
-            self._outbox.close_slots.append(slot)
+            self._action_buffer.close_slots.append(slot)
 
     def forget(self, choice: Choice) -> None:
         """The choice has ended: its slot is closed, and verdicts on it change nothing."""

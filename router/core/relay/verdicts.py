@@ -10,10 +10,10 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON
 from router.core.core_config import CoreConfig
 from router.core.dispatch.refusals import safety_unavailable
 from router.core.events import AnswersScreened, PromptVerdict
-from router.core.hold import Hold
 from router.core.live import Choice, LiveRequest
 from router.core.relay.lifecycle import Lifecycle
 from router.core.relay.screening import Screening
+from router.core.withheld_output import WithheldOutput
 
 DEFAULT_MESSAGE = "The safety policy does not allow this content."
 
@@ -52,7 +52,7 @@ class Verdicts:
         for choice in live.choices:
             choice.is_screened = is_screened
             if is_gated or live.prompt_verdict_open:
-                choice.hold = Hold(0 if is_gated else None)
+                choice.withheld = WithheldOutput(0 if is_gated else None)
 
     def on_prompt(self, verdict: PromptVerdict, now: float) -> None:
         live = self._screening.take_check(verdict.check_id)
@@ -70,7 +70,7 @@ class Verdicts:
         """Halts are handled first: text that they forbid must not be sent with text that the same frame clears."""
         if len(answers.slots) != len(answers.num_clear_chars):
             raise protocol_violation("A screening frame's arrays do not fit together.")
-        self._lifecycle.end_flows()
+        self._lifecycle.leave_fast_paths()
         screening, settle = self._screening, self._lifecycle.settle
         for halt in answers.halts:
             choice = screening.choice(halt.slot)
@@ -78,16 +78,16 @@ class Verdicts:
                 self._lifecycle.halt(choice, halt.num_clear_chars, _content_filtered(halt.message), now)
         for slot in answers.closed_slots:
             choice = screening.take_closed(slot)
-            if choice is not None and choice.hold is not None:
-                choice.hold.num_clear_chars = None
+            if choice is not None and choice.withheld is not None:
+                choice.withheld.num_clear_chars = None
                 settle(choice, now)
         for slot, num_clear_chars in zip(answers.slots, answers.num_clear_chars, strict=True):
             choice = screening.choice(slot)
-            if choice is None or choice.hold is None:
+            if choice is None or choice.withheld is None:
                 continue
-            clear = choice.hold.num_clear_chars
+            clear = choice.withheld.num_clear_chars
             if clear is not None and num_clear_chars > clear:
-                choice.hold.num_clear_chars = num_clear_chars
+                choice.withheld.num_clear_chars = num_clear_chars
                 settle(choice, now)
 
     # -- without it -----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Verdicts:
     def on_down(self, now: float) -> None:
         """No verdict will come over this stream. Output that waits for one, or would need one later, is withheld until
         there is another stream; what cannot be withheld ends or continues unscreened."""
-        self._lifecycle.end_flows()
+        self._lifecycle.leave_fast_paths()
         screening = self._screening
         if screening.is_up and self._patience_seconds > 0:
             self._waits_until = now + self._patience_seconds
@@ -111,7 +111,7 @@ class Verdicts:
 
     def on_up(self, now: float) -> None:
         """There is a stream again, after `Screening.set_up`: withheld output is submitted for screening."""
-        self._lifecycle.end_flows()
+        self._lifecycle.leave_fast_paths()
         if self._waits_until is None:
             return
         self._waits_until = None
@@ -119,11 +119,11 @@ class Verdicts:
             if live.prompt_verdict_open:
                 self._screening.check_prompt(live)
             for choice in live.choices:
-                hold = choice.hold
-                if choice.is_done or hold is None:
+                withheld = choice.withheld
+                if choice.is_done or withheld is None:
                     continue
-                if choice.is_screened and hold.num_clear_chars is not None:
-                    self._screening.send_again(choice, hold)
+                if choice.is_screened and withheld.num_clear_chars is not None:
+                    self._screening.send_again(choice, withheld)
                 self._lifecycle.settle(choice, now)
 
     def expire(self, now: float) -> None:
@@ -131,7 +131,7 @@ class Verdicts:
         if self._waits_until is None or now < self._waits_until:
             return
         self._waits_until = None
-        self._lifecycle.end_flows()
+        self._lifecycle.leave_fast_paths()
         self._screening.reset(keeps_prefilter=False)
         for live in list(self._lifecycle.requests.values()):
             if self._needs_verdict(live):
@@ -142,7 +142,7 @@ class Verdicts:
         live.prompt_verdict_open = True
         for choice in live.choices:
             choice.is_screened = self._answer_mode != "off"
-            choice.hold = Hold(0 if choice.is_screened else None)
+            choice.withheld = WithheldOutput(0 if choice.is_screened else None)
 
     def _needs_verdict(self, live: LiveRequest) -> bool:
         return live.prompt_verdict_open or any(map(_is_being_screened, live.choices))
@@ -152,13 +152,13 @@ class Verdicts:
         for choice in live.choices:
             if not _is_being_screened(choice):
                 continue
-            hold = choice.hold
-            if hold is None:
+            withheld = choice.withheld
+            if withheld is None:
                 return False  # it is shown as it comes, and output without a verdict is not kept
-            if hold.num_clear_chars is None and live.prompt_verdict_open:
-                hold.num_clear_chars = 0  # none of it was shown
-            if hold.num_clear_chars is not None:
-                self._screening.begin_again(choice, hold)
+            if withheld.num_clear_chars is None and live.prompt_verdict_open:
+                withheld.num_clear_chars = 0  # none of it was shown
+            if withheld.num_clear_chars is not None:
+                self._screening.begin_again(choice, withheld)
         return True
 
     def _give_up(self, live: LiveRequest, now: float) -> None:

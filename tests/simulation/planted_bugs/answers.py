@@ -9,15 +9,15 @@ import msgspec
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
+from router.core.action_buffer import ActionBuffer
 from router.core.actions import RequestEnded
 from router.core.admission.arrivals import Arrivals
 from router.core.fleet.fleet import Shard
 from router.core.frames import Step
-from router.core.hold import Hold
 from router.core.live import Choice
-from router.core.outbox import Outbox
 from router.core.relay import lifecycle
 from router.core.relay.lifecycle import Lifecycle
+from router.core.withheld_output import WithheldOutput
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
@@ -48,10 +48,10 @@ def drops_the_seventh_token(patch: Patch) -> None:
 
 @caught_by(TokensExact)
 def sends_held_tokens_twice(patch: Patch) -> None:
-    """A hold that is cleared in two prefill chunks sends the last entry of the first one again."""
-    original = Hold.take_clear
+    """A withheld that is cleared in two prefill chunks sends the last entry of the first one again."""
+    original = WithheldOutput.take_clear
 
-    def take_clear(self: Hold) -> Any:
+    def take_clear(self: WithheldOutput) -> Any:
         last = self.entries[0] if len(self.entries) > 1 else None
         taken = original(self)
         if taken is not None and last is not None and self.entries:
@@ -59,7 +59,7 @@ def sends_held_tokens_twice(patch: Patch) -> None:
             self.num_tokens += len(last[0])
         return taken
 
-    patch.setattr(Hold, "take_clear", take_clear)
+    patch.setattr(WithheldOutput, "take_clear", take_clear)
 
 
 @caught_by(TextIntact)
@@ -77,16 +77,16 @@ def loses_text_without_tokens(patch: Patch) -> None:
 @caught_by(FramesInShape)
 def forgets_the_counts_of_tokens(patch: Patch) -> None:
     """A frame with entries of several tokens leaves without their counts."""
-    original = Outbox.take
+    original = ActionBuffer.take
 
-    def take(self: Outbox) -> Any:
+    def take(self: ActionBuffer) -> Any:
         actions = original(self)
         for action in actions:
             if hasattr(action, "step"):
                 action.step.num_tokens = []
         return actions
 
-    patch.setattr(Outbox, "take", take)
+    patch.setattr(ActionBuffer, "take", take)
 
 
 @caught_by(AnswersComplete)
@@ -111,7 +111,7 @@ def reports_the_end_of_every_choice(patch: Patch) -> None:
     def end(self: Lifecycle, choice: Choice, finish: Any, now: float) -> None:
         original(self, choice, finish, now)
         if choice.request.num_open_choices:
-            self._outbox.add(lifecycle.request_ended(choice.request, now))
+            self._action_buffer.add(lifecycle.request_ended(choice.request, now))
 
     patch.setattr(Lifecycle, "_end", end)
 

@@ -136,9 +136,9 @@ def looks_only_at_the_head_of_the_line(patch: Patch) -> None:
     """A request that no free shard can run blocks everybody behind it."""
 
     def take(
-        self: WaitingQueues, line_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
+        self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
     ) -> Any:
-        first = next(self.queue(line_id), None)
+        first = next(self.queue(queue_id), None)
         if first is None or not can_run(first):
             return None
         self.remove(first)
@@ -158,9 +158,9 @@ def prefers_one_tenant(patch: Patch) -> None:
     """The tenant that was served first is served again as long as it has something waiting."""
 
     def take(
-        self: WaitingQueues, line_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
+        self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
     ) -> Any:
-        for request in sorted(self.queue(line_id), key=lambda live: live.request.tenant):
+        for request in sorted(self.queue(queue_id), key=lambda live: live.request.tenant):
             if can_run(request):
                 self.remove(request)
                 return request
@@ -196,7 +196,7 @@ def sends_the_next_portion_while_one_is_computed(patch: Patch) -> None:
     """Who has a prefill chunk under way is sent once more when the shard has room."""
     original = WaitingQueues.take
 
-    def take(self: WaitingQueues, line_id: QueueId, can_run: Any, urgency: Any = None) -> LiveRequest | None:
-        return original(self, line_id, (lambda _live: True) if line_id.shard_id else can_run, urgency)
+    def take(self: WaitingQueues, queue_id: QueueId, can_run: Any, urgency: Any = None) -> LiveRequest | None:
+        return original(self, queue_id, (lambda _live: True) if queue_id.shard_id else can_run, urgency)
 
     patch.setattr(WaitingQueues, "take", take)

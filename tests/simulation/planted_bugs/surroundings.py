@@ -48,8 +48,8 @@ def shows_text_while_the_verdict_is_open(patch: Patch) -> None:
     def on_prompt(self: Verdicts, verdict: Any, now: float) -> None:
         live = self._screening._checks.get(verdict.check_id)
         for choice in live.choices if live is not None else ():
-            if choice.hold is not None:
-                choice.hold.num_clear_chars = None
+            if choice.withheld is not None:
+                choice.withheld.num_clear_chars = None
         original(self, verdict, now)
 
     patch.setattr(Verdicts, "on_prompt", on_prompt)
@@ -70,8 +70,8 @@ def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
         if self._waits_until is not None:
             for live in self._lifecycle.requests.values():
                 for choice in live.choices:
-                    if choice.hold is not None:
-                        choice.hold.num_clear_chars = None
+                    if choice.withheld is not None:
+                        choice.withheld.num_clear_chars = None
                         choice.is_screened = False
         original(self, now)
 
@@ -98,8 +98,8 @@ def shows_the_end_while_safety_is_away(patch: Patch) -> None:
     original = Lifecycle.finish
 
     def finish(self: Lifecycle, choice: Any, end: Any, now: float) -> None:
-        if choice.hold is not None and choice.screening_slot is None:
-            choice.hold.num_clear_chars = None
+        if choice.withheld is not None and choice.screening_slot is None:
+            choice.withheld.num_clear_chars = None
         original(self, choice, end, now)
 
     patch.setattr(Lifecycle, "finish", finish)

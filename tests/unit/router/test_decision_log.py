@@ -14,7 +14,7 @@ from router.core.events import ChoiceSpec, Request, ShardDescription
 from router.core.fleet.shard_health import HealthState
 from router.core.fleet.shard_state import ShardState
 from router.core.placement.pick import Pick
-from router.core.placement.plan import Plan, ShardPlan
+from router.core.placement.plan import PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
 from router.decisions.journal import FLEET_CHECK_SECONDS, DecisionJournal
 from router.decisions.log import DecisionLog
@@ -265,7 +265,7 @@ def test_costs_that_are_not_finite_survive() -> None:
         terms=[(infinite, 0.0), (1.0, 0.5)],
         filtered=(),
     )
-    assert pick.plan == Plan(50, [SHARDS[0], ruled_out], "s1")
+    assert pick.plan == PlacementPlan(50, [SHARDS[0], ruled_out], "s1")
     log = DecisionLog(10)
     log.placement_decided(msgspec.structs.replace(decided("r1"), pick=pick))
     found = log.find("r1")

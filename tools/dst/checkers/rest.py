@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from router.core.events import ChoiceSpec, Request
-from router.core.placement import Plan
+from router.core.placement import PlacementPlan
 from tools.dst.checkers.base import Checker
 from tools.dst.nodes.block_cache import hashes_of
 
@@ -17,7 +17,7 @@ MAX_PROMPTS = 60
 """Asked about at the end, the newest."""
 
 
-def plan_of(node: RouterNode, model: str, tenant: str, prompt: tuple[int, ...]) -> Plan:
+def plan_of(node: RouterNode, model: str, tenant: str, prompt: tuple[int, ...]) -> PlacementPlan:
     request = Request("question", "nobody", model, prompt, "", [ChoiceSpec(1, 0)], max_tokens=1, tenant=tenant)
     return node.core.plan(request, node.now)
 

@@ -11,7 +11,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import CancelOnShard, SubmitAttempt, WantKvSnapshot
 from router.core.dispatch.attempt_sender import PROBE_CLIENT_ID, PROBE_TOKEN_IDS
-from router.core.dispatch.prefill_chunks import PORTION_CLIENT_ID
+from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
 from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardLoad, ShardUp
 from router.core.frames import Finish
 from tools.dst import script
@@ -23,7 +23,7 @@ from tools.dst.scenario import ShardShape
 if TYPE_CHECKING:
     from tools.dst.world import World
 
-OWN_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PORTION_CLIENT_ID)
+OWN_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PREFILL_CHUNK_CLIENT_ID)
 """Of what routers ask for in no client's name."""
 
 

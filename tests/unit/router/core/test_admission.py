@@ -165,7 +165,7 @@ def test_new_shard_takes_what_waits() -> None:
 
 
 def test_long_request_does_not_block_a_short_one() -> None:
-    """What only fits a full shard must not hold up what fits one with room."""
+    """What only fits a full shard must not withheld up what fits one with room."""
     rig = CoreRig()
     rig.add_shard("small", max_batch=1, max_model_len=20)
     rig.add_shard("large", max_batch=1, max_model_len=100)

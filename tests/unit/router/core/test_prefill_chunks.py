@@ -9,7 +9,7 @@ import pytest
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SendStep, SubmitAttempt
 from router.core.dispatch.overload import OverloadConfig
-from router.core.dispatch.prefill_chunks import MAX_PORTIONS, PORTION_CLIENT_ID, PrefillChunkSettings
+from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.events import KvChange, KvEventsArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad
 from router.core.frames import Finish, Start
 from router.core.load.speed_model import PrefillWork, SpeedModel
@@ -71,7 +71,7 @@ def test_a_long_prompt_comes_in_portions_that_grow_to_the_whole() -> None:
         request = prefill_chunk.request
         assert list(request.prompt_token_ids) == whole[: len(request.prompt_token_ids)]
         assert len(request.prompt_token_ids) % 512 == 0
-        assert (request.client_id, request.tenant, prefill_chunk.max_tokens) == (PORTION_CLIENT_ID, "t", 1)
+        assert (request.client_id, request.tenant, prefill_chunk.max_tokens) == (PREFILL_CHUNK_CLIENT_ID, "t", 1)
         assert prefill_chunk.prepares == "r"
     assert (
         len({prefill_chunk.request.request_id for prefill_chunk in prefill_chunks} | {"r"}) == len(prefill_chunks) + 1
@@ -103,7 +103,7 @@ def test_a_short_prompt_goes_in_between() -> None:
 
 
 def test_short_prompts_and_other_policies_know_no_portions() -> None:
-    """A split costs the request itself; and who does not hold back sends at once."""
+    """A split costs the request itself; and who does not withheld back sends at once."""
     assert not only(PrefillChunkRig().ask("r", 1, SMALL), SubmitAttempt).prepares
     assert not only(PrefillChunkRig(prefill_chunks=None).ask("r", 1, BIG), SubmitAttempt).prepares
     assert not only(PrefillChunkRig(policy="conductor").ask("r", 1, BIG), SubmitAttempt).prepares
@@ -182,7 +182,7 @@ def test_portions_are_bounded_in_number() -> None:
     """However wrong the learned speeds are."""
     rig = PrefillChunkRig(prefill_chunks=PrefillChunkSettings(overhead_seconds=1e-9, min_seconds=1e-6, min_tokens=512))
     prefill_chunks, _, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, 512 * 200), SubmitAttempt))
-    assert len(prefill_chunks) == MAX_PORTIONS
+    assert len(prefill_chunks) == MAX_PREFILL_CHUNKS
 
 
 def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
@@ -205,10 +205,10 @@ def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
 def test_portions_shrink_where_others_are_waiting_to_come() -> None:
     """The order quantity: four times as many arrivals, half as long a prefill chunk; within bounds."""
     settings = PrefillChunkSettings(overhead_seconds=0.02, min_seconds=0.01)
-    assert settings.portion_seconds(4.0) == pytest.approx(settings.portion_seconds(1.0) / 2)
-    assert settings.portion_seconds(1.0) == pytest.approx(0.2)
-    assert settings.portion_seconds(0.0) == settings.portion_seconds(0.02)
-    assert settings.portion_seconds(1e9) == 0.01
+    assert settings.prefill_chunk_seconds(4.0) == pytest.approx(settings.prefill_chunk_seconds(1.0) / 2)
+    assert settings.prefill_chunk_seconds(1.0) == pytest.approx(0.2)
+    assert settings.prefill_chunk_seconds(0.0) == settings.prefill_chunk_seconds(0.02)
+    assert settings.prefill_chunk_seconds(1e9) == 0.01
 
 
 @pytest.mark.parametrize("num_cached", [0, 50_000])

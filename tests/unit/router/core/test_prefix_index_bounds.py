@@ -7,10 +7,10 @@ import random
 
 from router.core.events import KvChange
 from router.core.prefix_index.event_order import SNAPSHOT_RETRY_SECONDS, EventOrder
-from router.core.prefix_index.prefix_index import IndexPortions, PrefixIndex
+from router.core.prefix_index.prefix_index import IndexStepSizes, PrefixIndex
 
 
-def make_index(*shard_ids: str, max_blocks: int = 100_000, prefill_chunks: IndexPortions | None = None) -> PrefixIndex:
+def make_index(*shard_ids: str, max_blocks: int = 100_000, prefill_chunks: IndexStepSizes | None = None) -> PrefixIndex:
     """Shards whose first snapshot was empty."""
     index = PrefixIndex(prefill_chunks)
     for shard_id in shard_ids:
@@ -58,7 +58,7 @@ def test_a_shard_that_announces_more_than_it_has_is_cut_off():
 
 def test_a_large_snapshot_is_read_in_portions_with_events_in_between():
     """The event loop must not stand still; a block removed meanwhile must not come back from the snapshot's rest."""
-    index = make_index("a", prefill_chunks=IndexPortions(snapshot_blocks=10, settle_blocks=10))
+    index = make_index("a", prefill_chunks=IndexStepSizes(snapshot_blocks=10, settle_blocks=10))
     index.apply_snapshot("a", 7, range(1000))
     assert index.count_overlaps(range(1000), 0.0) == {"a": 10}
     assert index.num_stored("a") == 1000

@@ -30,7 +30,7 @@ def random_work(rng: random.Random) -> tuple[PrefillWork, int]:
 def test_learns_the_fleet_model(name: str, told: float) -> None:
     """Predictions come within 15% after 60 first tokens, whatever the shard had said before; noise of 10% is no bar."""
     profile, model, rng = PROFILES[name], SpeedModel(), random.Random(1)
-    model.tell(told)
+    model.set_reported_rate(told)
     for _ in range(60):
         work, context = random_work(rng)
         model.observe(work, context, seconds(profile, work, context) * rng.uniform(0.9, 1.1))
@@ -80,7 +80,7 @@ def test_what_the_shard_says_counts_until_something_is_observed() -> None:
     """A new shard is priced by its own figure, and by a default without one."""
     model = SpeedModel()
     default = model.seconds(PrefillWork.of(1000, 0), 0)
-    model.tell(1_000.0)
+    model.set_reported_rate(1_000.0)
     assert model.seconds(PrefillWork.of(1000, 0), 0) > 5 * default
 
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 from router.core.frames import Finish, Start
 
-HeldEntry = tuple[Sequence[int], str, int, Sequence[object]]
+WithheldEntry = tuple[Sequence[int], str, int, Sequence[object]]
 """Token ids, their text, the number of characters up to its end, logprobs."""
 
 
-class Hold:
+class WithheldOutput:
     """The withheld output of one choice, in order."""
 
     __slots__ = ("entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
 
     def __init__(self, num_clear_chars: int | None) -> None:
-        self.entries: deque[HeldEntry] = deque()
+        self.entries: deque[WithheldEntry] = deque()
         self.num_tokens = 0
         self.start: Start | None = None
         self.finish: Finish | None = None
@@ -58,7 +58,7 @@ class Hold:
     def cut(self, num_chars: int) -> int:
         """Drop everything after `num_chars`, which clears the rest. Returns how many tokens were dropped. A delta that
         straddles the limit is cut, and its tokens are dropped."""
-        kept: deque[HeldEntry] = deque()
+        kept: deque[WithheldEntry] = deque()
         num_kept_tokens = 0
         for token_ids, delta, end, logprobs in self.entries:
             if end <= num_chars:

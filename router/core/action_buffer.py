@@ -9,7 +9,7 @@ from router.core.frames import Step
 from router.core.live import Choice, Client
 
 
-class Outbox:
+class ActionBuffer:
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self.clients: list[Client] = []
