@@ -1,27 +1,29 @@
-"""docs/reliability.md names a test for everything that it promises; they must be there."""
+"""docs/reliability.md and its notes name a test for every promise; those tests must exist."""
 
 from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.conftest import REPOSITORY
 from tools.simulate.study.page import check_page
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
+NOTES = REPOSITORY / "docs" / "notes" / "reliability"
 
 
-def test_every_test_on_the_page_exists():
-    """A promise whose proof was renamed or removed is a promise without proof."""
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`", PAGE.read_text())
-    assert len(named) > 20
-    for path, test in named:
+@pytest.mark.parametrize("page", [PAGE, *sorted(NOTES.glob("*.md"))], ids=lambda page: page.name)
+def test_every_test_on_the_page_exists(page):
+    """A promise whose test was renamed or removed is a promise without proof."""
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`", page.read_text()):
         assert re.search(rf"^(async )?def {test}\(" if test else "", (REPOSITORY / path).read_text(), re.MULTILINE), (
             f"{path} has no {test}"
         )
 
 
 def test_every_row_of_failures_has_a_test():
-    """The table says so."""
+    """The page promises one for each row."""
     table = PAGE.read_text().partition("| what fails |")[2].partition("\n\n")[0]
     rows = table.splitlines()[2:]
     assert len(rows) > 15
@@ -30,5 +32,15 @@ def test_every_row_of_failures_has_a_test():
 
 
 def test_reports_have_their_place():
-    """`kvloom chaos --page` fills these in."""
-    check_page(PAGE, ["chaos", "soak"])
+    """`kvloom chaos --page` writes them there."""
+    check_page(NOTES / "chaos.md", ["chaos", "soak"])
+
+
+@pytest.mark.parametrize("page", [REPOSITORY / "docs" / "bug_track_record.md", NOTES / "planted-bugs.md"])
+def test_every_planted_bug_on_the_page_exists(page):
+    """The pages show how to plant a bug by its name."""
+    text = page.read_text()
+    named = set(re.findall(r"test_planted_bugs\.py -k (\w+)", text)) | set(re.findall(r"\| `([a-z_]{9,})`:", text))
+    sources = "".join(path.read_text() for path in (REPOSITORY / "tests/simulation/planted_bugs").glob("*.py"))
+    assert len(named - {"NAME"}) > 4
+    assert not {name for name in named - {"NAME"} if f"def {name}(" not in sources}
