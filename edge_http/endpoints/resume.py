@@ -31,9 +31,8 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
     response_id, caller = _response_id(request), caller_of(request)
     stream = edge.resume.find(response_id, caller)
     if stream is None:
-        if edge.elsewhere is None:
-            raise not_kept()
-        return await deliver_found(edge, request, await edge.elsewhere.find(request, response_id, caller, after), after)
+        found = await edge.remote_responses.find(request, response_id, caller, after)
+        return await deliver_found(edge, request, found, after)
     edge.metrics.on_resumed()
     if stream.ended and after == stream.num_events:
         return web.Response(status=204)
@@ -45,9 +44,7 @@ async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamRes
     response_id = _response_id(request)
     stream = edge.resume.find(response_id, caller_of(request))
     if stream is None:
-        if edge.elsewhere is None:
-            raise not_kept()
-        return await edge.elsewhere.cancel(request, response_id)
+        return await edge.remote_responses.cancel(request, response_id)
     edge.resume.cancel(stream)
     return json_response({"id": response_id, "cancelled": True})
 

@@ -28,7 +28,8 @@ class EdgeMembership:
         self._relay = PeerProxy(edge.config.max_concurrent_requests)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
-        self._elsewhere = edge.elsewhere = ResponseLocator(edge, self._journal, claims, self._relay)
+        self._locator = ResponseLocator(edge, self._journal, claims, self._relay)
+        edge.join(self._locator)
         self._edge = edge
         self._address = address
         self._publisher.start()
@@ -41,11 +42,11 @@ class EdgeMembership:
         """What runs is left to the other edges, if they can know all that was written until now."""
         if await self._publisher.stop():
             self._edge.resume.hand_over()
-        self._elsewhere.leave()
+        self._locator.leave()
 
     async def close(self) -> None:
         await self._publisher.stop()
-        await self._elsewhere.close()
+        await self._locator.close()
         await self._journal.close()
 
 

@@ -8,7 +8,6 @@ read only when their edge has died. Who goes on with a response then: edge_http/
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -19,9 +18,7 @@ import redis.exceptions
 
 from edge_http.resume.records import ProgressDelta, decode_entry
 from kvloom.discovery.redis_client import redis_client
-from kvloom.process.random_bytes import random_hex
 
-TAG_CHARS: Final = 8
 TIMEOUT_SECONDS: Final = 2.0
 NEWCOMER_SECONDS: Final = 3.0
 """For so long after an edge has announced itself anew, others may still have to: Redis may have started anew."""
@@ -63,22 +60,6 @@ class ResponseRow(msgspec.Struct):
     """None: it has ended, or may not be gone on with."""
     snapshot: bytes | None
     """None: it has ended."""
-
-
-def new_tag() -> str:
-    """Random: no two edges of a fabric have the same."""
-    return secrets.token_hex(TAG_CHARS // 2)
-
-
-def new_response_id(prefix: str, tag: str) -> str:
-    """`prefix`: "chatcmpl-" or "cmpl-". Cannot be guessed."""
-    return f"{prefix}{tag}{random_hex(8)}"
-
-
-def tag_of(response_id: str) -> str:
-    """Of the edge that made the id; "" when none did."""
-    tag = response_id.rpartition("-")[2][:TAG_CHARS]
-    return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""
 
 
 # An edge is never known without being a newcomer: another's absence would be taken for its death.

@@ -11,12 +11,13 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from edge_http.edge import Edge, stopping
+from edge_http.edge import Edge, draining_error
 from edge_http.recovery.claims import Claim, KeyedResponse, ResumeClaims
-from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal, tag_of
+from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal
 from edge_http.recovery.peer_proxy import MISDIRECTED, RELAYED, OwnerLostError, PeerProxy
-from edge_http.recovery.response_recovery import Found, ResponseRecovery
-from edge_http.resume.response_name import ResponseName
+from edge_http.recovery.response_recovery import ResponseRecovery
+from edge_http.resume.remote_responses import FoundResponse
+from edge_http.resume.response_name import ResponseName, edge_tag_of
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import not_kept, other_request
 from kvloom.errors import KvloomError
@@ -42,7 +43,7 @@ class ResponseLocator:
         self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
         """By idempotency key: requests that look it up, one after the other, and how many they are."""
 
-    async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+    async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
         """What another edge answers, what it left, or the stream, which goes on here now. Raises KvloomError
         (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING, INTERNAL) as long as nothing was sent."""
         for _ in range(MAX_HOPS):
@@ -79,7 +80,7 @@ class ResponseLocator:
         except OwnerLostError as lost:
             raise not_kept() from lost  # what a dead edge ran has been cancelled by the router
 
-    async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> Found | None:
+    async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> FoundResponse | None:
         """The response that another edge began under the same idempotency key. None: from now on the key stands for
         `name`. While Redis is away a key is known to one edge only. Raises KvloomError."""
         before: KeyedResponse | None = None
@@ -112,7 +113,7 @@ class ResponseLocator:
             log.info("an idempotency key cannot be looked up", error=str(error))
             return wanted
 
-    async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+    async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
         stream = self._edge.resume.find(response_id, caller)
         return stream or await self.find(request, response_id, caller, after)
 
@@ -146,7 +147,7 @@ class ResponseLocator:
 
     async def _holder(self, request: web.BaseRequest, response_id: str) -> Claim | web.StreamResponse:
         """Whose it is; an answer to an edge that has the wrong address. Raises KvloomError (NOT_FOUND, INTERNAL)."""
-        tag = tag_of(response_id)
+        tag = edge_tag_of(response_id)
         if not tag:
             raise not_kept()
         wanted_tag = request.headers.get(RELAYED)
@@ -178,7 +179,7 @@ class ResponseLocator:
 
     def _missing(self) -> KvloomError:
         """What this edge should have, it has not."""
-        return stopping() if self._has_left else not_kept()
+        return draining_error() if self._has_left else not_kept()
 
 
 def _cannot_look() -> KvloomError:

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.recovery.claims import Claim, ResumeClaims
-from edge_http.recovery.journal import ResponseRow, ResumeJournal, tag_of
+from edge_http.recovery.journal import ResponseRow, ResumeJournal
 from edge_http.recovery.journal_cache import JournalCache
 from edge_http.recovery.takeover import formatter_of, take_over
 from edge_http.resume.records import (
@@ -29,6 +29,8 @@ from edge_http.resume.records import (
     decode_response,
     framed_events,
 )
+from edge_http.resume.remote_responses import FoundResponse
+from edge_http.resume.response_name import edge_tag_of
 from edge_http.resume.resumable_stream import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResumableStream
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import REQUEST_ID, RESPONSE_ID, request_id
@@ -39,8 +41,6 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 log = structlog.get_logger()
 
 MAX_HALF_TAKEN: Final = 4096
-
-Found = web.StreamResponse | ResumableStream
 
 
 class ResponseRecovery:
@@ -79,7 +79,7 @@ class ResponseRecovery:
 
     async def go_on(
         self, request: web.BaseRequest, response_id: str, claim: Claim, caller: bytes, after: int
-    ) -> Found | None:
+    ) -> FoundResponse | None:
         """`claim`: of the edge that has died. None: another edge was faster."""
         row, response, source = await self._row(response_id, claim)
         if not hmac.compare_digest(response.caller, caller):
@@ -109,7 +109,7 @@ class ResponseRecovery:
         `source`: the tag of the edge that wrote it."""
         with self._edge.admit() as place:
             wanted = self._note_half_taken(response_id, claim, source)
-            before = None if claim.holder == tag_of(response_id) == claim.source else claim
+            before = None if claim.holder == edge_tag_of(response_id) == claim.source else claim
             found: ResumableStream | AnswerState | KvloomError | None = None
             if await self._claims.claim(response_id, before, wanted, claim.holder) == wanted:
                 try:

@@ -107,7 +107,7 @@ def take_over(
     publication.earlier_attempts = attempts
     on_submitted = _publish(edge, publication)
     place.handed_over = True
-    edge.resume.start(stream, make(edge, submission, answer, stream, on_submitted), answer.fail, place.give_up)
+    edge.resume.start(stream, make(edge, submission, answer, stream, on_submitted), answer.fail, place.release)
     stream.await_reader()
     return stream
 
