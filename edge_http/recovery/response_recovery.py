@@ -181,8 +181,8 @@ class ResponseRecovery:
         if after < num_before:
             message = f"Events {after + 1} to {num_before} of this response are no longer kept."
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        shape = formatter_of(response, self._edge.find_model(response.model))
-        missed = event_data(state.events[after - num_before :], shape.prefixes, shape.suffix)
+        formatter = formatter_of(response, self._edge.find_model(response.model))
+        missed = event_data(state.events[after - num_before :], formatter.prefixes, formatter.suffix)
         events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer, after)
         events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
         await _write(events, request, missed)

@@ -39,7 +39,7 @@ def publish(
     stream: ResumableStream,
     response: ResponseRecord,
     answer: RecordedAnswer,
-    shape: ResponseFormatter,
+    formatter: ResponseFormatter,
     submission: Submission,
 ) -> OnSubmitted:
     """Let the journal have the response. Its requests get seeds, because an edge that continues the response has to
@@ -50,7 +50,7 @@ def publish(
         request.sampling = with_seed(request.sampling)
         records.append(_request_record(request))
     requests = RequestsRecord(time.time() + submission.timeout_seconds, records)
-    return _publish(edge, Publication(stream, response, requests, answer, shape.prefixes))
+    return _publish(edge, Publication(stream, response, requests, answer, formatter.prefixes))
 
 
 def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
@@ -72,16 +72,16 @@ def take_over(
 ) -> ResumableStream:
     """Continue another edge's response from `state`, which covers everything that its client can have. The stream has
     no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
-    shape = formatter_of(response, edge.find_model(response.model))
+    formatter = formatter_of(response, edge.find_model(response.model))
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
-    for event in event_data(state.events, shape.prefixes, shape.suffix):
+    for event in event_data(state.events, formatter.prefixes, formatter.suffix):
         stream.log.append(event)
     answer = RecordedAnswer(
         response.prompt_sizes,
         response.n,
-        shape,
+        formatter,
         stream,
         response.headers,
         include_usage=response.include_usage,
@@ -100,7 +100,7 @@ def take_over(
         guide_field=response.guide_field,
         timeout_seconds=timeout_seconds,
     )
-    publication = Publication(stream, response, requests, answer, shape.prefixes)
+    publication = Publication(stream, response, requests, answer, formatter.prefixes)
     publication.is_taken_over = True
     publication.earlier_attempts = attempts
     on_submitted = _publish(edge, publication)
