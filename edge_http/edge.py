@@ -1,14 +1,15 @@
-"""What all handlers share: configuration, the way to the router, the models, and who may come in."""
+"""What all handlers share: the configuration, the link to the router, the models, and admission control."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from edge_http.metrics import EdgeMetrics
-from edge_http.recovery.journal import new_tag
+from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
+from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
 from edge_http.wire.body import BodyBudget
 from edge_http.wire.fair_yield import FairYield
@@ -20,9 +21,6 @@ from kvloom.router_link.tracked_request import Attempt
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
-
-if TYPE_CHECKING:
-    from edge_http.recovery.response_locator import ResponseLocator
 
 BUSY_RETRY_SECONDS: Final = 1.0
 DRAINING_RETRY_SECONDS: Final = 5.0
@@ -40,7 +38,7 @@ class ServedModel:
 
 
 class LossReports(Protocol):
-    """Bills of answers that change hands; see kvloom/router_link/group.py."""
+    """Settles the usage records of answers that move from one edge to another; see kvloom/router_link/group.py."""
 
     def link_ids(self) -> list[str]: ...
 
@@ -50,13 +48,13 @@ class LossReports(Protocol):
 
 
 class AdmissionPermit:
-    """One of the places for running requests, given up at the end of the `with` block. Whoever sets `handed_over` has
-    to give it up instead."""
+    """A running request's place under the concurrency limit. The end of the `with` block releases it, unless
+    `handed_over` is set: then the code that took the permit over must call `release`."""
 
-    __slots__ = ("give_up", "handed_over")
+    __slots__ = ("handed_over", "release")
 
-    def __init__(self, give_up: Callable[[], None]) -> None:
-        self.give_up = give_up
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.release = release
         self.handed_over = False
 
     def __enter__(self) -> AdmissionPermit:
@@ -64,32 +62,47 @@ class AdmissionPermit:
 
     def __exit__(self, *_fault: object) -> None:
         if not self.handed_over:
-            self.give_up()
+            self.release()
 
 
 class Edge:
-    """State of one edge process. Lives on the event loop."""
+    """The state of one edge process. It lives on the event loop."""
 
-    def __init__(self, config: EdgeConfig, link: RouterLink, models: Mapping[str, ServedModel]) -> None:
+    def __init__(
+        self,
+        config: EdgeConfig,
+        link: RouterLink,
+        models: Mapping[str, ServedModel],
+        losses: LossReports | None = None,
+    ) -> None:
+        """`losses` is None when the router runs in this process: its usage records end with it."""
         self.config = config
         self.link = link
         self.models = models
+        self.losses = losses
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
         self.resume = ResumeTable(config.resume, self.metrics)
-        self.tag = new_tag()
-        """Of this process; part of its responses' ids."""
-        self.elsewhere: ResponseLocator | None = None
-        """The way to other edges' responses; None without Redis."""
-        self.losses: LossReports | None = None
-        """None for a router in this process: its bills end with it."""
+        self.tag = new_edge_tag()
+        """Identifies this process; it is part of the ids of its responses."""
         self.bodies = BodyBudget(config.max_pending_body_bytes)
         self.turns = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
+        self._remote_responses: RemoteResponses = NoRemoteResponses()
         self._draining = False
         self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def remote_responses(self) -> RemoteResponses:
+        """The responses of the other edges."""
+        return self._remote_responses
+
+    def join(self, remote_responses: RemoteResponses) -> None:
+        """Make the responses of the other edges reachable. This happens after construction because the other edges
+        need the address of this one, which is known once it listens."""
+        self._remote_responses = remote_responses
 
     @property
     def draining(self) -> bool:
@@ -97,14 +110,14 @@ class Edge:
 
     @property
     def leaving(self) -> bool:
-        """A successor is there for new connections: those that exist are served once more, and closed."""
+        """A successor accepts new connections: each existing one is served one last request, then closed."""
         return self._leaving
 
     def leave(self) -> None:
         self._leaving = True
 
     def drain(self) -> None:
-        """Take no new requests from now on; what runs goes on."""
+        """Admit no new requests from now on; running ones continue."""
         self._draining = True
 
     async def wait_idle(self) -> None:
@@ -112,16 +125,16 @@ class Edge:
         await self._idle.wait()
 
     def admit(self) -> AdmissionPermit:
-        """Holds one of the places for running requests. Raises KvloomError (DRAINING, QUEUE_FULL)."""
+        """Admit one more running request. Raises KvloomError (DRAINING, QUEUE_FULL)."""
         if self._draining:
-            raise stopping()
+            raise draining_error()
         self.check_room()
         self.num_running += 1
         self._idle.clear()
-        return AdmissionPermit(self._give_up_place)
+        return AdmissionPermit(self._release)
 
     def check_room(self) -> None:
-        """Whoever is still sending a body takes nobody's place, and is counted once it is there. Raises KvloomError
+        """A request whose body is still being received does not count until the body is complete. Raises KvloomError
         (QUEUE_FULL)."""
         if self.num_running - self.bodies.num_leases >= self.config.max_concurrent_requests:
             raise KvloomError(
@@ -130,7 +143,7 @@ class Edge:
                 retry_after_seconds=BUSY_RETRY_SECONDS,
             )
 
-    def _give_up_place(self) -> None:
+    def _release(self) -> None:
         self.num_running -= 1
         if not self.num_running:
             self._idle.set()
@@ -146,19 +159,19 @@ class Edge:
         return model
 
     def model_info(self, name: str) -> ModelInfo | None:
-        """What the router said of a model; None while it knows of no shard that serves it."""
+        """The router's description of a model; None while the router knows of no shard that serves it."""
         for model in self.link.fleet.models:
             if model.name == name:
                 return model
         return None
 
     def window(self, name: str) -> int:
-        """The longest prompt and answer of a model, in tokens; 0 while it is not known."""
+        """The maximum length of a model's prompt and answer together, in tokens; 0 while it is not known."""
         info = self.model_info(name)
         return info.max_model_len if info is not None else 0
 
     def not_ready_reason(self) -> str:
-        """Why no request can be served now; "" when it can."""
+        """Why no request can be served now; "" when one can."""
         if self._draining or self._leaving:
             return "this edge is draining"
         if not self.link.connected:
@@ -170,7 +183,7 @@ class Edge:
         return ""
 
 
-def stopping() -> KvloomError:
+def draining_error() -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_DRAINING,
         "This server is stopping and takes no new requests.",

@@ -1,4 +1,4 @@
-"""One answer from its submission to its end: what routers are asked for, and who hears the news."""
+"""One answer from its submission to its end: the requests to the router, and the sink of their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 log = structlog.get_logger()
 
 ROUTER_GRACE_SECONDS: Final = 5.0
-"""The router ends a request at its deadline; this much later the edge stops to believe that it will."""
+"""The router ends a request at its deadline; this much later the edge ends it by itself."""
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -32,9 +32,10 @@ class Submission(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     n: int
     requests: Sequence[LinkRequest | None]
-    """One a prompt; None: all its choices have ended. Choices are numbered through all prompts: prompt * n + choice."""
+    """One for each prompt; None if all its choices have ended. Choices are numbered across all prompts:
+    prompt * n + choice."""
     guide_field: str
-    """Of the body, that asked for guided decoding."""
+    """The field of the body that asked for guided decoding."""
     timeout_seconds: float
 
 
@@ -42,16 +43,17 @@ def _on_submitted(_prompt: int, _handle: int) -> None:
     pass
 
 
-async def follow(
+async def run_submission(
     edge: Edge,
     submission: Submission,
     answer: Answer,
     events: EventSink | None = None,
     on_submitted: Callable[[int, int], None] = _on_submitted,
 ) -> None:
-    """Submit and wait for the end. Raises the error that ended it. Whatever happens, nothing goes on in the fabric
-    once this returns: the handler is cancelled when the client goes away, and cancels what is still open.
-    `on_submitted` is told each prompt's number, and the link's handle of its request."""
+    """Submit the requests and wait for the end of the answer. Raises the error that ended it. No request is left
+    running in the fabric once this returns: the handler is cancelled when the client goes away, and cancels the
+    requests that are still open. `on_submitted` is called with each prompt's number and the link's handle of its
+    request."""
     handles: list[int] = []
     deadline = asyncio.get_running_loop().call_later(
         submission.timeout_seconds + ROUTER_GRACE_SECONDS, _time_out, answer
@@ -77,23 +79,23 @@ async def follow(
         num_events = events.num_events if events else 0
         edge.metrics.on_answer(submission.operation, submission.model, answer, submission.num_prompt_tokens, num_events)
     if answer.error is not None:
-        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler can tell
+        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler finds this error
             answer.error.field = submission.guide_field
         raise answer.error
 
 
-async def make(
+async def run_resumable(
     edge: Edge,
     submission: Submission,
     answer: StreamedAnswer,
     stream: ResumableStream,
     on_submitted: Callable[[int, int], None] = _on_submitted,
 ) -> None:
-    """As `follow`, for an answer that nobody has to wait for. Never raises."""
+    """As `run_submission`, for an answer that outlives its connection. Never raises."""
     try:
-        await follow(edge, submission, answer, stream, on_submitted)
+        await run_submission(edge, submission, answer, stream, on_submitted)
     except KvloomError:
-        pass  # it is the answer's error, too
+        pass  # it is the answer's error as well
     except Exception:
         log.exception("request broke", request_id=stream.name.id)
         answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))

@@ -1,7 +1,7 @@
-"""An answer in the making: takes the router's news of all its choices and knows when it is over.
+"""An answer while it is generated: it receives the updates of all its choices and detects its end.
 
 `Answer` is the Sink that a request hands to the RouterLink. Its methods run inside the link's reader, so they never
-raise and never block.
+raise or block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FINISH_REASONS: Final = {
 
 
 class Answer(abc.ABC):
-    """Base of streamed and collected answers. Choices are numbered through all prompts: prompt * n + choice."""
+    """The base of streamed and collected answers. Choices are numbered across all prompts: prompt * n + choice."""
 
     __slots__ = (
         "_prompt_sizes",
@@ -48,7 +48,7 @@ class Answer(abc.ABC):
         self._prompt_sizes = prompt_sizes
         self.num_choices = len(prompt_sizes) * n
         self.num_open = self.num_choices
-        """Choices that have not finished; cancelling concerns these."""
+        """The number of choices that have not finished; cancelling affects only these."""
         self.num_output_tokens = 0
         self.starts: dict[int, SequenceStart] = {}
         self.finishes: dict[int, SequenceFinish] = {}
@@ -56,7 +56,7 @@ class Answer(abc.ABC):
         self.first_token_at: float | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: KvloomError | None = None
-        """Why it ended, when it did not end well."""
+        """Why it ended; None while it runs and after a regular end."""
 
     # --- Sink
 
@@ -65,7 +65,7 @@ class Answer(abc.ABC):
             return
         self.starts[index] = start
         try:
-            self._take_start(index)
+            self._add_start(index)
         except Exception:
             self._on_bug()
 
@@ -74,7 +74,7 @@ class Answer(abc.ABC):
             return
         self.num_output_tokens += len(token_ids)
         try:
-            self._take_tokens(index, delta, token_ids, logprobs)
+            self._add_tokens(index, delta, token_ids, logprobs)
         except Exception:
             self._on_bug()
 
@@ -84,11 +84,11 @@ class Answer(abc.ABC):
         self.finishes[index] = finish
         self.num_open -= 1
         try:
-            error = self._fault(finish)
+            error = self._error_of(finish)
             if error is not None:
                 self.fail(error)
                 return
-            self._take_finish(index, FINISH_REASONS[finish.reason])
+            self._add_finish(index, FINISH_REASONS[finish.reason])
             if not self.num_open and not self.ended.done():
                 self._complete()
                 self.ended.set_result(None)
@@ -98,13 +98,13 @@ class Answer(abc.ABC):
     # --- for the handler
 
     def fail(self, error: KvloomError) -> None:
-        """End it now, with an error."""
+        """End the answer now, with an error."""
         if not self.ended.done():
             self.error = error
             self.ended.set_result(None)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object. A prompt counts once, however many answers it has."""
+        """Returns OpenAI's usage object. A prompt counts once, however many choices it has."""
         n = self.num_choices // len(self._prompt_sizes)
         first_of_prompts = [self.finishes[i] for i in range(0, self.num_choices, n)]
         num_prompt_tokens = sum(self._prompt_sizes)
@@ -118,11 +118,11 @@ class Answer(abc.ABC):
 
     @property
     def first_start(self) -> SequenceStart | None:
-        """Of the choice that was the first to start; None before."""
+        """The start of the choice that started first; None if no choice has started."""
         return next(iter(self.starts.values()), None)
 
     def details(self) -> dict[str, Any]:
-        """What `x-kvloom-details` asks for, of the first choice."""
+        """Returns what `x-kvloom-details` asks for, taken from the first choice."""
         start = self.starts.get(0)
         return {
             "shard_id": start.shard_id if start else "",
@@ -135,18 +135,18 @@ class Answer(abc.ABC):
     @property
     @abc.abstractmethod
     def _is_visible(self) -> bool:
-        """The client has seen something of it, so that it is too late for an HTTP status."""
+        """The client has received a part of the answer, so it is too late for an HTTP error status."""
 
     @abc.abstractmethod
-    def _take_start(self, index: int) -> None: ...
+    def _add_start(self, index: int) -> None: ...
 
     @abc.abstractmethod
-    def _take_tokens(
+    def _add_tokens(
         self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None: ...
 
     @abc.abstractmethod
-    def _take_finish(self, index: int, finish_reason: str) -> None: ...
+    def _add_finish(self, index: int, finish_reason: str) -> None: ...
 
     @abc.abstractmethod
     def _complete(self) -> None: ...
@@ -155,13 +155,13 @@ class Answer(abc.ABC):
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
 
-    def _fault(self, finish: SequenceFinish) -> KvloomError | None:
-        """The error that a finish stands for, if it does."""
+    def _error_of(self, finish: SequenceFinish) -> KvloomError | None:
+        """Returns the error that a finish stands for; None for a regular finish."""
         reason = finish.reason
         if reason in (generation_pb2.FINISH_REASON_STOP, generation_pb2.FINISH_REASON_LENGTH):
             return None
         if reason == generation_pb2.FINISH_REASON_CONTENT_FILTER:
-            # Nothing was generated: it is the prompt that was refused, which is the client's error.
+            # If nothing was generated, the prompt itself was refused, which is a client error.
             if finish.num_output_tokens or self.num_output_tokens or self._is_visible:
                 return None
             message = finish.error.message or "The prompt was refused by the safety policy."
@@ -178,7 +178,7 @@ class Answer(abc.ABC):
 
 
 class PromptSink:
-    """Gives one prompt's choices their place among those of all prompts."""
+    """Maps the choices of one prompt to their numbers among the choices of all prompts."""
 
     __slots__ = ("_answer", "_base")
 

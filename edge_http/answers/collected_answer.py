@@ -1,4 +1,4 @@
-"""An answer that is not streamed: gathered until all choices have finished."""
+"""An answer that is not streamed: its text is collected until all choices have finished."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from kvloom.v1.generation_pb2 import TokenLogprobs
 
 
 class CollectedAnswer(Answer):
-    """Bounded by the model's window times the number of choices."""
+    """Its size is bounded by the model's maximum length times the number of choices."""
 
-    __slots__ = ("_finish_reasons", "_logprobs", "_shape", "_texts")
+    __slots__ = ("_finish_reasons", "_formatter", "_logprobs", "_texts")
 
-    def __init__(self, prompt_sizes: Sequence[int], n: int, shape: ResponseFormatter) -> None:
+    def __init__(self, prompt_sizes: Sequence[int], n: int, formatter: ResponseFormatter) -> None:
         super().__init__(prompt_sizes, n)
-        self._shape = shape
+        self._formatter = formatter
         self._texts: list[list[str]] = [[] for _ in range(self.num_choices)]
         self._logprobs: list[list[Any]] = [[] for _ in range(self.num_choices)]
         self._finish_reasons = [""] * self.num_choices
 
     def body(self, *, with_details: bool) -> bytes:
-        """The JSON body, once the answer has ended well."""
+        """Returns the JSON body, once the answer has ended without an error."""
         choices = [
-            CollectedChoice("".join(texts), finish_reason, self._shape.join_logprobs(pieces) if pieces else None)
+            CollectedChoice("".join(texts), finish_reason, self._formatter.join_logprobs(pieces) if pieces else None)
             for texts, finish_reason, pieces in zip(self._texts, self._finish_reasons, self._logprobs, strict=True)
         ]
-        return self._shape.body(choices, self.usage(), self.details() if with_details else None)
+        return self._formatter.body(choices, self.usage(), self.details() if with_details else None)
 
     @property
     def _is_visible(self) -> bool:
         return False
 
-    def _take_start(self, index: int) -> None:  # noqa: ARG002
+    def _add_start(self, index: int) -> None:  # noqa: ARG002
         self._note_first_token()
 
-    def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+    def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._note_first_token()
         self._texts[index].append(delta)
         if logprobs:
-            self._logprobs[index].append(self._shape.logprobs(index, token_ids, logprobs))
+            self._logprobs[index].append(self._formatter.logprobs(index, token_ids, logprobs))
 
-    def _take_finish(self, index: int, finish_reason: str) -> None:
+    def _add_finish(self, index: int, finish_reason: str) -> None:
         self._finish_reasons[index] = finish_reason
 
     def _complete(self) -> None:

@@ -1,4 +1,4 @@
-"""A streamed answer of which another edge may have to know how far it has come."""
+"""A streamed answer that records its progress, so that another edge can continue it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprob
 
 
 class RecordedAnswer(StreamedAnswer):
-    """Keeps the tokens of each choice, and can go on behind those that another edge has delivered."""
+    """Keeps the tokens of each choice, and can continue behind those that another edge has delivered."""
 
-    __slots__ = ("_goes_on", "choices")
+    __slots__ = ("_is_continued", "choices")
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        """As StreamedAnswer."""
+        """Takes the arguments of StreamedAnswer."""
         super().__init__(*args, **more)
         self.choices = [ChoiceProgress(index) for index in range(self.num_choices)]
-        self._goes_on = False
+        self._is_continued = False
 
     def restore(
         self,
@@ -27,8 +27,8 @@ class RecordedAnswer(StreamedAnswer):
         starts: Mapping[int, SequenceStart],
         finishes: Mapping[int, SequenceFinish],
     ) -> None:
-        """What has been delivered."""
-        self._goes_on = True
+        """Continue behind what another edge has delivered."""
+        self._is_continued = True
         self.choices = list(choices)
         self.starts |= starts
         self.finishes |= finishes
@@ -36,11 +36,11 @@ class RecordedAnswer(StreamedAnswer):
         for choice in choices:
             self.num_output_tokens += len(choice.token_ids)
             if choice.index in starts or choice.token_ids or choice.is_done:
-                self._prefixes[choice.index] = self._shape.prefixes[choice.index]
-            self._shape.skip(choice.index, choice.token_ids)
+                self._prefixes[choice.index] = self._formatter.prefixes[choice.index]
+            self._formatter.skip(choice.index, choice.token_ids)
 
     def on_start(self, index: int, start: SequenceStart) -> None:
-        if not (self._goes_on and index in self.starts):
+        if not (self._is_continued and index in self.starts):
             super().on_start(index, start)
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
@@ -53,16 +53,16 @@ class RecordedAnswer(StreamedAnswer):
         StreamedAnswer.on_tokens(self, index, delta, token_ids, logprobs)
 
     def fast_writer(self, index: int) -> None:  # noqa: ARG002
-        """Tokens and events have to be written down together."""
+        """There is no shorter path: tokens and events have to be recorded together."""
         return
 
     def on_finish(self, index: int, finish: SequenceFinish) -> None:
-        if self._goes_on:
-            finish = self._whole(index, finish)
+        if self._is_continued:
+            finish = self._with_total_counts(index, finish)
         super().on_finish(index, finish)
 
-    def _whole(self, index: int, finish: SequenceFinish) -> SequenceFinish:
-        """Its counts are those of all edges together."""
+    def _with_total_counts(self, index: int, finish: SequenceFinish) -> SequenceFinish:
+        """Returns the finish with the token counts of all edges together."""
         whole = SequenceFinish()
         whole.CopyFrom(finish)
         start = self.starts.get(index)

@@ -1,4 +1,4 @@
-"""A streamed answer: every delta becomes one server-sent event the moment it arrives."""
+"""A streamed answer: every delta becomes one server-sent event as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
 SLOW_CLIENT_LINGER_SECONDS: Final = 5.0
-"""How long a client that read too slowly may take for what is buffered, the error included."""
+"""How long a client that reads too slowly may take for the buffered bytes, including the error."""
 
 
 class StreamedAnswer(Answer):
-    """Sends nothing before the first news of any choice, so that a refusal can still have its HTTP status."""
+    """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status."""
 
     __slots__ = (
         "_events",
+        "_formatter",
         "_headers",
         "_include_usage",
         "_prefixes",
-        "_shape",
         "_suffix",
         "_with_details",
         "_with_explanation",
@@ -35,7 +35,7 @@ class StreamedAnswer(Answer):
         self,
         prompt_sizes: Sequence[int],
         n: int,
-        shape: ResponseFormatter,
+        formatter: ResponseFormatter,
         events: EventSink,
         headers: Mapping[str, str],
         *,
@@ -44,18 +44,18 @@ class StreamedAnswer(Answer):
         with_explanation: bool,
     ) -> None:
         super().__init__(prompt_sizes, n)
-        self._shape = shape
-        self._suffix = shape.suffix
+        self._formatter = formatter
+        self._suffix = formatter.suffix
         self._events = events
         self._headers = headers
         self._include_usage = include_usage
         self._with_details = with_details
         self._with_explanation = with_explanation
         self._prefixes: list[bytes | None] = [None] * self.num_choices
-        """The shape's, of the choices that have begun; of none once the answer has failed."""
+        """By choice: the formatter's prefix if the choice has begun; None before, and after the answer has failed."""
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """The hot path: plain text of a choice that has begun."""
+        """The hot path: plain text for a choice that has begun."""
         prefix = self._prefixes[index]
         if logprobs or prefix is None:
             super().on_tokens(index, delta, token_ids, logprobs)
@@ -68,7 +68,7 @@ class StreamedAnswer(Answer):
             self._on_bug()
 
     def fast_writer(self, index: int) -> Callable[[str], None] | None:
-        """As FastPathSink (kvloom/router_link/fast_path.py)."""
+        """See FastPathSink (kvloom/router_link/fast_path.py)."""
         prefix = self._prefixes[index]
         return None if prefix is None else self._events.fast_writer(prefix, self._suffix, self._on_slow_reader)
 
@@ -94,43 +94,43 @@ class StreamedAnswer(Answer):
         self._prefixes = [None] * self.num_choices
         super().fail(error)
 
-    def _take_start(self, index: int) -> None:
+    def _add_start(self, index: int) -> None:
         if self._prefixes[index] is None:
             self._open(index)
 
-    def _take_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+    def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         if self._prefixes[index] is None:
             self._open(index)
-        shape = self._shape
+        formatter = self._formatter
         if logprobs:
-            entries = shape.logprobs(index, token_ids, logprobs)
-            self._send(shape.delta_with_logprobs(index, delta, entries))
-        elif delta and not self._events.send(shape.prefixes[index], encode_json(delta), self._suffix):
+            entries = formatter.logprobs(index, token_ids, logprobs)
+            self._send(formatter.delta_with_logprobs(index, delta, entries))
+        elif delta and not self._events.send(formatter.prefixes[index], encode_json(delta), self._suffix):
             self._on_slow_reader()
 
-    def _take_finish(self, index: int, finish_reason: str) -> None:
+    def _add_finish(self, index: int, finish_reason: str) -> None:
         if self._prefixes[index] is None:
             self._open(index)
         self._events.cork()
         is_last_chunk = not self.num_open and not self._include_usage
         details = self.details() if is_last_chunk and self._with_details else None
-        self._send(self._shape.finish(index, finish_reason, details))
+        self._send(self._formatter.finish(index, finish_reason, details))
 
     def _complete(self) -> None:
         if self._include_usage:
-            self._send(self._shape.usage_chunk(self.usage(), self.details() if self._with_details else None))
+            self._send(self._formatter.usage_chunk(self.usage(), self.details() if self._with_details else None))
         self._send(DONE)
         self._events.end()
 
     def _open(self, index: int) -> None:
-        """The first news of a choice."""
-        self._prefixes[index] = self._shape.prefixes[index]
+        """Called at the first update of a choice."""
+        self._prefixes[index] = self._formatter.prefixes[index]
         self._note_first_token()
-        self._events.cork()  # the first token comes with the head
+        self._events.cork()  # the first token leaves together with the head
         if not self._events.begun:
             more = explanation(self.first_start) if self._with_explanation else {}
             self._events.begin({**self._headers, **more})
-        opening = self._shape.opening(index)
+        opening = self._formatter.opening(index)
         if opening is not None:
             self._send(opening)
 

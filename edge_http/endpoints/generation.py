@@ -17,12 +17,10 @@ from edge_http.openai.prompt import Prompt
 from edge_http.openai.requests import GenerationBody
 from edge_http.openai.response_formatters import Envelope, ResponseFormatter
 from edge_http.openai.sampling import check_window
-from edge_http.recovery.journal import new_response_id
 from edge_http.recovery.takeover import publish
 from edge_http.resume.records import ResponseRecord
-from edge_http.resume.response_name import ResponseName
-from edge_http.resume.table import not_kept
-from edge_http.submission import Submission, follow, make
+from edge_http.resume.response_name import ResponseName, new_response_id
+from edge_http.submission import Submission, run_resumable, run_submission
 from edge_http.wire.caller import caller_of
 from edge_http.wire.headers import (
     REQUEST_ID,
@@ -108,7 +106,7 @@ async def generate(
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(job.prompt_sizes, job.n, shape, events, _headers(request, name), **_wishes(request, job))
     try:
-        await follow(edge, _submission(edge, request, job, name), streamed, events)
+        await run_submission(edge, _submission(edge, request, job, name), streamed, events)
     except KvloomError:
         if not events.begun:
             raise
@@ -119,7 +117,7 @@ async def _collect(
     edge: Edge, request: web.BaseRequest, job: GenerationJob, shape: ResponseFormatter, name: str
 ) -> web.StreamResponse:
     collected = CollectedAnswer(job.prompt_sizes, job.n, shape)
-    await follow(edge, _submission(edge, request, job, name), collected)
+    await run_submission(edge, _submission(edge, request, job, name), collected)
     processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
     return web.Response(
@@ -143,12 +141,10 @@ async def _stream_resumable(
     known = begun_before(edge, response, after)
     if known is not None:
         return await deliver(edge, request, known, after or 0)
-    if response.idempotency_key and edge.elsewhere is not None:
-        known_elsewhere = await edge.elsewhere.find_by_key(request, response, after or 0)
-        if known_elsewhere is not None:
-            return await deliver_found(edge, request, known_elsewhere, after or 0)
-    elif after:
-        raise not_kept()
+    if response.idempotency_key:
+        known_remotely = await edge.remote_responses.find_by_key(request, response, after or 0)
+        if known_remotely is not None:
+            return await deliver_found(edge, request, known_remotely, after or 0)
     stream = edge.resume.open(response)
     headers = {**_headers(request, name), RESUME: f"{edge.resume.grace_seconds:g}"}
     submission = _submission(edge, request, job, name)
@@ -157,11 +153,11 @@ async def _stream_resumable(
         answer = RecordedAnswer(job.prompt_sizes, job.n, shape, stream, headers, **_wishes(request, job))
         record = _response_record(request, job, shape.envelope, response, headers)
         on_submitted = publish(edge, stream, record, answer, shape, submission)
-        job_of_stream = make(edge, submission, answer, stream, on_submitted)
+        job_of_stream = run_resumable(edge, submission, answer, stream, on_submitted)
     else:
         answer = StreamedAnswer(job.prompt_sizes, job.n, shape, stream, headers, **_wishes(request, job))
-        job_of_stream = make(edge, submission, answer, stream)
-    edge.resume.start(stream, job_of_stream, answer.fail, place.give_up)
+        job_of_stream = run_resumable(edge, submission, answer, stream)
+    edge.resume.start(stream, job_of_stream, answer.fail, place.release)
     return await deliver(edge, request, stream, 0)
 
 

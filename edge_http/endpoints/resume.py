@@ -8,9 +8,8 @@ import asyncio
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.resume.reader import Reader
 from edge_http.resume.response_name import ResponseName
-from edge_http.resume.resumable_stream import ResumableStream
+from edge_http.resume.resumable_stream import ConnectionReader, ResumableStream
 from edge_http.resume.table import not_kept, other_request
 from edge_http.wire.caller import caller_of
 from edge_http.wire.headers import (
@@ -31,9 +30,8 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
     response_id, caller = _response_id(request), caller_of(request)
     stream = edge.resume.find(response_id, caller)
     if stream is None:
-        if edge.elsewhere is None:
-            raise not_kept()
-        return await deliver_found(edge, request, await edge.elsewhere.find(request, response_id, caller, after), after)
+        found = await edge.remote_responses.find(request, response_id, caller, after)
+        return await deliver_found(edge, request, found, after)
     edge.metrics.on_resumed()
     if stream.ended and after == stream.num_events:
         return web.Response(status=204)
@@ -45,9 +43,7 @@ async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamRes
     response_id = _response_id(request)
     stream = edge.resume.find(response_id, caller_of(request))
     if stream is None:
-        if edge.elsewhere is None:
-            raise not_kept()
-        return await edge.elsewhere.cancel(request, response_id)
+        return await edge.remote_responses.cancel(request, response_id)
     edge.resume.cancel(stream)
     return json_response({"id": response_id, "cancelled": True})
 
@@ -70,16 +66,17 @@ async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream,
         await asyncio.sleep(0)
         if edge.resume.find(stream.name.id, stream.name.caller) is not stream:
             raise not_kept()
-    reader = Reader(EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer))
-    stream.attach(reader, after)
+    events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer, after)
+    reader = ConnectionReader(events)
+    stream.attach(reader)
     try:
-        await stream.follow(reader, after, request.writer)
+        await stream.follow(reader, request.writer)
     except (asyncio.CancelledError, ConnectionError):
         edge.metrics.on_disconnect()
         raise
     finally:
         edge.metrics.on_replayed(reader.num_replayed)
-    return reader.events.response()
+    return events.response()
 
 
 def begun_before(edge: Edge, name: ResponseName, after: int | None) -> ResumableStream | None:

@@ -1,8 +1,8 @@
-"""Which edge has a response that the edge which began it has lost, and which response an idempotency key names.
+"""Which edge holds a response that was taken over from another edge, and which response an idempotency key names.
 
-A claim is a key of Redis that only changes hands by compare-and-set. It is made before the journal of the edge that is
-taken to be dead is read, and that edge looks for it after each write: what it wrote too late to be read, it shows to
-nobody.
+A claim is a Redis key that only changes hands by compare-and-set. It is made before the journal of the edge that is
+taken to be dead is read, and that edge checks for claims after each write. So it never shows to a client what it wrote
+too late to be read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from edge_http.recovery.journal import ResumeJournal
 
-# Made twice it is as good as made once: of the first attempt no answer may have come.
+# The claim is idempotent, because the answer to a first attempt may have been lost.
 _CLAIM: Final = """
 local now = redis.call('GET', KEYS[1]) or ''
 if now ~= ARGV[1] and now ~= ARGV[2] then return now end
@@ -28,7 +28,7 @@ if (now or '') ~= ARGV[1] then return now or '' end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return ARGV[2]
 """
-_GIVE_BACK: Final = """
+_RELEASE: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return end
 if ARGV[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) end
 redis.call('SREM', KEYS[2], ARGV[4])
@@ -36,18 +36,19 @@ redis.call('SREM', KEYS[2], ARGV[4])
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Tags of edges."""
+    """Its fields are the tags of edges."""
 
     holder: str
+    """The edge that holds the response."""
     source: str
-    """Whose journal has the response as long as the holder's has not."""
+    """The edge whose journal has the response until the holder's journal has it."""
 
     def encode(self) -> str:
         return f"{self.holder} {self.source}"
 
 
 class KeyedResponse(msgspec.Struct, frozen=True):
-    """What an idempotency key stands for."""
+    """The response that an idempotency key stands for."""
 
     response_id: str
     body_digest: str
@@ -69,13 +70,13 @@ class ResumeClaims:
         return _claim(value)
 
     async def claim(self, response_id: str, before: Claim | None, wanted: Claim, loser: str) -> Claim | None:
-        """Replace `before`, and tell the edge `loser`. Returns whose it is now. When that raises it may have been done,
-        or may be yet: the same can be asked for again."""
+        """Replace the claim `before`, and notify the edge `loser`. Returns the claim that stands now. If this raises,
+        the claim may have been made or may still be made; the same call can be repeated."""
         return _claim(await self._replace(_CLAIM, response_id, before, wanted, loser))
 
-    async def give_back(self, response_id: str, claim: Claim, before: Claim | None, loser: str) -> None:
-        """As it was before `claim`."""
-        await self._replace(_GIVE_BACK, response_id, claim, before, loser)
+    async def release(self, response_id: str, claim: Claim, before: Claim | None, loser: str) -> None:
+        """Restore the state before `claim`."""
+        await self._replace(_RELEASE, response_id, claim, before, loser)
 
     async def _replace(
         self, script: str, response_id: str, old: Claim | None, new: Claim | None, loser: str
@@ -88,11 +89,12 @@ class ResumeClaims:
     async def name(
         self, caller: bytes, key: str, before: KeyedResponse | None, wanted: KeyedResponse, ttl_seconds: float
     ) -> KeyedResponse:
-        """Let an idempotency key stand for `wanted` if it stands for `before`. Returns what it stands for now."""
+        """Let an idempotency key stand for `wanted` if it stands for `before`. Returns the response that it stands for
+        now."""
         now: bytes = await self._redis.eval(  # pyright: ignore[reportGeneralTypeIssues]
             _NAME,
             1,
-            f"{self._journal.prefix}:edge-key:{caller.hex()}:{key}",
+            self._journal.idempotency_key(caller, key),
             *(before.encode() if before else "", wanted.encode(), max(1, round(ttl_seconds * 1000))),
         )
         response_id, _, body_digest = now.decode().partition(" ")

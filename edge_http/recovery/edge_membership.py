@@ -1,4 +1,5 @@
-"""This edge's membership among the edges that share a Redis: it publishes its resumable responses and finds others'."""
+"""This edge's membership in the group of edges that share a Redis: it publishes its resumable responses and finds those
+of the others."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ _WILDCARDS: Final = ("", "0.0.0.0", "::")
 
 
 class EdgeMembership:
-    """Owns the connections to Redis and to the other edges, and the task that publishes."""
+    """Owns the connections to Redis and to the other edges, and the publishing task."""
 
     def __init__(self, edge: Edge, redis: RedisConfig, address: str) -> None:
         resume = edge.config.resume
         self._journal = ResumeJournal(redis.url, redis.key_prefix)
-        self._relay = PeerProxy(edge.config.max_concurrent_requests)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
-        self._elsewhere = edge.elsewhere = ResponseLocator(edge, self._journal, claims, self._relay)
+        proxy = PeerProxy(edge.config.max_concurrent_requests)
+        self._locator = ResponseLocator(edge, self._journal, claims, proxy)
+        edge.join(self._locator)
         self._edge = edge
         self._address = address
         self._publisher.start()
@@ -38,22 +40,23 @@ class EdgeMembership:
         return EdgeRecord(self._address, [] if losses is None else losses.link_ids())
 
     async def stop_publishing(self) -> None:
-        """What runs is left to the other edges, if they can know all that was written until now."""
+        """Leave running responses to the other edges, if the journal has everything that was shown until now."""
         if await self._publisher.stop():
             self._edge.resume.hand_over()
-        self._elsewhere.leave()
+        self._locator.leave()
 
     async def close(self) -> None:
         await self._publisher.stop()
-        await self._elsewhere.close()
+        await self._locator.close()
         await self._journal.close()
 
 
 def join_edges(
     edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port: bool = False
 ) -> EdgeMembership | None:
-    """`listening_at`: where only this edge listens. `shares_port`: it has another address besides, as other edges have.
-    None when there is nothing to share: no Redis, no resuming, or no address that others could use."""
+    """`listening_at` is an address where only this edge listens. With `shares_port` it also listens at an address that
+    it shares with other edges. Returns None if there is nothing to share: there is no Redis, resuming is off, or the
+    edge has no address that others could use."""
     resume = edge.config.resume
     if not redis.url or not resume.grace_seconds:
         return None

@@ -1,15 +1,17 @@
-"""What the edges tell each other through Redis, so that any of them can take up a stream that another one began.
+"""What the edges share through Redis, so that any of them can resume a stream that another one began.
 
-One key per edge says where it listens; its tag is part of the ids of its responses. A hash per resumable response says
-what it is (edge_http/resume/records.py). One Redis stream per edge, the journal, has the latest news of its resumable
-responses: all that came since the last write is one entry, whatever the number of responses. Hashes and journal are
-read only when their edge has died. Who goes on with a response then: edge_http/recovery/claims.py.
+One key for each edge holds the address where it listens; the edge's tag is part of the ids of its responses. One hash
+for each resumable response describes it (edge_http/resume/records.py). One Redis stream for each edge, its journal, has
+the latest progress of its resumable responses: everything since the last write is one entry, whatever the number of
+responses. Hashes and journal are read only after their edge has died. Which edge may then continue a response is
+decided in edge_http/recovery/claims.py.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,12 +21,12 @@ import redis.exceptions
 
 from edge_http.resume.records import ProgressDelta, decode_entry
 from kvloom.discovery.redis_client import redis_client
-from kvloom.process.random_bytes import random_hex
 
-TAG_CHARS: Final = 8
 TIMEOUT_SECONDS: Final = 2.0
 NEWCOMER_SECONDS: Final = 3.0
-"""For so long after an edge has announced itself anew, others may still have to: Redis may have started anew."""
+"""For so long after an edge has announced itself, other edges may still have to: Redis may have restarted empty."""
+CACHED_SECONDS: Final = 5.0
+MAX_CACHED_JOURNALS: Final = 4
 _ENTRIES_PER_READ: Final = 32
 _FIELD: Final = b"e"
 _RESPONSE: Final = b"e"
@@ -36,52 +38,34 @@ class EdgeRecord(msgspec.Struct, frozen=True):
     address: str
     """host:port where the other edges reach it."""
     link_ids: list[str] = []
-    """By which routers know it: what they have given to it is settled by these."""
+    """The ids by which routers know its links; the usage records of its attempts are settled under these."""
 
 
 class JournalBatch(msgspec.Struct):
-    """What is written in one go."""
+    """What one write adds to the journal; strings are response ids."""
 
-    news: list[ProgressDelta] = []
+    deltas: list[ProgressDelta] = []
     opened: list[tuple[str, bytes, bytes, bytes]] = []
-    """Responses that are new to the journal: id, ResponseRecord, RequestsRecord (b"": not kept), ProgressDelta of
-    all."""
+    """Responses that are new to the journal: id, ResponseRecord, RequestsRecord (b"" if it is not kept), snapshot."""
     snapshots: list[tuple[str, bytes]] = []
-    """By response id: ProgressDelta of all that has come."""
     ended: list[str] = []
-    """Nothing will be asked of a router any more; the events of these are kept."""
+    """Responses whose requests are over; their events are kept."""
     forgotten: list[str] = []
     claimed: list[str] = []
-    """Claims that go on."""
+    """Responses whose claims are renewed."""
 
 
 class ResponseRow(msgspec.Struct):
-    """A response's hash."""
+    """The hash of a response."""
 
     response: bytes
     requests: bytes | None
-    """None: it has ended, or may not be gone on with."""
+    """None if the response has ended, or if its requests were too large to keep."""
     snapshot: bytes | None
-    """None: it has ended."""
+    """None if the response has ended."""
 
 
-def new_tag() -> str:
-    """Random: no two edges of a fabric have the same."""
-    return secrets.token_hex(TAG_CHARS // 2)
-
-
-def new_response_id(prefix: str, tag: str) -> str:
-    """`prefix`: "chatcmpl-" or "cmpl-". Cannot be guessed."""
-    return f"{prefix}{tag}{random_hex(8)}"
-
-
-def tag_of(response_id: str) -> str:
-    """Of the edge that made the id; "" when none did."""
-    tag = response_id.rpartition("-")[2][:TAG_CHARS]
-    return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""
-
-
-# An edge is never known without being a newcomer: another's absence would be taken for its death.
+# An edge that becomes known is a newcomer at the same moment: else it could take the absence of another for its death.
 _ANNOUNCE: Final = """
 local before = redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2], 'GET')
 if before then return 1 end
@@ -91,23 +75,23 @@ return 0
 
 
 class EdgesUnknownError(Exception):
-    """Redis does not know the edges at the moment."""
+    """Redis may have lost the edges' announcements."""
 
 
 class ResumeJournal:
     """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
     def __init__(self, url: str, key_prefix: str) -> None:
-        # At once, and once: connections to a Redis that has been replaced are found out one by one. Callers try again
-        # by themselves; more of the client's own retries would only hide an outage.
+        # One retry, at once: the connections to a Redis that was replaced turn out to be dead one by one. Callers retry
+        # by themselves, and more retries of the client would only hide an outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.exceptions.ConnectionError,))
         self.redis = redis_client(url, timeout_seconds=TIMEOUT_SECONDS, retry=retry)
-        self.prefix = key_prefix
+        self._prefix = key_prefix
 
     async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> tuple[bool, set[str]]:
-        """Announce the edge and keep the latest of its journal for the next `ttl_seconds`, also when it dies
-        meanwhile. False when Redis did not know the edge: it is new, or Redis has lost what it knew. And the responses
-        that others have taken over."""
+        """Announce the edge and keep the latest entries of its journal for the next `ttl_seconds`, even if it dies
+        meanwhile. Returns whether Redis knew the edge (if not, the edge is new, or Redis has lost its data), and the
+        responses that other edges have taken over."""
         keys = self._edge_key(tag), self._newcomer_key
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.eval(
@@ -120,8 +104,8 @@ class ResumeJournal:
         return bool(was_known), {response_id.decode() for response_id in taken}
 
     async def find_edge(self, tag: str, own_tag: str) -> EdgeRecord | None:
-        """None for an edge that is unknown for good. Raises EdgesUnknownError while it may only not have announced
-        itself yet, because Redis has lost what it knew: the edge that asks is unknown too, or has just become known."""
+        """Returns None for an edge that is gone. Raises EdgesUnknownError while the edge may only not have announced
+        itself yet because Redis has lost its data: then the asking edge is unknown too, or has just become known."""
         keys = self._edge_key(tag), self._edge_key(own_tag), self._newcomer_key
         value, own, newcomer = await self.redis.mget(keys)
         if value is not None:
@@ -131,7 +115,7 @@ class ResumeJournal:
         return None
 
     async def link_ids(self, tags: Iterable[str]) -> set[str]:
-        """Of edges, as long as they are known. Raises RedisError."""
+        """The link ids of those of these edges that Redis still knows."""
         found = await self.redis.mget([self._edge_key(tag) for tag in tags])
         records = [msgspec.json.decode(value, type=EdgeRecord) for value in found if value is not None]
         return {link_id for record in records for link_id in record.link_ids}
@@ -139,9 +123,9 @@ class ResumeJournal:
     async def write(
         self, tag: str, batch: JournalBatch, entry: bytes, max_entries: int, ttl_seconds: float
     ) -> set[str]:
-        """Add `batch`, of which `entry` is the encoded news, to the journal (b"": none), and forget its oldest entries
-        beyond that number. Returns the responses of this edge that others have taken over. The news comes first, so
-        that no snapshot is ahead of it."""
+        """Write `batch`, whose encoded deltas are `entry` (b"" for none), and drop the oldest entries beyond
+        `max_entries`. Returns the responses of this edge that other edges have taken over. The entry is written first,
+        so that no snapshot is ahead of the journal."""
         ttl_ms = _ms(ttl_seconds)
         async with self.redis.pipeline(transaction=False) as pipe:
             if entry:
@@ -177,7 +161,7 @@ class ResumeJournal:
         return None if response is None else ResponseRow(response, requests, snapshot)
 
     async def read(self, tag: str, after_row: str) -> tuple[list[ProgressDelta], str]:
-        """What the journal has behind that row, in the order of writing, and the last row. "": from its beginning."""
+        """Returns the deltas behind that row, in the order of writing, and the last row. "" is before the first row."""
         found: list[ProgressDelta] = []
         while True:
             begin = f"({after_row}" if after_row else "-"
@@ -193,24 +177,61 @@ class ResumeJournal:
 
     @property
     def _newcomer_key(self) -> str:
-        return f"{self.prefix}:edge-newcomer"
+        return f"{self._prefix}:edge-newcomer"
 
     def _edge_key(self, tag: str) -> str:
-        return f"{self.prefix}:edge:{tag}"
+        return f"{self._prefix}:edge:{tag}"
 
     def _journal_key(self, tag: str) -> str:
-        return f"{self.prefix}:edge:{tag}:events"
+        return f"{self._prefix}:edge:{tag}:events"
 
     def _response_key(self, tag: str, response_id: str) -> str:
-        return f"{self.prefix}:edge:{tag}:response:{response_id}"
+        return f"{self._prefix}:edge:{tag}:response:{response_id}"
+
+    def idempotency_key(self, caller: bytes, key: str) -> str:
+        return f"{self._prefix}:edge-key:{caller.hex()}:{key}"
 
     def claim_key(self, response_id: str) -> str:
         """See edge_http/recovery/claims.py."""
-        return f"{self.prefix}:edge-claim:{response_id}"
+        return f"{self._prefix}:edge-claim:{response_id}"
 
     def taken_key(self, tag: str) -> str:
-        """A set of the ids of responses that others have taken over from that edge."""
-        return f"{self.prefix}:edge:{tag}:taken"
+        """A set of the ids of responses that other edges have taken over from that edge."""
+        return f"{self._prefix}:edge:{tag}:taken"
+
+
+class _JournalCopy:
+    def __init__(self) -> None:
+        self.last_row = ""
+        self.deltas: dict[int, list[ProgressDelta]] = {}
+        """By the response's number."""
+        self.reading = asyncio.Lock()
+
+
+class JournalCache:
+    """The journals of dead edges, which are read once for all clients that come back at about the same time."""
+
+    def __init__(self, journal: ResumeJournal) -> None:
+        self._journal = journal
+        self._copies: OrderedDict[str, _JournalCopy] = OrderedDict()
+
+    async def deltas_of(self, tag: str, number: int) -> Sequence[ProgressDelta]:
+        """All deltas of a response that the journal of that edge has now. Raises RedisError."""
+        copy = self._copies.get(tag)
+        if copy is None:
+            copy = self._copies[tag] = _JournalCopy()
+            asyncio.get_running_loop().call_later(CACHED_SECONDS, self._forget, tag, copy)
+            if len(self._copies) > MAX_CACHED_JOURNALS:
+                self._copies.popitem(last=False)
+        async with copy.reading:
+            found, copy.last_row = await self._journal.read(tag, copy.last_row)
+            for delta in found:
+                copy.deltas.setdefault(delta.number, []).append(delta)
+        return copy.deltas.get(number, ())
+
+    def _forget(self, tag: str, copy: _JournalCopy) -> None:
+        if self._copies.get(tag) is copy:
+            del self._copies[tag]
 
 
 def _ms(seconds: float) -> int:

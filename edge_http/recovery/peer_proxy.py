@@ -1,4 +1,4 @@
-"""Passes a request on to another edge, and its answer back as it comes."""
+"""Forwards a request to another edge, and streams its answer back as it arrives."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from edge_http.resume.table import not_kept
 from edge_http.wire.headers import LAST_EVENT_ID
 
 RELAYED: Final = "x-kvloom-relayed"
-"""The tag of the edge that is meant."""
+"""A header with the tag of the edge that the request is intended for."""
 MISDIRECTED: Final = 421
-"""The status with which an edge says that it is not the one that was looked for, or has left its answers to others."""
+"""The status of an edge that is not the intended one, or that has left its answers to other edges."""
 CONNECT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
-"""Until the status line. An edge has it ready, unless the answer has not begun: then it has to say that it lives."""
-LIVES_SECONDS: Final = 1.0
+"""The wait for a status line. An edge has it ready unless the answer has not begun; then the edge is probed."""
+PROBE_SECONDS: Final = 1.0
 _TO_OWNER: Final = ("Authorization", LAST_EVENT_ID, "x-request-id", "traceparent")
 _TO_CLIENT: Final = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "x-request-id", "Retry-After")
 _OURS: Final = "x-kvloom-"
 
 
 class OwnerLostError(Exception):
-    """The other edge does not answer; nothing was sent to the client."""
+    """The other edge does not answer. Nothing was sent to the client."""
 
 
 class PeerProxy:
@@ -38,38 +38,38 @@ class PeerProxy:
             auto_decompress=False,
         )
 
-    async def pass_on(self, request: web.BaseRequest, address: str, tag: str, response_id: str) -> web.StreamResponse:
-        """Raises OwnerLostError, KvloomError (NOT_FOUND). When the other edge dies in the middle, the client's
-        connection is closed: it will come back, and be answered by somebody else."""
+    async def forward(self, request: web.BaseRequest, address: str, tag: str, response_id: str) -> web.StreamResponse:
+        """Raises OwnerLostError, KvloomError (NOT_FOUND). If the other edge dies in the middle of its answer, the
+        client's connection is closed, so that the client comes back and another edge answers."""
         headers = {name: request.headers[name] for name in _TO_OWNER if name in request.headers} | {RELAYED: tag}
         path = str(request.rel_url)
-        if request.method == "POST" and not path.endswith("/cancel"):  # again, with its idempotency key
+        if request.method == "POST" and not path.endswith("/cancel"):  # a request repeated under its idempotency key
             path, method = f"{request.path}/{response_id}?stream=true", "GET"
         else:
             method = request.method
-        asked = asyncio.ensure_future(
+        sent = asyncio.ensure_future(
             self._session.request(method, f"http://{address}{path}", headers=headers, allow_redirects=False)
         )
         try:
-            while not asked.done():
-                await asyncio.wait([asked], timeout=ANSWER_SECONDS)
-                if not asked.done():
-                    await self._check_lives(address)
-            answer = asked.result()
+            while not sent.done():
+                await asyncio.wait([sent], timeout=ANSWER_SECONDS)
+                if not sent.done():
+                    await self._probe(address)
+            answer = sent.result()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise OwnerLostError(str(error)) from error
         finally:
-            asked.cancel()
+            sent.cancel()
         async with answer:
             if answer.status == MISDIRECTED:
-                raise OwnerLostError("another edge has its address, or it stops")
+                raise OwnerLostError("another edge has its address, or it is stopping")
             if answer.status == 404:
                 raise not_kept()
             return await _copy(answer, request)
 
-    async def _check_lives(self, address: str) -> None:
+    async def _probe(self, address: str) -> None:
         """Raises ClientError, TimeoutError."""
-        async with asyncio.timeout(LIVES_SECONDS), self._session.get(f"http://{address}/live") as answer:
+        async with asyncio.timeout(PROBE_SECONDS), self._session.get(f"http://{address}/live") as answer:
             await answer.read()
 
     async def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Responses that another edge began: passed on to it while it lives, gone on with from its journal when it has died."""
+"""Finds the responses of other edges: a request is forwarded to the edge that holds the response, or, if that edge has
+died, the response is recovered from its journal."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ import structlog
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from edge_http.edge import Edge, stopping
+from edge_http.edge import Edge, draining_error
 from edge_http.recovery.claims import Claim, KeyedResponse, ResumeClaims
-from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal, tag_of
+from edge_http.recovery.journal import EdgesUnknownError, ResumeJournal
 from edge_http.recovery.peer_proxy import MISDIRECTED, RELAYED, OwnerLostError, PeerProxy
-from edge_http.recovery.response_recovery import Found, ResponseRecovery
-from edge_http.resume.response_name import ResponseName
+from edge_http.recovery.response_recovery import ResponseRecovery
+from edge_http.resume.remote_responses import FoundResponse
+from edge_http.resume.response_name import ResponseName, edge_tag_of
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import not_kept, other_request
 from kvloom.errors import KvloomError
@@ -25,42 +27,42 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 log = structlog.get_logger()
 
 MAX_HOPS: Final = 4
-"""Edges that may have had a response, one after the other, while a client waits."""
+"""How many edges may hold a response, one after the other, while a client waits."""
 
 
 class ResponseLocator:
-    """The way to the responses of the other edges."""
+    """Implements RemoteResponses (edge_http/resume/remote_responses.py) for edges that share a Redis."""
 
-    def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims, relay: PeerProxy) -> None:
+    def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims, proxy: PeerProxy) -> None:
         self._edge = edge
         self._journal = journal
         self._claims = claims
-        self._relay = relay
+        self._proxy = proxy
         self._tag = edge.tag
         self._has_left = False
-        self._orphans = ResponseRecovery(edge, journal, claims)
+        self._recovery = ResponseRecovery(edge, journal, claims)
         self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
-        """By idempotency key: requests that look it up, one after the other, and how many they are."""
+        """By caller and idempotency key: a lock for the requests that look it up, and how many of them there are."""
 
-    async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
-        """What another edge answers, what it left, or the stream, which goes on here now. Raises KvloomError
-        (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING, INTERNAL) as long as nothing was sent."""
+    async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
+        """See RemoteResponses. The result is the answer of the edge that holds the response, or a replay from the
+        journal of a dead edge, or a stream that continues at this edge now."""
         for _ in range(MAX_HOPS):
             claim = await self._holder(request, response_id)
             if isinstance(claim, web.StreamResponse):
                 return claim
             if claim.holder == self._tag:
-                before = self._orphans.half_taken(response_id)
+                before = self._recovery.claim_before(response_id)
                 if before is None:
-                    return await self._taken(response_id, caller)
+                    return await self._find_claimed(response_id, caller)
                 claim = before
             else:
                 try:
-                    return await self._pass_on(request, response_id, claim)
+                    return await self._forward(request, response_id, claim)
                 except OwnerLostError as lost:
                     log.info("the edge of a response is gone", response_id=response_id, error=str(lost))
             try:
-                found = await self._orphans.go_on(request, response_id, claim, caller, after)
+                found = await self._recovery.recover(request, response_id, claim, caller, after)
             except RedisError as error:
                 raise _cannot_look() from error
             if found is not None:
@@ -68,23 +70,22 @@ class ResponseLocator:
         raise _cannot_look()
 
     async def cancel(self, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
-        """Raises KvloomError (NOT_FOUND, DRAINING, INTERNAL)."""
+        """See RemoteResponses."""
         claim = await self._holder(request, response_id)
         if isinstance(claim, web.StreamResponse):
             return claim
         if claim.holder == self._tag:
             raise self._missing()
         try:
-            return await self._pass_on(request, response_id, claim)
+            return await self._forward(request, response_id, claim)
         except OwnerLostError as lost:
-            raise not_kept() from lost  # what a dead edge ran has been cancelled by the router
+            raise not_kept() from lost  # the router has cancelled the requests of a dead edge
 
-    async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> Found | None:
-        """The response that another edge began under the same idempotency key. None: from now on the key stands for
-        `name`. While Redis is away a key is known to one edge only. Raises KvloomError."""
+    async def find_by_key(self, request: web.BaseRequest, name: ResponseName, after: int) -> FoundResponse | None:
+        """See RemoteResponses. While Redis is unreachable, a key is known to one edge only."""
         before: KeyedResponse | None = None
         for _ in range(MAX_HOPS):
-            async with self._alone(name.caller, name.idempotency_key):
+            async with self._key_lock(name.caller, name.idempotency_key):
                 stream = self._edge.resume.find_by_key(name.caller, name.idempotency_key)
                 if stream is not None and stream.name.body_digest == name.body_digest:
                     return stream
@@ -100,11 +101,11 @@ class ResponseLocator:
             except KvloomError as error:
                 if error.reason != ErrorReason.ERROR_REASON_NOT_FOUND:
                     raise
-            before = now  # refused, cancelled, or forgotten
+            before = now  # that response was refused, cancelled, or forgotten
         raise _cannot_look()
 
     async def _named(self, name: ResponseName, before: KeyedResponse | None) -> KeyedResponse:
-        """What the key of `name` stands for now."""
+        """The response that the key of `name` stands for now."""
         wanted = KeyedResponse(name.id, name.body_digest)
         try:
             return await self._claims.name(name.caller, name.idempotency_key, before, wanted, self._key_seconds)
@@ -112,7 +113,7 @@ class ResponseLocator:
             log.info("an idempotency key cannot be looked up", error=str(error))
             return wanted
 
-    async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> Found:
+    async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
         stream = self._edge.resume.find(response_id, caller)
         return stream or await self.find(request, response_id, caller, after)
 
@@ -122,8 +123,8 @@ class ResponseLocator:
         return config.request_timeout_seconds + 2 * config.resume.grace_seconds
 
     @contextlib.asynccontextmanager
-    async def _alone(self, caller: bytes, key: str) -> AsyncIterator[None]:
-        """One request of a key at a time, until its response is open or found."""
+    async def _key_lock(self, caller: bytes, key: str) -> AsyncIterator[None]:
+        """Serializes the requests of a key, until the response is open or found."""
         lock, count = self._naming.get((caller, key), (asyncio.Lock(), 0))
         self._naming[caller, key] = (lock, count + 1)
         try:
@@ -135,31 +136,32 @@ class ResponseLocator:
                 self._naming[caller, key] = (lock, count - 1)
 
     def leave(self) -> None:
-        """This edge stops: what it has not, or has no longer, others may go on with."""
+        """This edge stops: other edges may continue the responses that it does not have or no longer has."""
         self._has_left = True
 
     async def close(self) -> None:
-        await self._orphans.close()
-        await self._relay.close()
+        await self._recovery.close()
+        await self._proxy.close()
 
-    # -- whose it is --------------------------------------------------------------------------------------------------
+    # -- the holder ---------------------------------------------------------------------------------------------------
 
     async def _holder(self, request: web.BaseRequest, response_id: str) -> Claim | web.StreamResponse:
-        """Whose it is; an answer to an edge that has the wrong address. Raises KvloomError (NOT_FOUND, INTERNAL)."""
-        tag = tag_of(response_id)
+        """Returns the claim on a response, or the answer to an edge that forwarded to a wrong address. Raises
+        KvloomError (NOT_FOUND, INTERNAL)."""
+        tag = edge_tag_of(response_id)
         if not tag:
             raise not_kept()
         wanted_tag = request.headers.get(RELAYED)
         if wanted_tag is not None:
             if wanted_tag != self._tag or self._has_left:
-                return web.Response(status=MISDIRECTED)  # the edge that is meant is gone, or as good as gone
+                return web.Response(status=MISDIRECTED)  # the intended edge is gone, or about to be
             return Claim(self._tag, tag)
         try:
             return await self._claims.find(response_id) or Claim(tag, tag)
         except RedisError as error:
             raise _cannot_look() from error
 
-    async def _pass_on(self, request: web.BaseRequest, response_id: str, claim: Claim) -> web.StreamResponse:
+    async def _forward(self, request: web.BaseRequest, response_id: str, claim: Claim) -> web.StreamResponse:
         """Raises KvloomError (NOT_FOUND, INTERNAL), OwnerLostError."""
         try:
             record = await self._journal.find_edge(claim.holder, self._tag)
@@ -167,18 +169,18 @@ class ResponseLocator:
             raise _cannot_look() from error
         if record is None:
             raise not_kept()
-        return await self._relay.pass_on(request, record.address, claim.holder, response_id)
+        return await self._proxy.forward(request, record.address, claim.holder, response_id)
 
-    async def _taken(self, response_id: str, caller: bytes) -> ResumableStream:
-        """This edge has it, or is about to. Raises KvloomError (NOT_FOUND, DRAINING)."""
-        stream = await self._orphans.taken(response_id, caller)
+    async def _find_claimed(self, response_id: str, caller: bytes) -> ResumableStream:
+        """The stream of a response that this edge has claimed. Raises KvloomError (NOT_FOUND, DRAINING)."""
+        stream = await self._recovery.find_claimed(response_id, caller)
         if stream is None:
             raise self._missing()
         return stream
 
     def _missing(self) -> KvloomError:
-        """What this edge should have, it has not."""
-        return stopping() if self._has_left else not_kept()
+        """The error for a response that this edge should have but does not."""
+        return draining_error() if self._has_left else not_kept()
 
 
 def _cannot_look() -> KvloomError:

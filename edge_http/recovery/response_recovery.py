@@ -1,7 +1,7 @@
-"""Responses whose edge has died: gone on with here, or replayed, from what its journal has of them.
+"""Responses whose edge has died: this edge continues or replays them from that edge's journal.
 
-Each is claimed first, for of several edges that are asked for it one may go on. A claim is given back if that does not
-come about.
+Each response is claimed first, because only one of the edges that are asked for it may continue it. The claim is
+released if this edge does not continue the response.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from redis.exceptions import RedisError
 
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.recovery.claims import Claim, ResumeClaims
-from edge_http.recovery.journal import ResponseRow, ResumeJournal, tag_of
-from edge_http.recovery.journal_cache import JournalCache
+from edge_http.recovery.journal import JournalCache, ResponseRow, ResumeJournal
 from edge_http.recovery.takeover import formatter_of, take_over
 from edge_http.resume.records import (
     AnswerState,
     ResponseRecord,
-    decode_news,
+    decode_delta,
     decode_requests,
     decode_response,
-    framed_events,
+    event_data,
 )
+from edge_http.resume.remote_responses import FoundResponse
+from edge_http.resume.response_name import edge_tag_of
 from edge_http.resume.resumable_stream import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResumableStream
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import REQUEST_ID, RESPONSE_ID, request_id
@@ -38,26 +39,24 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
 
-MAX_HALF_TAKEN: Final = 4096
-
-Found = web.StreamResponse | ResumableStream
+MAX_UNFINISHED: Final = 4096
 
 
 class ResponseRecovery:
-    """Responses of edges that have died. Where KvloomError (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING) is raised,
-    nothing was sent; RedisError: the journal cannot be read now."""
+    """The responses of edges that have died. If KvloomError (NOT_FOUND, EVENTS_GONE, QUEUE_FULL, DRAINING) is raised,
+    nothing was sent. RedisError is raised while the journal cannot be read."""
 
     def __init__(self, edge: Edge, journal: ResumeJournal, claims: ResumeClaims) -> None:
         self._edge = edge
         self._journal = journal
         self._claims = claims
         self._tag = edge.tag
-        self._lost = JournalCache(journal)
+        self._journals = JournalCache(journal)
         self._taking: dict[str, asyncio.Task[ResumableStream | AnswerState | None]] = {}
-        """By response id: attempts to take one over."""
-        self._half_taken: dict[str, tuple[Claim, Claim]] = {}
-        """By response id, the oldest first: whose it was, and the claim of this edge, which has not got so far as to go
-        on with it. Redis may do what it was asked for when nobody waits for its answer any more: it may be made."""
+        """By response id: the takeovers under way."""
+        self._unfinished: dict[str, tuple[Claim, Claim]] = {}
+        """By response id, the oldest first: the previous claim, and the claim of this edge, for takeovers that were cut
+        short. Redis may execute a command whose answer was not awaited any more, so the claim may exist."""
 
     async def close(self) -> None:
         tasks = list(self._taking.values())
@@ -65,29 +64,30 @@ class ResponseRecovery:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def half_taken(self, response_id: str) -> Claim | None:
-        """Whose it was before this edge claimed it and did not get so far as to go on with it."""
-        return self._half_taken.get(response_id, (None,))[0]
+    def claim_before(self, response_id: str) -> Claim | None:
+        """The claim that this edge replaced in a takeover that was cut short; None if there was no such takeover."""
+        return self._unfinished.get(response_id, (None,))[0]
 
-    async def taken(self, response_id: str, caller: bytes) -> ResumableStream | None:
-        """One that this edge has claimed, and has or is about to have."""
+    async def find_claimed(self, response_id: str, caller: bytes) -> ResumableStream | None:
+        """The stream of a response that this edge has claimed; waits for a takeover that is under way."""
         task = self._taking.get(response_id)
         if task is not None:
             with contextlib.suppress(KvloomError, RedisError):
                 await asyncio.shield(task)
         return self._edge.resume.find(response_id, caller)
 
-    async def go_on(
+    async def recover(
         self, request: web.BaseRequest, response_id: str, claim: Claim, caller: bytes, after: int
-    ) -> Found | None:
-        """`claim`: of the edge that has died. None: another edge was faster."""
+    ) -> FoundResponse | None:
+        """Continue or replay a response. `claim` is that of the edge that has died. Returns None if another edge was
+        faster."""
         row, response, source = await self._row(response_id, claim)
         if not hmac.compare_digest(response.caller, caller):
             raise not_kept()
         if row.snapshot is None:
             return await self._replay(request, response, await self._state(source, response, row), after)
         stream = self._edge.resume.find(response_id, caller)
-        if stream is not None:  # for another client, meanwhile
+        if stream is not None:  # it was taken over for another client meanwhile
             return stream
         task = self._taking.get(response_id)
         if task is None:
@@ -105,36 +105,37 @@ class ResponseRecovery:
     async def _take(
         self, response_id: str, claim: Claim, source: str, after: int
     ) -> ResumableStream | AnswerState | None:
-        """The stream that goes on here now; what there is of an answer that has ended; None: another edge was faster.
-        `source`: the tag of the edge that wrote it."""
-        with self._edge.admit() as place:
-            wanted = self._note_half_taken(response_id, claim, source)
-            before = None if claim.holder == tag_of(response_id) == claim.source else claim
+        """Returns the stream that continues at this edge now, or the state of an answer that has ended, or None if
+        another edge was faster. `source` is the tag of the edge that wrote the response."""
+        with self._edge.admit() as permit:
+            wanted = self._note_unfinished(response_id, claim, source)
+            before = None if claim.holder == edge_tag_of(response_id) == claim.source else claim
             found: ResumableStream | AnswerState | KvloomError | None = None
             if await self._claims.claim(response_id, before, wanted, claim.holder) == wanted:
                 try:
-                    found = await self._take_claimed(response_id, claim, place, after)
+                    found = await self._take_claimed(response_id, claim, permit, after)
                 except KvloomError as error:
                     found = error
                 if not isinstance(found, ResumableStream):
-                    await self._claims.give_back(response_id, wanted, before, claim.holder)
-            self._half_taken.pop(response_id, None)
+                    await self._claims.release(response_id, wanted, before, claim.holder)
+            self._unfinished.pop(response_id, None)
             if isinstance(found, KvloomError):
                 raise found
             return found
 
-    def _note_half_taken(self, response_id: str, before: Claim, source: str) -> Claim:
-        """The claim to make: the same as the last time, which may have been made, if it was whose it is now."""
-        last_before, wanted = self._half_taken.get(response_id, (None, None))
+    def _note_unfinished(self, response_id: str, before: Claim, source: str) -> Claim:
+        """Returns the claim to make: that of the last takeover, which may exist already, if it replaced the same claim
+        `before`."""
+        last_before, wanted = self._unfinished.get(response_id, (None, None))
         if wanted is None or last_before != before:
             wanted = Claim(self._tag, source)
-        while len(self._half_taken) >= MAX_HALF_TAKEN:
-            del self._half_taken[next(iter(self._half_taken))]
-        self._half_taken[response_id] = (before, wanted)
+        while len(self._unfinished) >= MAX_UNFINISHED:
+            del self._unfinished[next(iter(self._unfinished))]
+        self._unfinished[response_id] = (before, wanted)
         return wanted
 
     async def _take_claimed(
-        self, response_id: str, claim: Claim, place: AdmissionPermit, after: int
+        self, response_id: str, claim: Claim, permit: AdmissionPermit, after: int
     ) -> ResumableStream | AnswerState:
         row, response, source = await self._row(response_id, claim)
         state = await self._state(source, response, row)
@@ -143,15 +144,16 @@ class ResponseRecovery:
         if row.requests is None or not state.is_whole or after > state.num_events:
             raise _rest_is_lost()
         link_ids = await self._journal.link_ids({source, claim.holder})
-        stream = take_over(self._edge, place, response, decode_requests(row.requests), state, link_ids)
+        stream = take_over(self._edge, permit, response, decode_requests(row.requests), state, link_ids)
         self._edge.metrics.on_taken_over()
-        log.info("a response goes on here", response_id=response_id, num_events=state.num_events)
+        log.info("a response continues at this edge", response_id=response_id, num_events=state.num_events)
         return stream
 
-    # -- what the journal has ------------------------------------------------------------------------------------------
+    # -- reading the journal ------------------------------------------------------------------------------------------
 
     async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow, ResponseRecord, str]:
-        """And the tag of the edge that wrote it. One that took the response over may not have got so far."""
+        """Returns the response's row, its record, and the tag of the edge that wrote them: the edge that took the
+        response over may not have written any yet."""
         source = claim.holder
         row = await self._journal.read_response(source, response_id)
         if row is None and claim.source != source:
@@ -163,14 +165,14 @@ class ResponseRecovery:
 
     async def _state(self, tag: str, response: ResponseRecord, row: ResponseRow) -> AnswerState:
         state = AnswerState(len(response.prompt_sizes) * response.n, len(response.prompt_sizes))
-        journal = await self._lost.news_of(tag, response.number)
-        state.take_all(None if row.snapshot is None else decode_news(row.snapshot), journal)
+        journal = await self._journals.deltas_of(tag, response.number)
+        state.apply_all(None if row.snapshot is None else decode_delta(row.snapshot), journal)
         return state
 
     async def _replay(
         self, request: web.BaseRequest, response: ResponseRecord, state: AnswerState, after: int
     ) -> web.StreamResponse:
-        """Of an answer that has ended."""
+        """Send the events of an answer that has ended."""
         num_before = state.num_events - len(state.events)
         if not state.ended:
             raise not_kept() if not state.num_events else _rest_is_lost()
@@ -179,23 +181,23 @@ class ResponseRecovery:
         if after < num_before:
             message = f"Events {after + 1} to {num_before} of this response are no longer kept."
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        shape = formatter_of(response, self._edge.find_model(response.model))
-        framed = framed_events(after + 1, state.events[after - num_before :], shape.prefixes, shape.suffix)
-        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer)
+        formatter = formatter_of(response, self._edge.find_model(response.model))
+        missed = event_data(state.events[after - num_before :], formatter.prefixes, formatter.suffix)
+        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer, after)
         events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
-        await _write(events, request, framed)
+        await _write(events, request, missed)
         events.end()
         return events.response()
 
 
 async def _write(events: EventStream, request: web.BaseRequest, missed: Sequence[bytes]) -> None:
-    """Raises ConnectionResetError for a reader that does not take them."""
+    """Raises ConnectionResetError if the client reads too slowly."""
     begin = size_bytes = 0
     for end, event in enumerate(missed, 1):
         size_bytes += len(event)
         if size_bytes < CATCH_UP_BYTES and end < len(missed):
             continue
-        events.write_all_framed(missed[begin:end])
+        events.replay(missed[begin:end])
         begin, size_bytes = end, 0
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS):
@@ -207,5 +209,5 @@ async def _write(events: EventStream, request: web.BaseRequest, missed: Sequence
 
 
 def _rest_is_lost() -> KvloomError:
-    message = "The server that was writing this answer has gone, and too little is known of it to go on from there."
+    message = "The server that was writing this answer is gone, and too little of the answer was saved to continue it."
     return KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)

@@ -1,4 +1,4 @@
-"""What another edge needs to go on with a response, and going on with another edge's."""
+"""The state that another edge needs to continue a response, and continuing the response of another edge."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from edge_http.resume.records import (
     RequestRecord,
     RequestsRecord,
     ResponseRecord,
-    framed_events,
+    event_data,
 )
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
-from edge_http.submission import Submission, make
+from edge_http.submission import Submission, run_resumable
 from edge_http.wire.headers import explanation
 from kvloom.router_link.group import with_seed
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 LEAST_SECONDS: Final = 0.001
-"""0 would be no time limit."""
+"""The shortest time limit: 0 would mean none."""
 
 OnSubmitted = Callable[[int, int], None]
-"""Told a prompt's number, and the link's handle of its request."""
+"""Called with a prompt's number and the link's handle of its request."""
 
 
 def publish(
@@ -39,17 +39,18 @@ def publish(
     stream: ResumableStream,
     response: ResponseRecord,
     answer: RecordedAnswer,
-    shape: ResponseFormatter,
+    formatter: ResponseFormatter,
     submission: Submission,
 ) -> OnSubmitted:
-    """Let the journal have the response. Its requests get seeds, for whoever goes on has to draw the same numbers."""
+    """Let the journal have the response. Its requests get seeds, because an edge that continues the response has to
+    draw the same random numbers."""
     records: list[RequestRecord] = []
     for request in submission.requests:
         assert request is not None
         request.sampling = with_seed(request.sampling)
         records.append(_request_record(request))
     requests = RequestsRecord(time.time() + submission.timeout_seconds, records)
-    return _publish(edge, Publication(stream, response, requests, answer, shape.prefixes))
+    return _publish(edge, Publication(stream, response, requests, answer, formatter.prefixes))
 
 
 def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
@@ -63,24 +64,24 @@ def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
 
 def take_over(
     edge: Edge,
-    place: AdmissionPermit,
+    permit: AdmissionPermit,
     response: ResponseRecord,
     requests: RequestsRecord,
     state: AnswerState,
     link_ids: Set[str] = frozenset(),
 ) -> ResumableStream:
-    """Go on with another edge's response, of which `state` is all that its client can have. The stream has no reader
-    yet. `link_ids`: of the links that the other edge had. Raises KvloomError (MODEL_NOT_FOUND)."""
-    shape = formatter_of(response, edge.find_model(response.model))
+    """Continue another edge's response from `state`, which covers everything that its client can have. The stream has
+    no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
+    formatter = formatter_of(response, edge.find_model(response.model))
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
-    for framed in framed_events(num_before + 1, state.events, shape.prefixes, shape.suffix):
-        stream.log.append(framed)
+    for event in event_data(state.events, formatter.prefixes, formatter.suffix):
+        stream.log.append(event)
     answer = RecordedAnswer(
         response.prompt_sizes,
         response.n,
-        shape,
+        formatter,
         stream,
         response.headers,
         include_usage=response.include_usage,
@@ -88,9 +89,6 @@ def take_over(
         with_explanation=response.with_explanation,
     )
     answer.restore(_progress(state, range(len(state.token_ids)), 0), state.starts, state.finishes)
-    if state.num_events or state.starts:
-        more = explanation(answer.first_start) if response.with_explanation else {}
-        stream.begin({**response.headers, **more})
     attempts = _settle(edge, response, requests, state, link_ids)
     timeout_seconds = max(requests.deadline_unix_seconds - time.time(), LEAST_SECONDS)
     submission = Submission(
@@ -102,18 +100,22 @@ def take_over(
         guide_field=response.guide_field,
         timeout_seconds=timeout_seconds,
     )
-    publication = Publication(stream, response, requests, answer, shape.prefixes)
+    publication = Publication(stream, response, requests, answer, formatter.prefixes)
     publication.is_taken_over = True
     publication.earlier_attempts = attempts
     on_submitted = _publish(edge, publication)
-    place.handed_over = True
-    edge.resume.start(stream, make(edge, submission, answer, stream, on_submitted), answer.fail, place.give_up)
+    if state.num_events or state.starts:
+        more = explanation(answer.first_start) if response.with_explanation else {}
+        stream.begin({**response.headers, **more})
+    permit.handed_over = True
+    job = run_resumable(edge, submission, answer, stream, on_submitted)
+    edge.resume.start(stream, job, answer.fail, permit.release)
     stream.await_reader()
     return stream
 
 
 def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormatter:
-    """That its edge wrote it in."""
+    """The formatter that the response's edge used."""
     envelope = Envelope(
         id=response.id,
         model=response.model,
@@ -128,8 +130,8 @@ def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormat
 def _settle(
     edge: Edge, response: ResponseRecord, requests: RequestsRecord, state: AnswerState, link_ids: Set[str]
 ) -> list[list[AttemptRecord]]:
-    """Say to the routers how much has been delivered of what they had given to other edges: nothing of what began so
-    late that the journal does not know of it. Returns these attempts, all of them over now."""
+    """Report to the routers how many tokens of the other edges' attempts were delivered: none of an attempt that began
+    too late for the journal to know it. Returns these attempts, which are all over now."""
     settled: list[list[AttemptRecord]] = []
     for number, (request, attempts) in enumerate(zip(requests.requests, state.attempts, strict=True)):
         of_prompt = state.token_ids[number * response.n : (number + 1) * response.n]
@@ -166,7 +168,7 @@ def _remaining(
 
 
 def _progress(state: AnswerState, indexes: Sequence[int], first: int) -> list[ChoiceProgress]:
-    """Of these choices, numbered from `first` on."""
+    """The progress of these choices, numbered from `first` on."""
     choices: list[ChoiceProgress] = []
     for index in indexes:
         choice = ChoiceProgress(index - first)

@@ -1,8 +1,9 @@
 """Output commit: an event of a resumable stream is shown once the journal has it, so that no client is ahead of what
-another edge could go on from.
+another edge could continue from.
 
-Redis must not hold streams up: when it does not take what is new within `commit_seconds`, events are shown as they
-come, until it does again. A stream whose edge dies meanwhile can be resumed elsewhere only as far as the journal goes.
+Redis must not delay streams: if it does not accept what is new within `commit_seconds`, events are shown as they come,
+until Redis keeps up again. If the edge of a stream dies meanwhile, another edge can resume the stream only as far as
+the journal goes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import asyncio
 from typing import Final, Generic, Protocol, TypeVar
 
 STALL_SECONDS: Final = 0.05
-"""A timer that fires later than that says that this process stood still, not that Redis is slow."""
+"""A timer that fires later than that shows that this process stood still, not that Redis is slow."""
 
 
 class Committed(Protocol):
-    """A stream, as the gate sees it."""
+    """The publication of a stream, as the gate uses it."""
 
     is_noted: bool
-    """It waits to be taken."""
+    """It waits to be taken; only the gate changes this."""
     num_published: int
-    """Its last event that the journal has."""
+    """The number of the last event that the journal has."""
 
     @property
     def num_events(self) -> int: ...
@@ -30,11 +31,12 @@ class Committed(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Committed)
+P = TypeVar("P", bound=Committed)
 
 
-class CommitGate(Generic[S]):
-    """Between the streams of an edge and its publisher, which takes what is noted, writes it, and says so."""
+class CommitGate(Generic[P]):
+    """Stands between the streams of an edge and its publisher, which takes the noted publications, writes them, and
+    reports the outcome."""
 
     __slots__ = (
         "_commit_seconds",
@@ -50,11 +52,11 @@ class CommitGate(Generic[S]):
     )
 
     def __init__(self, commit_seconds: float) -> None:
-        """0: nothing is held back."""
+        """With 0 no event is held back."""
         self._commit_seconds = commit_seconds
         self._loop = asyncio.get_running_loop()
-        self._noted: list[S] = []
-        self._writing: list[S] = []
+        self._noted: list[P] = []
+        self._writing: list[P] = []
         self._taken_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -62,59 +64,59 @@ class CommitGate(Generic[S]):
         self.holds = commit_seconds > 0
         """Events wait for their release."""
         self.wake = asyncio.Event()
-        """Set while something is noted."""
+        """Set while any publication is noted."""
 
-    def note(self, stream: S) -> None:
-        """It has news that the journal has not."""
-        stream.is_noted = True
-        self._noted.append(stream)
+    def note(self, publication: P) -> None:
+        """It has something that the journal does not have."""
+        publication.is_noted = True
+        self._noted.append(publication)
         self.wake.set()
         if self.holds and self._timer is None:
             self._start_timer()
 
-    def take(self) -> list[S]:
-        """All that are noted. Their news is written next, and then `commit` or `fail` is called."""
+    def take(self) -> list[P]:
+        """Take all noted publications. The caller writes them next and then calls `commit` or `fail`."""
         self._writing, self._noted = self._noted, []
         self._taken_at = self._loop.time()
         self.wake.clear()
-        for stream in self._writing:
-            stream.is_noted = False
+        for publication in self._writing:
+            publication.is_noted = False
         return self._writing
 
     def commit(self) -> None:
-        """The journal has what was taken, up to each stream's `num_published`."""
+        """The journal has what was taken, up to the `num_published` of each publication."""
         self._stop_timer()
         if self._commit_seconds and self._loop.time() - self._taken_at < self._commit_seconds:
             self.holds = True
             if self._noted:
                 self._start_timer()
         writing, self._writing = self._writing, []
-        for stream in writing:
-            stream.release(stream.num_published)
+        for publication in writing:
+            publication.release(publication.num_published)
 
     def fail(self) -> None:
-        """It could not be written. It is noted again, and nothing waits for it."""
+        """What was taken could not be written. It is noted again, and no event waits for it."""
         writing, self._writing = self._writing, []
-        for stream in writing:
-            if not stream.is_noted:
-                self.note(stream)
+        for publication in writing:
+            if not publication.is_noted:
+                self.note(publication)
         self._open()
 
     def hold(self) -> None:
-        """From now on nothing is shown before it is committed, however long that takes; until `fail` or `close`."""
+        """From now on no event is shown before it is committed, however long that takes; until `fail` or `close`."""
         self._stop_timer()
         self._holds_for_good = self.holds = self._commit_seconds > 0
 
     def close(self) -> None:
-        """Nothing is held back any more."""
+        """No event is held back any more."""
         self._commit_seconds = 0.0
         self._open()
 
     def _open(self) -> None:
         self._stop_timer()
         self.holds = self._holds_for_good = False
-        for stream in [*self._writing, *self._noted]:
-            stream.release(stream.num_events)
+        for publication in [*self._writing, *self._noted]:
+            publication.release(publication.num_events)
 
     def _start_timer(self) -> None:
         if self._holds_for_good:
@@ -129,7 +131,8 @@ class CommitGate(Generic[S]):
 
     def _on_late(self) -> None:
         if self._loop.time() > self._timer_at + STALL_SECONDS:
-            self._start_timer()  # what Redis has answered, or another edge has taken over, is not known yet
+            # The process stood still: Redis may have answered, or another edge may have taken over, unseen.
+            self._start_timer()
         else:
             self._timer = None
             self._open()

@@ -1,4 +1,4 @@
-"""What the journal has, and has not yet, of one resumable response. No I/O."""
+"""How much of one resumable response the journal has, and what has to be written to it next. It does no I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from edge_http.resume.records import (
     RequestsRecord,
     ResponseRecord,
     encode,
-    raw_event,
 )
 from edge_http.resume.resumable_stream import ResumableStream
 from kvloom.router_link.tracked_request import Attempt
@@ -25,8 +24,8 @@ _numbers = itertools.count(1)
 
 
 @dataclasses.dataclass(slots=True)
-class _Reached:
-    """How far news of an answer goes."""
+class _Progress:
+    """How far an answer had come when a delta was made; the lists are by choice."""
 
     num_tokens: list[int]
     num_chars: list[int]
@@ -36,7 +35,7 @@ class _Reached:
 
 
 class Publication:
-    """`stream.num_published` and `stream.fresh` are its own, too."""
+    """What the journal knows of one response."""
 
     def __init__(
         self,
@@ -46,58 +45,69 @@ class Publication:
         answer: RecordedAnswer,
         prefixes: Sequence[bytes],
     ) -> None:
-        """`prefixes`: of the choices' text events."""
+        """`prefixes` are those of the choices' text events."""
         self.stream = stream
+        self.release = stream.release
         response.number = next(_numbers)
         self.response = response
         self.attempts: list[Sequence[Attempt]] = [() for _ in response.prompt_sizes]
-        """By prompt: over which links its request goes; the lists grow."""
+        """By prompt: the attempts of its request, one for each link; the lists grow."""
         self.earlier_attempts: list[list[AttemptRecord]] = [[] for _ in response.prompt_sizes]
-        """By prompt: of edges that had the response before."""
+        """By prompt: the attempts of edges that had the response before."""
         self.is_taken_over = False
-        """Another edge began it."""
+        """Another edge began the response."""
+        self.is_noted = False
+        """Used by the commit gate."""
+        self.num_published = stream.log.num_forgotten
+        """The number of the last event that the journal has."""
+        self.fresh: list[bytes] = []
+        """Prefix and payload of the events since then, as long as the publisher keeps up."""
         self.opened = False
-        """The journal knows what the response is."""
+        """The journal has the response's records."""
         self.end_published = False
         self.snapshot_at = 0.0
-        """When all that had come was written last."""
+        """When the last snapshot was written; 0: the next write includes one."""
         self.snapshot_position = 0
-        """What the journal had been written by then, in bytes."""
+        """How many bytes had been written to the journal by then."""
         self._requests: RequestsRecord | None = requests
         self._answer: RecordedAnswer | None = answer
         self._kinds = {prefix: kind for kind, prefix in enumerate(prefixes, 1)}
-        self._published = self._nothing
-        self._pending = self._nothing
+        self._published = self._no_progress
+        self._pending = self._no_progress
         self._pending_events = 0
         self._pending_end = False
 
     @property
-    def _nothing(self) -> _Reached:
-        nothing = [0] * (len(self.response.prompt_sizes) * self.response.n)
-        return _Reached(nothing, nothing)
+    def num_events(self) -> int:
+        return self.stream.num_events
+
+    @property
+    def _no_progress(self) -> _Progress:
+        zeros = [0] * (len(self.response.prompt_sizes) * self.response.n)
+        return _Progress(zeros, zeros)
 
     def encode_requests(self) -> bytes:
-        """What a router has to be asked for; b"" once the answer has ended."""
+        """The requests to repeat at a router; b"" once the answer has ended."""
         return b"" if self._requests is None else encode(self._requests)
 
     def start_over(self) -> None:
         """The journal has lost everything."""
         self.opened = self.end_published = False
         self.snapshot_at = 0.0
-        self.stream.num_published = self.stream.log.num_forgotten
-        self._published = self._nothing
+        self.num_published = self.stream.log.num_forgotten
+        self._published = self._no_progress
 
-    def has_news(self) -> bool:
+    def has_unpublished(self) -> bool:
         stream = self.stream
-        return not self.opened or stream.num_published < stream.num_events or stream.ended != self.end_published
+        return not self.opened or self.num_published < stream.num_events or stream.ended != self.end_published
 
     def drain(self) -> ProgressDelta:
-        """Since what was written last; `mark_written` when it has been."""
-        stream, log = self.stream, self.stream.log
-        fresh, stream.fresh = stream.fresh, []
-        before = max(stream.num_published, log.num_forgotten)
-        if stream.num_published + len(fresh) // 2 == log.num_events:
-            before = stream.num_published
+        """The progress since the last write. `mark_written` has to be called once it is written."""
+        log = self.stream.log
+        fresh, self.fresh = self.fresh, []
+        before = max(self.num_published, log.num_forgotten)
+        if self.num_published + len(fresh) // 2 == log.num_events:
+            before = self.num_published
             kinds = self._kinds
             pairs = iter(fresh)
             events = [
@@ -105,23 +115,25 @@ class Publication:
                 for prefix, payload in zip(pairs, pairs, strict=True)
             ]
         else:
-            events = [raw_event(framed, number) for number, framed in enumerate(log.read_all(before), before + 1)]
+            events = [(RAW_EVENT, event) for event in log.read_all(before)]
         self._pending_events = log.num_events
-        self._pending_end = stream.ended
-        return self._news(before, events, self._published)
+        self._pending_end = self.stream.ended
+        return self._progress_since(self._published, before, events)
 
     def snapshot(self) -> ProgressDelta:
-        """All that has come, without its events."""
-        return self._news(self.stream.num_events, [], self._nothing)
+        """All progress, without the events."""
+        return self._progress_since(self._no_progress, self.stream.num_events, [])
 
     def mark_written(self) -> None:
-        self.stream.num_published = self._pending_events
+        self.num_published = self._pending_events
         self.end_published = self._pending_end
         self._published = self._pending
         if self._pending_end:
             self._answer = self._requests = None  # prompts may be long
 
-    def _news(self, num_events_before: int, events: list[tuple[int, bytes]], since: _Reached) -> ProgressDelta:
+    def _progress_since(
+        self, since: _Progress, num_events_before: int, events: list[tuple[int, bytes]]
+    ) -> ProgressDelta:
         answer = self._answer
         if answer is None:
             return ProgressDelta(self.response.number, num_events_before, events, [], [], [], [], self.stream.ended)
@@ -144,7 +156,7 @@ class Publication:
         attempts: list[tuple[int, list[AttemptRecord]]] = []
         if last_attempts != since.last_attempts:
             attempts = list(enumerate(map(self._attempts_of, range(len(self.attempts)))))
-        self._pending = _Reached(num_tokens, num_chars, len(answer.starts), len(answer.finishes), last_attempts)
+        self._pending = _Progress(num_tokens, num_chars, len(answer.starts), len(answer.finishes), last_attempts)
         return ProgressDelta(
             self.response.number, num_events_before, events, choices, starts, finishes, attempts, self.stream.ended
         )
@@ -155,4 +167,5 @@ class Publication:
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
+    """Four bytes for each token, in the byte order of the machine."""
     return (token_ids if isinstance(token_ids, array) else array("I", token_ids)).tobytes()

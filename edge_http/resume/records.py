@@ -1,9 +1,9 @@
-"""What an edge leaves for the others of a resumable answer: what it was asked for, and what has come of it.
+"""The records of a resumable response that its edge leaves for other edges: what was asked for, and how far it came.
 
-A response has a hash of its own in Redis: who may have it and how its events look (`ResponseRecord`), what a router has
-to be asked for (`RequestsRecord`), and from time to time all that has come (`ProgressDelta`). What came since lies in
-its edge's journal, a `ProgressDelta` of each response that had any. Every number counts from the beginning of the
-answer, so that news can be taken twice, and a gap shows.
+A response has a hash of its own in Redis. It holds the response's caller and format (`ResponseRecord`), the requests to
+a router (`RequestsRecord`) and, from time to time, a snapshot of all progress (`ProgressDelta`). Later progress is in
+the edge's journal, as a `ProgressDelta` for each response that had any. Every number counts from the beginning of the
+answer, so that a delta can be applied twice and a gap is noticed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import msgspec
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
 
 RAW_EVENT = 0
-"""An event that is written out. Others are a choice's text: 1 + the choice's number, and a JSON string."""
+"""The kind of an event that is stored in full. Other kinds are 1 + a choice's index: of these events only the choice's
+text is stored, as a JSON string."""
 
 
 class ResponseRecord(msgspec.Struct, array_like=True):
     number: int
-    """Of the response in its edge's journal."""
+    """Identifies the response in its edge's journal."""
     operation: str
     id: str
     created: int
@@ -33,7 +34,7 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     headers: dict[str, str]
     n: int
     prompt_sizes: list[int]
-    """Tokens of each prompt. Choices are numbered through all prompts: prompt * n + choice."""
+    """Tokens in each prompt. Choices are numbered across all prompts: prompt * n + choice."""
     caller: bytes
     idempotency_key: str
     body_digest: str
@@ -41,14 +42,14 @@ class ResponseRecord(msgspec.Struct, array_like=True):
 
 
 class RequestRecord(msgspec.Struct, array_like=True):
-    """One prompt's request to a router; protos are bytes."""
+    """The request of one prompt to a router; protos are serialized."""
 
     request_id: str
     prompt_token_ids: bytes
-    """Four bytes each, in the byte order of the machine."""
+    """Four bytes for each token, in the byte order of the machine."""
     prompt_text: str
     sampling: bytes
-    """With a seed."""
+    """Includes a seed."""
     stop: bytes
     traceparent: str
     session_key: str
@@ -64,9 +65,9 @@ class ChoiceProgressDelta(msgspec.Struct, array_like=True):
     index: int
     first_token: int
     token_ids: bytes
-    """Behind the `first_token` ones that are known, four bytes each."""
+    """The tokens after the first `first_token` ones, four bytes each."""
     num_chars: int
-    """Of the text of all tokens up to here."""
+    """Characters in the text of all tokens up to here."""
 
 
 class AttemptRecord(msgspec.Struct, array_like=True):
@@ -78,7 +79,7 @@ class AttemptRecord(msgspec.Struct, array_like=True):
 
 
 class ProgressDelta(msgspec.Struct, array_like=True):
-    """Of one response."""
+    """The progress of one response since an earlier one."""
 
     number: int
     num_events_before: int
@@ -87,19 +88,19 @@ class ProgressDelta(msgspec.Struct, array_like=True):
     starts: list[tuple[int, bytes]]
     finishes: list[tuple[int, bytes]]
     attempts: list[tuple[int, list[AttemptRecord]]]
-    """By prompt; all of a prompt whenever there is one more."""
+    """By prompt; includes all attempts of a prompt whenever there is a new one."""
     ended: bool
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_response = msgspec.msgpack.Decoder(ResponseRecord).decode
 decode_requests = msgspec.msgpack.Decoder(RequestsRecord).decode
-decode_news = msgspec.msgpack.Decoder(ProgressDelta).decode
+decode_delta = msgspec.msgpack.Decoder(ProgressDelta).decode
 decode_entry = msgspec.msgpack.Decoder(list[ProgressDelta]).decode
 
 
 class AnswerState:
-    """An answer as far as it is known, from all news of it in the order of writing."""
+    """An answer as far as it is known, from all its progress deltas in the order of writing."""
 
     def __init__(self, num_choices: int, num_prompts: int) -> None:
         self.token_ids = [array("I") for _ in range(num_choices)]
@@ -109,38 +110,34 @@ class AnswerState:
         self.attempts: list[list[AttemptRecord]] = [[] for _ in range(num_prompts)]
         self.num_events = 0
         self.events: list[tuple[int, bytes]] = []
-        """The latest, without a gap, up to number `num_events`."""
+        """The latest events as (kind, payload), without a gap, up to number `num_events`."""
         self.ended = False
         self.is_whole = True
         """No tokens are missing."""
 
-    def take_all(self, snapshot: ProgressDelta | None, journal: Sequence[ProgressDelta]) -> None:
-        """The journal may begin before or after the snapshot."""
+    def apply_all(self, snapshot: ProgressDelta | None, journal: Sequence[ProgressDelta]) -> None:
+        """The journal may begin before or after the snapshot, and may repeat deltas."""
         if snapshot is not None:
-            self._take_progress(snapshot)
-        for news in journal:
-            self.take(news)
+            self._apply_progress(snapshot)
+        for delta in journal:
+            self._apply_progress(delta)
+            self._apply_events(delta.num_events_before, delta.events)
         if snapshot is not None:
-            self._take_events(snapshot.num_events_before, [])
+            self._apply_events(snapshot.num_events_before, [])
 
-    def take(self, news: ProgressDelta) -> None:
-        """Also again."""
-        self._take_progress(news)
-        self._take_events(news.num_events_before, news.events)
-
-    def _take_progress(self, news: ProgressDelta) -> None:
-        for choice in news.choices:
-            self._take_tokens(choice)
-        for index, start in news.starts:
+    def _apply_progress(self, delta: ProgressDelta) -> None:
+        for choice in delta.choices:
+            self._apply_tokens(choice)
+        for index, start in delta.starts:
             self.starts.setdefault(index, SequenceStart.FromString(start))
-        for index, finish in news.finishes:
+        for index, finish in delta.finishes:
             self.finishes.setdefault(index, SequenceFinish.FromString(finish))
-        for prompt, attempts in news.attempts:
+        for prompt, attempts in delta.attempts:
             if len(attempts) >= len(self.attempts[prompt]):
                 self.attempts[prompt] = attempts
-        self.ended = self.ended or news.ended
+        self.ended = self.ended or delta.ended
 
-    def _take_events(self, num_before: int, events: list[tuple[int, bytes]]) -> None:
+    def _apply_events(self, num_before: int, events: list[tuple[int, bytes]]) -> None:
         if num_before > self.num_events:
             self.num_events, self.events = num_before, []
         num_new = num_before + len(events) - self.num_events
@@ -148,28 +145,17 @@ class AnswerState:
             self.events += events[-num_new:]
             self.num_events += num_new
 
-    def _take_tokens(self, news: ChoiceProgressDelta) -> None:
-        known = self.token_ids[news.index]
-        token_ids = array("I", news.token_ids)
-        if news.first_token > len(known):
+    def _apply_tokens(self, delta: ChoiceProgressDelta) -> None:
+        known = self.token_ids[delta.index]
+        token_ids = array("I", delta.token_ids)
+        if delta.first_token > len(known):
             self.is_whole = False
             return
-        known.extend(token_ids[len(known) - news.first_token :])
-        self.num_chars[news.index] = max(self.num_chars[news.index], news.num_chars)
+        known.extend(token_ids[len(known) - delta.first_token :])
+        self.num_chars[delta.index] = max(self.num_chars[delta.index], delta.num_chars)
 
 
-def framed_events(first_number: int, events: Sequence[tuple[int, bytes]], prefixes: Sequence[bytes], suffix: bytes):
-    """As HTTP/1.1 sends them, each in its chunk. `prefixes`, `suffix`: of the choices' texts
+def event_data(events: Sequence[tuple[int, bytes]], prefixes: Sequence[bytes], suffix: bytes) -> list[bytes]:
+    """The data of server-sent events. `prefixes` and `suffix` are those of the choices' text events
     (edge_http/openai/response_formatters.py)."""
-    framed: list[bytes] = []
-    for number, (kind, payload) in enumerate(events, first_number):
-        data = payload if kind == RAW_EVENT else prefixes[kind - 1] + payload + suffix
-        event = b"id: %d\ndata: %b\n\n" % (number, data)
-        framed.append(b"%x\r\n%b\r\n" % (len(event), event))
-    return framed
-
-
-def raw_event(framed: bytes, number: int) -> tuple[int, bytes]:
-    """The other way round: an event of a log."""
-    begin = framed.index(b"\r\n") + 2 + len(b"id: %d\ndata: " % number)
-    return RAW_EVENT, framed[begin:-4]
+    return [payload if kind == RAW_EVENT else prefixes[kind - 1] + payload + suffix for kind, payload in events]

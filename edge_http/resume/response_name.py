@@ -1,17 +1,39 @@
-"""What a response that can be resumed is found by."""
+"""What identifies a response that can be resumed: its id, which names the edge that began it, and its caller."""
 
 from __future__ import annotations
 
 import dataclasses
+import secrets
+from typing import Final
+
+from kvloom.process.random_bytes import random_hex
+
+TAG_CHARS: Final = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResponseName:
-    """Only who asked for a response finds it."""
+    """Only the caller that asked for a response can find it."""
 
     id: str
     caller: bytes
     idempotency_key: str = ""
-    """Given by the client, so that it can name the response before it has heard of it; "" without."""
+    """Chosen by the client, so that it can name the response before it knows the id; "" if it chose none."""
     body_digest: str = ""
-    """Of the request's body: the same key with another body is another request."""
+    """Digest of the request's body: the same key with a different body names a different request."""
+
+
+def new_edge_tag() -> str:
+    """Random: no two edges of a fabric have the same tag."""
+    return secrets.token_hex(TAG_CHARS // 2)
+
+
+def new_response_id(prefix: str, edge_tag: str) -> str:
+    """`prefix` is "chatcmpl-" or "cmpl-". The id cannot be guessed."""
+    return f"{prefix}{edge_tag}{random_hex(8)}"
+
+
+def edge_tag_of(response_id: str) -> str:
+    """The tag of the edge that made the id; "" if no edge made it."""
+    tag = response_id.rpartition("-")[2][:TAG_CHARS]
+    return tag if len(tag) == TAG_CHARS and tag.isascii() and tag.isalnum() else ""

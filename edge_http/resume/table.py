@@ -1,4 +1,4 @@
-"""The resumable responses of this edge: who may find them, how long they are kept, and how much of them."""
+"""The resumable responses of this edge: which callers may find them, how long they are kept, and how much of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from edge_http.metrics import EdgeMetrics
+from edge_http.resume.commit_cursor import CommitCursor
 from edge_http.resume.commit_gate import CommitGate
 from edge_http.resume.publication import Publication
 from edge_http.resume.response_name import ResponseName
@@ -22,14 +23,14 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """What makes a response."""
+    """The task that produces a response."""
 
     task: asyncio.Task[None]
     cancel: Callable[[KvloomError], None]
 
 
 class ResumeTable:
-    """Lives on the event loop and owns the tasks of its responses."""
+    """It lives on the event loop and owns the tasks of its responses."""
 
     def __init__(self, config: ResumeConfig, metrics: EdgeMetrics) -> None:
         self._config = config
@@ -39,8 +40,8 @@ class ResumeTable:
         self._by_key: dict[tuple[bytes, str], ResumableStream] = {}
         self._jobs: dict[str, _Job] = {}
         self.publications: dict[str, Publication] = {}
-        """By response id: what the journal has of each. Empty without a journal."""
-        self._gate: CommitGate[ResumableStream] | None = None
+        """By response id; empty without a journal."""
+        self._gate: CommitGate[Publication] | None = None
         self._on_removed: Callable[[Publication], None] = lambda _: None
         metrics.watch_resumable(
             lambda: len(self._streams),
@@ -54,11 +55,12 @@ class ResumeTable:
 
     @property
     def streams(self) -> Mapping[str, ResumableStream]:
-        """All that can be resumed, by response id."""
+        """All responses that can be resumed, by id."""
         return self._streams
 
-    def publish_with(self, gate: CommitGate[ResumableStream], on_removed: Callable[[Publication], None]) -> None:
-        """There is a journal. `on_removed`: of a response that is not to be found any more."""
+    def publish_with(self, gate: CommitGate[Publication], on_removed: Callable[[Publication], None]) -> None:
+        """From now on there is a journal. `on_removed` is called with each response that no client may find any
+        more."""
         self._gate = gate
         self._on_removed = on_removed
 
@@ -67,18 +69,19 @@ class ResumeTable:
         return self._gate is not None
 
     def publish(self, publication: Publication) -> None:
-        """Of a response that was opened."""
+        """Let the journal have a response that was opened, before it begins."""
         stream = publication.stream
         self.publications[stream.name.id] = publication
-        if self._gate is not None and not stream.is_noted:
-            self._gate.note(stream)
+        if self._gate is not None:
+            stream.commit = CommitCursor(self._gate, publication)
 
     def is_wanted(self, header: bool | None) -> bool:
-        """Whether a stream is to be resumable; `header` is what the client said, if it did."""
+        """Whether a stream is to be resumable; `header` is the client's wish, if it sent one."""
         return self._config.grace_seconds > 0 and (self._config.by_default if header is None else header)
 
     def open(self, name: ResponseName, num_events_before: int = 0) -> ResumableStream:
-        """A new response, or one that goes on behind what is kept of it. Its job has to be started next."""
+        """Open a new response, or one that continues behind event `num_events_before`. The caller has to `start` its
+        job next."""
         stream = ResumableStream(
             name,
             self._retention.new_log(num_events_before),
@@ -86,7 +89,6 @@ class ResumeTable:
             self._retention.on_left,
             self._on_abandoned,
             self._metrics.on_slow_resumable_client,
-            self._gate,
         )
         self._streams[name.id] = stream
         self._retention.add(stream)
@@ -101,13 +103,13 @@ class ResumeTable:
         cancel: Callable[[KvloomError], None],
         on_done: Callable[[], None],
     ) -> None:
-        """`job` ends once the response has; it must not raise. `cancel` makes it end with an error."""
+        """`job` ends once the response has ended; it must not raise. `cancel` makes it end with an error."""
         task = asyncio.create_task(job, name=f"response {stream.name.id}")
         self._jobs[stream.name.id] = _Job(task, cancel)
         task.add_done_callback(lambda _: self._on_job_done(stream, on_done))
 
     def find(self, response_id: str, caller: bytes) -> ResumableStream | None:
-        """None whether there is none or it is another caller's: nobody learns which."""
+        """Returns None whether there is none or it is another caller's: clients cannot find out which."""
         stream = self._streams.get(response_id)
         if stream is None or not hmac.compare_digest(stream.name.caller, caller):
             return None
@@ -117,34 +119,34 @@ class ResumeTable:
         return self._by_key.get((caller, idempotency_key))
 
     def cancel(self, stream: ResumableStream) -> None:
-        """End it for good, as its client asked."""
+        """End the response, as its client asked."""
         job = self._jobs.get(stream.name.id)
         if job is not None:
             job.cancel(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
 
-    def let_go(self, response_id: str) -> None:
-        """Another edge has it now."""
+    def release(self, response_id: str) -> None:
+        """Another edge has taken the response over."""
         stream = self._streams.get(response_id)
         if stream is not None:
-            message = "Another server goes on with this stream."
+            message = "Another server continues this stream."
             self._leave(stream, KvloomError(ErrorReason.ERROR_REASON_STREAM_TAKEN_OVER, message))
 
     def hand_over(self) -> None:
-        """This edge stops, and the journal has all: other edges can go on with what still runs."""
+        """This edge stops, and the journal is complete: other edges can continue the responses that still run."""
         message = "This server is stopping. The stream can be resumed at another one."
         for stream in list(self._streams.values()):
             if stream.name.id in self.publications and not stream.ended:
                 self._leave(stream, KvloomError(ErrorReason.ERROR_REASON_DRAINING, message))
 
     def _leave(self, stream: ResumableStream, error: KvloomError) -> None:
-        """It goes on elsewhere."""
+        """Another edge continues the response."""
         stream.break_reader_off(error)
-        self.publications.pop(stream.name.id, None)  # not forgotten
+        self.publications.pop(stream.name.id, None)  # the journal must keep it
         self.cancel(stream)
         self._remove(stream)
 
     async def close(self) -> None:
-        """End all responses; what still runs is cancelled in the engine too."""
+        """End all responses; those that still run are cancelled in the engine too."""
         tasks = [job.task for job in self._jobs.values()]
         for task in tasks:
             task.cancel()
@@ -156,7 +158,7 @@ class ResumeTable:
         on_done()
         self._jobs.pop(stream.name.id, None)
         if stream.error is not None:
-            self._remove(stream)  # refused: the same request may succeed when it is made again
+            self._remove(stream)  # refused: the same request may succeed when it is repeated
         else:
             self._retention.on_ended(stream)
 

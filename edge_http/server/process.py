@@ -58,10 +58,10 @@ async def serve_edge(
 ) -> None:
     """Until `stop` is set; then lets running requests end. `on_ready` is told the address and that of /metrics. Raises
     StartError."""
-    edge = Edge(config.edge, link, {model.name: model})
-    if isinstance(link, RouterGroup):
-        edge.losses = link
-        edge.metrics.add(RouterGroupCollector(link))
+    group = link if isinstance(link, RouterGroup) else None
+    edge = Edge(config.edge, link, {model.name: model}, group)
+    if group is not None:
+        edge.metrics.add(RouterGroupCollector(group))
     server = EdgeServer(edge)
     peers: EdgeMembership | None = None
     try:

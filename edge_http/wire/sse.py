@@ -1,9 +1,13 @@
-"""Server-sent events, written straight to the transport: no task, no queue, no await between a token and its bytes.
+"""Server-sent events, written straight to the transport: no task, queue or await lies between a token and its bytes.
 
-Nothing but the changing part is encoded: an event is `id: N` and `data: ` + prefix + payload + suffix, of which only
-the payload differs from one token to the next. uvloop hands every write to the kernel at once, so what is known to be
-more than one event in a turn of the event loop (the head and the first token, the last token and the end) is corked: it
-leaves at the end of the turn, or before the next token of another stream. An engine step has its first tokens in front.
+Only the changing part of an event is encoded: an event is `id: N` and `data: ` + prefix + payload + suffix, of which
+only the payload differs from one token to the next. This is the only place that knows how HTTP/1.1 frames events: each
+is one chunk.
+
+uvloop hands every write to the kernel at once. Therefore a stream that is about to send more than one event in a turn
+of the event loop (the head and the first token, or the last token and the end) is corked: its bytes leave together at
+the end of the turn, or before the next token of another stream. An engine step has its first tokens in front, so these
+do not wait for the tokens of the other streams.
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\n"
     b"Content-Type: text/event-stream; charset=utf-8\r\n"
     b"Cache-Control: no-cache, no-transform\r\n"
-    b"X-Accel-Buffering: no\r\n"  # nginx would collect the events otherwise
+    b"X-Accel-Buffering: no\r\n"  # without it nginx collects the events
 )
 _DATA: Final = b"\ndata: "
 _EVENT_END: Final = b"\n\n\r\n"
-"""With the end of its chunk."""
-# Formatting them costs more than all else that is done for a token here.
+"""Includes the end of the event's chunk."""
+# Numbers are formatted in advance: formatting one costs more than everything else that is done here for a token.
 _MAX_NUMBERS: Final = 4096
 _MAX_SIZES: Final = 1024
 _NUMBERS: Final = [b"%d" % number for number in range(_MAX_NUMBERS)]
@@ -38,22 +42,26 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 def _chunk_head(num_bytes: int) -> bytes:
-    """Of an event's chunk. `num_bytes`: from the event's number to the end of the chunk."""
+    """The beginning of an event's chunk. `num_bytes` counts from the event's number to the end of the chunk."""
     return b"%x\r\nid: " % (len(b"id: ") + num_bytes - len(b"\r\n"))
 
 
 _CHUNK_HEADS: Final = [_chunk_head(num_bytes) for num_bytes in range(_MAX_SIZES)]
 
 
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 class EventSink(Protocol):
-    """Where a streamed answer goes. Nothing here raises or blocks."""
+    """The destination of a streamed answer. None of its methods raises or blocks."""
 
     @property
     def num_events(self) -> int: ...
 
     @property
     def begun(self) -> bool:
-        """The status line is out, or would be if a client were there."""
+        """The status line was sent, or would have been if a client were connected."""
         ...
 
     def begin(self, headers: Mapping[str, str]) -> None:
@@ -67,11 +75,11 @@ class EventSink(Protocol):
     def fast_writer(
         self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]
     ) -> Callable[[str], None] | None:
-        """A shorter way for the text of all events that are to come but the last ones, if there is one."""
+        """A shorter path for the text of all further events except the last ones; None if there is none."""
         ...
 
     def cork(self) -> None:
-        """More than one event is about to come: what is sent in this turn of the event loop may leave together."""
+        """Announce more than one event: what is sent in this turn of the event loop may leave in one write."""
         ...
 
     def end(self) -> None:
@@ -83,54 +91,38 @@ class EventSink(Protocol):
         ...
 
 
-def split_framed(framed: bytes) -> list[bytes]:
-    """Events in chunks of their own, as HTTP/1.1 sends them, apart again. Raises ValueError."""
-    events: list[bytes] = []
-    begin = 0
-    while begin < len(framed):
-        size_end = framed.index(b"\r\n", begin)
-        end = size_end + 2 + int(framed[begin:size_end], 16) + 2
-        events.append(framed[begin:end])
-        begin = end
-    return events
-
-
 @functools.lru_cache(maxsize=1)
 def _date_line(unix_seconds: int) -> bytes:
     return f"Date: {email.utils.formatdate(unix_seconds, usegmt=True)}\r\n".encode()
 
 
-def _unframed(framed: bytes) -> bytes:
-    return framed[framed.index(b"\r\n") + 2 : -2]
-
-
 class WriteCoalescer:
-    """The streams of one event loop that are corked."""
+    """The corked streams of one event loop."""
 
     def __init__(self) -> None:
         self.waiting: list[EventStream] = []
 
     def add(self, stream: EventStream) -> None:
         if not self.waiting:
-            asyncio.get_running_loop().call_soon(self.pull)
+            asyncio.get_running_loop().call_soon(self.flush)
         self.waiting.append(stream)
 
-    def pull(self) -> None:
-        """Let go what waits."""
+    def flush(self) -> None:
+        """Write what all corked streams hold back."""
         waiting, self.waiting = self.waiting, []
         for stream in waiting:
             stream.uncork()
 
 
 class EventStream:
-    """One response. `send` and `end` never raise and never block; a connection that is gone swallows everything."""
+    """One response. `send` and `end` never raise or block; what is sent to a lost connection is dropped."""
 
     __slots__ = (
         "_after_text",
         "_before_text",
         "_chunked",
+        "_coalescer",
         "_corked",
-        "_corks",
         "_keep_alive",
         "_max_buffered_bytes",
         "_num_events",
@@ -140,25 +132,29 @@ class EventStream:
         "ended",
     )
 
-    def __init__(self, request: web.BaseRequest, max_buffered_bytes: int, write_coalescer: WriteCoalescer) -> None:
+    def __init__(
+        self, request: web.BaseRequest, max_buffered_bytes: int, write_coalescer: WriteCoalescer, num_events: int = 0
+    ) -> None:
+        """`num_events` is the number of the last event that the client already has."""
         self._transport = request.transport
         self._max_buffered_bytes = max_buffered_bytes
-        # Without chunks (HTTP/1.0) only the end of the connection can say where the answer ends.
+        # Without chunks (HTTP/1.0) only the end of the connection marks the end of the answer.
         self._chunked = request.version >= aiohttp.HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
-        self._num_events = 0
+        self._num_events = num_events
         self._corked: bytearray | None = None
-        """What leaves when the cork is pulled; None: everything leaves at once."""
-        self._corks = write_coalescer
+        """The bytes that leave when the stream is uncorked; None: everything leaves at once."""
+        self._coalescer = write_coalescer
         self.begun = False
-        """The status line is out."""
+        """The status line was sent."""
         self.ended = False
         self._before_text = self._after_text = b""
-        """Of text that flows: all between its event's number and itself, and all behind it."""
+        """For `push`: the bytes between an event's number and its text, and those behind the text."""
         self._on_slow_reader: Callable[[], None] | None = None
 
     @property
     def num_events(self) -> int:
+        """The number of the last event that the client may have."""
         return self._num_events
 
     def begin(self, headers: Mapping[str, str]) -> None:
@@ -172,10 +168,10 @@ class EventStream:
     def cork(self) -> None:
         if self._corked is None:
             self._corked = bytearray()
-            self._corks.add(self)
+            self._coalescer.add(self)
 
     def uncork(self) -> None:
-        """Repeatable."""
+        """Write what was held back. A second call has no effect."""
         corked, self._corked = self._corked, None
         if corked:
             self._write(bytes(corked))
@@ -196,8 +192,8 @@ class EventStream:
         else:
             event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
         if self._corked is None:
-            if self._corks.waiting:
-                self._corks.pull()
+            if self._coalescer.waiting:
+                self._coalescer.flush()
             transport.write(event)
         else:
             self._corked += event
@@ -206,7 +202,7 @@ class EventStream:
     def fast_writer(
         self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]
     ) -> Callable[[str], None] | None:
-        """`push` instead of `send` for what has this prefix and suffix. Not over HTTP/1.0."""
+        """Returns `push`, which replaces `send` for events with this prefix and suffix; None over HTTP/1.0."""
         if not self._chunked or self.ended:
             return None
         self._before_text, self._after_text = _DATA + prefix, suffix + _EVENT_END
@@ -214,7 +210,7 @@ class EventStream:
         return self.push
 
     def push(self, text: str) -> None:
-        """The hot path: the next event of a stream that flows."""
+        """The hot path: send the next event, whose text this is."""
         transport = self._transport
         if self.ended or not text or transport is None or transport.is_closing():
             return
@@ -230,57 +226,51 @@ class EventStream:
         if self._corked is not None:
             self._corked += event
             return
-        if self._corks.waiting:
-            self._corks.pull()
+        if self._coalescer.waiting:
+            self._coalescer.flush()
         transport.write(event)
 
-    def write_framed(self, framed: bytes) -> bool:
-        """Send an event that is in its HTTP/1.1 chunk already. False: the reader is too slow, it was not sent."""
-        transport = self._transport
-        if transport is None or transport.is_closing() or self.ended:
-            return True
-        if transport.get_write_buffer_size() > self._max_buffered_bytes:
-            return False
-        self._write(framed if self._chunked else _unframed(framed))
-        return True
-
-    def write_all_framed(self, framed: Sequence[bytes]) -> None:
-        """Send events that are in their chunks already, however much is buffered."""
-        self._write(b"".join(framed if self._chunked else map(_unframed, framed)))
+    def replay(self, events: Sequence[bytes]) -> None:
+        """Send the data of the next events, however much is buffered."""
+        first_number = self._num_events + 1
+        self._num_events += len(events)
+        numbered = [b"id: %d\ndata: %b\n\n" % event for event in enumerate(events, first_number)]
+        self._write(b"".join(map(_chunk, numbered) if self._chunked else numbered))
 
     def end(self) -> None:
         """Complete the response; the connection can serve the next request."""
         if self.begun and not self.ended:
             self._write(_LAST_CHUNK if self._chunked else b"")
         self.ended = True
-        self._on_slow_reader = None  # it points back here
+        self._on_slow_reader = None  # it refers back to this object
 
     def break_off(self, last_payload: bytes, linger_seconds: float) -> None:
-        """End with one more event whatever is buffered, then close: within `linger_seconds` if the reader does not
-        take what is there. The event has no id: it is about the connection and no part of the answer."""
+        """End with one more event, whatever is buffered, then close the connection: within `linger_seconds` if the
+        reader does not read what was written. The event has no id: it concerns the connection and is no part of the
+        answer."""
         self._keep_alive = False
         event = b"data: %b\n\n" % last_payload
-        self._write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
+        self._write(_chunk(event) if self._chunked else event)
         self.end()
         if self._transport is not None and not self._transport.is_closing():
             asyncio.get_running_loop().call_later(linger_seconds, self._transport.abort)
 
     def response(self) -> web.StreamResponse:
         """What the handler returns once the stream has ended."""
-        self.uncork()  # whoever has the connection next must not be first
+        self.uncork()  # the next response on this connection must not overtake this one
         return _STAYS_OPEN if self._keep_alive else _CLOSES
 
     def _write(self, data: bytes) -> None:
         if self._corked is not None:
             self._corked += data
         elif data and self._transport is not None and not self._transport.is_closing():
-            if self._corks.waiting:
-                self._corks.pull()
+            if self._coalescer.waiting:
+                self._coalescer.flush()
             self._transport.write(data)
 
 
 class WrittenResponse(web.StreamResponse):
-    """Tells aiohttp that the response is complete: its bytes are already with the transport."""
+    """Reports to aiohttp that the response is complete: its bytes were already written to the transport."""
 
     def __init__(self, *, keep_alive: bool) -> None:
         super().__init__()

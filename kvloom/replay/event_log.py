@@ -1,4 +1,4 @@
-"""The events of one response that can still be replayed: bytes, numbered from 1, bounded."""
+"""The log of the events of one response that can still be replayed. Events are bytes and are numbered from 1."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 EVENT_OVERHEAD_BYTES: Final = 48
-"""What an event costs beside its bytes: the head of the object and its place in a list."""
+"""The memory that an event takes besides its bytes: the head of the object and its place in a list."""
 LOG_OVERHEAD_BYTES: Final = 2048
-"""What a response costs beside its events, so that many small ones are bounded too."""
+"""The memory that a response takes besides its events; counting it bounds many small responses too."""
 _COMPACT_EVENTS: Final = 1024
 
 
 class ByteBudget:
-    """What all logs of a process may hold together. `on_exceeded` is called by the append that exceeds it, and must
-    make room at once."""
+    """The memory that all logs of a process may hold together. The append that exceeds it calls `on_exceeded`, which
+    must make room at once."""
 
     __slots__ = ("max_bytes", "num_bytes", "on_exceeded")
 
@@ -25,19 +25,19 @@ class ByteBudget:
 
 
 class EventLog:
-    """Appends in constant time. What exceeds `max_bytes` is forgotten from the oldest event on."""
+    """Appends in constant time. When it exceeds `max_bytes`, it forgets its oldest events."""
 
     __slots__ = ("_budget", "_events", "_head", "_max_bytes", "num_bytes", "num_events")
 
     def __init__(self, max_bytes: int, budget: ByteBudget, num_events: int = 0) -> None:
-        """`num_events`: numbers go on from there."""
+        """The first event that is appended gets the number `num_events` + 1."""
         self._max_bytes = max_bytes
         self._budget = budget
         self._events: list[bytes] = []
         self._head = 0
-        """Where the kept events begin in `_events`; what lies before is forgotten."""
+        """The index in `_events` where the kept events begin; those before are forgotten."""
         self.num_events = num_events
-        """All that were ever appended: the number of the last."""
+        """The number of the last event that was appended."""
         self.num_bytes = LOG_OVERHEAD_BYTES
         budget.num_bytes += LOG_OVERHEAD_BYTES
         if budget.num_bytes > budget.max_bytes:
@@ -45,7 +45,7 @@ class EventLog:
 
     @property
     def first_number(self) -> int:
-        """Of the oldest event that is kept; of the next one when none is."""
+        """The number of the oldest event that is kept; that of the next event if none is."""
         return self.num_events - (len(self._events) - self._head) + 1
 
     @property
@@ -56,7 +56,7 @@ class EventLog:
         """`event` gets the number `num_events` + 1."""
         self._events.append(event)
         self.num_events += 1
-        # For every token: no calls but these.
+        # This runs for every token, so it makes no more calls than these.
         budget = self._budget
         size_bytes = len(event) + EVENT_OVERHEAD_BYTES
         self.num_bytes += size_bytes
@@ -67,12 +67,12 @@ class EventLog:
             budget.on_exceeded()
 
     def holds(self, after: int) -> bool:
-        """Whether all events after that number are kept."""
+        """Returns whether all events after that number are kept."""
         return after + 1 >= self.first_number
 
     def read(self, after: int, max_bytes: int) -> Sequence[bytes]:
-        """Events from number `after` + 1 on, at least one if there is any, up to about `max_bytes`. The caller has
-        made sure that the log `holds` them."""
+        """Returns the events from number `after` + 1 on, up to about `max_bytes`, and at least one if there is any. The
+        caller has made sure that the log `holds` them."""
         begin = end = self._head + after - self.num_forgotten
         events = self._events
         size_bytes = 0
@@ -82,22 +82,22 @@ class EventLog:
         return events[begin:end]
 
     def read_all(self, after: int) -> Sequence[bytes]:
-        """As `read`, without a bound but the log's own."""
+        """As `read`, without a limit."""
         return self._events[self._head + after - self.num_forgotten :]
 
     def forget(self) -> None:
-        """Forget all events; numbers go on."""
+        """Forget all events; the numbers continue."""
         freed_bytes = self.num_bytes - LOG_OVERHEAD_BYTES
         self._events.clear()
         self._head = 0
-        self._give_back(freed_bytes)
+        self._release(freed_bytes)
 
     def close(self) -> None:
-        """Nothing is appended any more, and nothing read."""
+        """Release the log's share of the budget. It must not be appended to or read any more."""
         self.forget()
-        self._give_back(self.num_bytes)
+        self._release(self.num_bytes)
 
-    def _give_back(self, size_bytes: int) -> None:
+    def _release(self, size_bytes: int) -> None:
         self.num_bytes -= size_bytes
         self._budget.num_bytes -= size_bytes
 
@@ -111,4 +111,4 @@ class EventLog:
             del events[:head]
             head = 0
         self._head = head
-        self._give_back(freed_bytes)
+        self._release(freed_bytes)

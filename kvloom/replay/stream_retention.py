@@ -1,4 +1,4 @@
-"""Which resumable answers of a process are kept, and how much of them: one policy for the edge and the router."""
+"""Which resumable answers a process keeps, and how much of them. The edge and the router share this policy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from kvloom.replay.event_log import ByteBudget, EventLog
 
 
 class KeptStream(Protocol):
+    """A resumable answer."""
+
     @property
     def is_attended(self) -> bool:
-        """Whether a client reads it."""
+        """A client reads it."""
         ...
 
     @property
@@ -28,8 +30,8 @@ S = TypeVar("S", bound=KeptStream)
 
 
 class StreamRetention(Generic[S]):
-    """`forget` is asked to drop an answer altogether (and has to `discard` it); `on_evicted` is told of each answer
-    that lost events so that others keep theirs."""
+    """`forget` is called to drop an answer altogether, and has to `discard` it. `on_evicted` is called for each answer
+    that loses events so that other answers keep theirs."""
 
     def __init__(self, config: ResumeConfig, forget: Callable[[S], None], on_evicted: Callable[[], None]) -> None:
         self._config = config
@@ -37,9 +39,9 @@ class StreamRetention(Generic[S]):
         self._on_evicted = on_evicted
         self._budget = ByteBudget(config.max_bytes, self._make_room)
         self._running: OrderedDict[S, None] = OrderedDict()
-        """By how long ago they were made to forget: the next to be asked comes first."""
+        """The running answers; the next one to lose its events comes first."""
         self._left: OrderedDict[S, None] = OrderedDict()
-        """Of the running ones those that have lost a reader, by when; some may have one again."""
+        """The running answers that have lost a reader, the earliest loss first; some may have a reader again."""
         self._ended: OrderedDict[S, None] = OrderedDict()
 
     @property
@@ -52,22 +54,23 @@ class StreamRetention(Generic[S]):
         return sum(not stream.is_attended for stream in self._running)
 
     def new_log(self, num_events: int = 0) -> EventLog:
-        """`num_events`: that were appended elsewhere, and are not kept here."""
+        """`num_events` events were appended at another process, and are not kept in the new log."""
         return EventLog(self._config.max_response_bytes, self._budget, num_events)
 
     def add(self, stream: S) -> None:
-        """It runs."""
+        """Keep an answer that runs from now on."""
         self._running[stream] = None
 
     def on_ended(self, stream: S) -> None:
-        """Its answer is complete; it is kept as it is."""
+        """The answer is complete; it is kept as it is."""
         if stream in self._running:
             del self._running[stream]
             self._left.pop(stream, None)
             self._ended[stream] = None
 
     def on_left(self, stream: S) -> None:
-        """Running answers without a reader hold places that others want: of too many, the longest without one go."""
+        """The answer has lost its reader. Running answers without a reader occupy capacity: if there are too many,
+        those that have been without one for the longest time are abandoned."""
         if stream not in self._running:
             return
         left = self._left
@@ -79,19 +82,19 @@ class StreamRetention(Generic[S]):
                 oldest.abandon_soon()
 
     def discard(self, stream: S) -> None:
-        """It is not kept any more."""
+        """The answer is no longer kept."""
         self._running.pop(stream, None)
         self._left.pop(stream, None)
         self._ended.pop(stream, None)
 
     def _make_room(self) -> None:
-        """The oldest answers go first, complete ones before those that are being written."""
+        """Evict the oldest answers first, and complete ones before running ones."""
         budget = self._budget
         while budget.num_bytes > budget.max_bytes and self._ended:
             stream, _ = self._ended.popitem(last=False)
             self._on_evicted()
             if stream.is_attended:
-                stream.log.forget()  # its reader is told
+                stream.log.forget()  # its reader gets an error
             else:
                 self._forget(stream)
         for _ in range(len(self._running)):

@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 class ResumableAnswers:
-    """Lives on the event loop; owns the tasks that take requests in."""
+    """It lives on the event loop and owns the tasks that admit requests."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class ResumableAnswers:
         self.metrics = metrics
         self.router_id = router_id
         self.address = ""
-        """host:port where this router listens and no other does."""
+        """host:port where only this router listens."""
         self._answers: dict[str, ResumableAnswer] = {}
         self._keys: dict[ResumableAnswer, str] = {}
-        self._intakes: dict[ResumableAnswer, asyncio.Task[None]] = {}
+        self._admissions: dict[ResumableAnswer, asyncio.Task[None]] = {}
         self._retention: StreamRetention[ResumableAnswer] = StreamRetention(config, self._remove, metrics.on_evicted)
         metrics.watch(
             lambda: len(self._answers), lambda: self._retention.num_unattended, lambda: self._retention.num_bytes
@@ -67,8 +67,8 @@ class ResumableAnswers:
         return wanted and self._config.grace_seconds > 0
 
     def begin(self, request: GenerateRequest, caller: str, traceparent: str) -> ResumableAnswer:
-        """Take a request in. `caller`: what the `authorization` metadata says. Raises KvloomError (INVALID_ARGUMENT,
-        DUPLICATE_REQUEST_ID)."""
+        """Open the answer of a request. `caller` is the value of the `authorization` metadata. Raises KvloomError
+        (INVALID_ARGUMENT, DUPLICATE_REQUEST_ID)."""
         request_id = request.request_id or new_request_id()
         if len(request_id) > MAX_NAME_CHARS:
             message = f"request_id has {len(request_id)} characters; at most {MAX_NAME_CHARS}."
@@ -89,47 +89,48 @@ class ResumableAnswers:
             self._retention.on_left,
             self._on_abandoned,
             self._on_ended,
-            has_news=any(choice.token_ids for choice in request.partial_choices),
+            has_output=any(choice.token_ids for choice in request.partial_choices),
         )
         self._named_calls.open(key, answer.name.client_id, lambda: self._on_settled(answer))
-        answer.known = bool(request.resume_token)
+        answer.is_known_to_client = bool(request.resume_token)
         self._answers[key] = answer
         self._keys[answer] = key
         self._retention.add(answer)
         named = GenerateRequest()
         named.CopyFrom(request)
         named.request_id = request_id
-        task = asyncio.create_task(self._take_in(answer, named, traceparent), name=f"intake {request_id}")
-        self._intakes[answer] = task
-        task.add_done_callback(lambda _: self._intakes.pop(answer, None))
+        task = asyncio.create_task(self._admit(answer, named, traceparent), name=f"intake {request_id}")
+        self._admissions[answer] = task
+        task.add_done_callback(lambda _: self._admissions.pop(answer, None))
         return answer
 
     def find(self, request_id: str, token: str, caller: str) -> ResumableAnswer:
-        """Raises KvloomError (NOT_FOUND) whether there is none or it is another caller's: nobody learns which."""
+        """Raises KvloomError (NOT_FOUND) whether there is none or it is another caller's: clients cannot find out
+        which."""
         answer = self._answers.get(name_of(request_id, token, caller))
         if answer is None:
             raise self._not_kept(token)
         return answer
 
     def end_running(self) -> None:
-        """The router stops: what still runs ends with an error that its readers hear."""
+        """The router stops: running answers end with an error that their readers receive."""
         for answer in list(self._answers.values()):
             answer.end(
                 KvloomError(ErrorReason.ERROR_REASON_DRAINING, "The router has stopped.", retry_after_seconds=1.0)
             )
 
     async def close(self) -> None:
-        """Forget all answers; what still runs is cancelled in the engine too."""
-        intakes = list(self._intakes.values())
-        for task in intakes:
+        """Forget all answers; running ones are cancelled in the engine too."""
+        admissions = list(self._admissions.values())
+        for task in admissions:
             task.cancel()
-        await asyncio.gather(*intakes, return_exceptions=True)
+        await asyncio.gather(*admissions, return_exceptions=True)
         self.end_running()
         for answer in list(self._answers.values()):
             self._remove(answer)
 
-    async def _take_in(self, answer: ResumableAnswer, request: GenerateRequest, traceparent: str) -> None:
-        """Tokenize and submit, whether or not the RPC lasts that long."""
+    async def _admit(self, answer: ResumableAnswer, request: GenerateRequest, traceparent: str) -> None:
+        """Tokenize and submit the request, whether or not its RPC lasts that long."""
         client_id = answer.name.client_id
         try:
             admitted = await self._intake.request_from_generate(request, client_id, traceparent)
@@ -151,8 +152,8 @@ class ResumableAnswers:
         self._dispatcher.remove_client(client_id)
         self._dispatcher.dispatch(ClientGone(client_id))
         self._named_calls.close(self._keys[answer], client_id)
-        if answer.error is not None and not answer.is_heard:
-            self._remove(answer)  # refused: the same request may succeed when it is made again
+        if answer.error is not None and not answer.has_responses:
+            self._remove(answer)  # refused: the same request may succeed when it is repeated
         else:
             self._retention.on_ended(answer)
 
@@ -163,7 +164,7 @@ class ResumableAnswers:
         self._remove(answer)
 
     def _on_settled(self, answer: ResumableAnswer) -> None:
-        """Its client has gone on elsewhere, and will not come back."""
+        """Its client has continued the answer at another router, and will not come back."""
         answer.end(KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "Its client has left it."))
         self._remove(answer)
 
@@ -175,7 +176,7 @@ class ResumableAnswers:
             answer.close()
 
     def _draw_token(self) -> str:
-        """It names this router, so that another one can say where to go."""
+        """The token names this router, so that another router can point the client to it."""
         return f"{quote(self.router_id, safe='')}.{secrets.token_urlsafe(DRAWN_TOKEN_BYTES)}"
 
     def _not_kept(self, token: str) -> KvloomError:

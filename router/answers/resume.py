@@ -1,4 +1,4 @@
-"""The RPCs of resumable answers: `Generate` that begins one, and `Resume`."""
+"""The RPCs of resumable answers: `Generate`, which begins one, and `Resume`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.answers.generate import caller_of, explain, metadata_value, owner_me
 from router.answers.resumable_answers import ResumableAnswers
 
 REQUEST_ID_KEY: Final = "kvloom-request-id"
-"""Percent-encoded, as all values of the initial metadata."""
+"""Its value is percent-encoded, like all values of the initial metadata."""
 TOKEN_KEY: Final = "kvloom-resume-token"
 ROUTER_KEY: Final = "kvloom-router"
 
@@ -20,7 +20,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, context: Context) -> None:
-    """Begin an answer and read it. Raises KvloomError when it ends in an error."""
+    """Begin an answer and read it. Raises KvloomError if it ends with an error."""
     answer = answers.begin(request, caller_of(context), metadata_value(context, "traceparent"))
     reader = answer.attach(answer.log.num_events)
     try:
@@ -32,7 +32,7 @@ async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, co
                 *owner_metadata(answers.address),
             )
         )
-        answer.known = True
+        answer.is_known_to_client = True
         await answer.follow(reader, context.write)
         if answer.first_start is not None and wants_explanation(context):
             explain(context, answer.first_start)
@@ -50,7 +50,7 @@ async def serve_resume(answers: ResumableAnswers, request: ResumeRequest, contex
         await context.write(ResumeResponse(response=response))
 
     try:
-        # Before there is news: its client does not wait long to hear that the answer is here.
+        # Sent before the first response: the client waits only briefly for the sign that the answer is here.
         await context.send_initial_metadata(())
         await answer.follow(reader, write)
     finally:

@@ -1,4 +1,4 @@
-"""What resumable answers are measured by; counted once an answer, never once a response."""
+"""The metrics of resumable answers: they are updated once for each answer, never for each response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 
 class ResumeMetrics:
-    """One per router."""
+    """There is one per router."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._registry = registry

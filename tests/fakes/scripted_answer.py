@@ -103,7 +103,7 @@ async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: 
     request = await world.link.next_request()
     script.play(request, 0, end)
     stream = next(reversed(world.edge.resume.streams.values()))
-    await until(lambda: stream.num_released == stream.num_events and len(streamed.events) == stream.num_events)
+    await until(lambda: stream.num_visible == stream.num_events and len(streamed.events) == stream.num_events)
     return streamed, request, reading
 
 

@@ -240,7 +240,7 @@ async def test_refusal_keeps_its_status_and_is_not_kept(world: EdgeWorld) -> Non
 
 
 async def test_http_1_0_client_resumes_without_chunks(world: EdgeWorld) -> None:
-    """The log holds events framed for HTTP/1.1; an old proxy must not see the frames."""
+    """Replayed events are chunks in HTTP/1.1 only; an old proxy must not see their frames."""
     world.link.script = answer("Hel", "lo")
     whole = client(world)
     await whole.begin(chat_body(stream=True))

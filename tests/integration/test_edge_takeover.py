@@ -128,7 +128,7 @@ async def test_hung_edge_that_wakes_up(redis_url: str, monkeypatch: pytest.Monke
     """It finds that another edge has taken its answer over: it shows nothing of what it has generated since, tells its
     reader, ends the request, and the journal of the other one is left alone."""
     monkeypatch.setattr("edge_http.recovery.peer_proxy.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("edge_http.recovery.peer_proxy.LIVES_SECONDS", 0.1)
+    monkeypatch.setattr("edge_http.recovery.peer_proxy.PROBE_SECONDS", 0.1)
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         streamed, request, reading = await begin_live(first, path, body, script, 4)
@@ -179,7 +179,8 @@ async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
         rest = await second.link.next_request()
         script.play(rest, 4, 6)
         stream = second.edge.resume.streams[streamed.response_id]
-        await until(lambda: len(streamed.events) == stream.num_events and stream.num_published == stream.num_events)
+        publication = second.edge.resume.publications[streamed.response_id]
+        await until(lambda: len(streamed.events) == stream.num_events == publication.num_published)
         name = request.request.request_id
         assert second.edge.losses.reported == [("link-1", name, 3)]  # pyright: ignore
         await kill(second, two, reading)

@@ -7,7 +7,7 @@ import asyncio
 from edge_http.resume.commit_gate import CommitGate
 
 
-class Stream:
+class Publication:
     def __init__(self) -> None:
         self.is_noted = False
         self.num_published = 0
@@ -20,7 +20,7 @@ class Stream:
         self.released.set()
 
 
-def send(gate: CommitGate[Stream], stream: Stream) -> None:
+def send(gate: CommitGate[Publication], stream: Publication) -> None:
     stream.num_events += 1
     if not stream.is_noted:
         gate.note(stream)
@@ -28,8 +28,8 @@ def send(gate: CommitGate[Stream], stream: Stream) -> None:
 
 async def test_what_is_written_is_released_and_no_more() -> None:
     """What came while a write was under way waits for the next one."""
-    gate: CommitGate[Stream] = CommitGate(5.0)
-    stream = Stream()
+    gate: CommitGate[Publication] = CommitGate(5.0)
+    stream = Publication()
     send(gate, stream)
     assert gate.take() == [stream]
     send(gate, stream)
@@ -46,8 +46,8 @@ async def test_what_is_written_is_released_and_no_more() -> None:
 
 async def test_slow_journal_holds_nothing_up_until_it_is_quick_again() -> None:
     """Availability comes first; then the promise holds again."""
-    gate: CommitGate[Stream] = CommitGate(0.2)
-    stream = Stream()
+    gate: CommitGate[Publication] = CommitGate(0.2)
+    stream = Publication()
     send(gate, stream)
     gate.take()
     async with asyncio.timeout(5):
@@ -66,8 +66,8 @@ async def test_slow_journal_holds_nothing_up_until_it_is_quick_again() -> None:
 
 async def test_failed_write_is_tried_again_and_holds_nothing_up() -> None:
     """Redis is away: the streams go on, and are written when it is back."""
-    gate: CommitGate[Stream] = CommitGate(5.0)
-    stream = Stream()
+    gate: CommitGate[Publication] = CommitGate(5.0)
+    stream = Publication()
     send(gate, stream)
     gate.take()
     gate.fail()
@@ -77,8 +77,8 @@ async def test_failed_write_is_tried_again_and_holds_nothing_up() -> None:
 
 async def test_process_that_stood_still_has_not_waited() -> None:
     """A timer that fires late tells nothing of Redis: whether another edge has taken over has to be seen first."""
-    gate: CommitGate[Stream] = CommitGate(0.01)
-    stream = Stream()
+    gate: CommitGate[Publication] = CommitGate(0.01)
+    stream = Publication()
     send(gate, stream)
     gate.take()
     gate._timer_at -= 1.0
@@ -89,8 +89,8 @@ async def test_process_that_stood_still_has_not_waited() -> None:
 
 async def test_edge_that_stops_shows_nothing_more_that_is_not_written() -> None:
     """However slow Redis is: another edge goes on from what is written, and no client may be ahead of that."""
-    gate: CommitGate[Stream] = CommitGate(0.01)
-    stream = Stream()
+    gate: CommitGate[Publication] = CommitGate(0.01)
+    stream = Publication()
     send(gate, stream)
     gate.take()
     async with asyncio.timeout(5):

@@ -1,4 +1,4 @@
-"""What belongs together leaves in one write, and first tokens leave before the rest of their engine step."""
+"""Bytes that belong together leave in one write, and first tokens leave before the rest of their engine step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 1 << 20
 
 
 class Socket:
-    """Takes down which stream wrote what, in order."""
+    """Records which stream wrote what, in order."""
 
     def __init__(self, name: str, writes: list[tuple[str, bytes]]) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class Socket:
 
 
 class Connected:
-    """What an EventStream asks of a request."""
+    """The parts of a request that an EventStream uses."""
 
     version = aiohttp.HttpVersion11
     keep_alive = True
@@ -51,7 +51,7 @@ def stream(name: str, write_coalescer: WriteCoalescer, writes: list[tuple[str, b
 
 
 def begin(events: EventStream) -> None:
-    """The head and the first token, corked as an answer does it."""
+    """Send the head and the first token, corked as an answer does it."""
     events.cork()
     events.begin({})
     events.send(b"", b"first", b"")
@@ -77,14 +77,45 @@ async def test_head_and_first_token_leave_in_one_write_before_other_streams_toke
     assert len(writes) == 4
 
 
-async def test_an_event_that_is_framed_already_pulls_the_corks_too(writes: list[tuple[str, bytes]]) -> None:
-    """Resumable answers write their events in frames."""
+async def test_a_replay_flushes_the_corked_streams_too(writes: list[tuple[str, bytes]]) -> None:
+    """Resumable answers replay the events that their readers missed."""
     write_coalescer = WriteCoalescer()
     old, new = stream("old", write_coalescer, writes), stream("new", write_coalescer, writes)
     old.begin({})
     begin(new)
-    old.write_framed(b"5\r\nhello\r\n")
+    old.replay([b"hello"])
     assert [name for name, _ in writes] == ["old", "new", "old"]
+
+
+@pytest.mark.parametrize("size", [1, 980, 1100])
+@pytest.mark.parametrize("num_before", [0, 4094])
+async def test_an_event_has_the_same_bytes_however_it_is_sent(
+    writes: list[tuple[str, bytes]], size: int, num_before: int
+) -> None:
+    """Live with its parts, live as text, and replayed: with numbers and sizes that were formatted in advance, and
+    without."""
+    text = "x" * size
+    event = b'a"%b"b' % text.encode()
+    for name in ("sent", "pushed", "replayed"):
+        events = EventStream(
+            cast(web.BaseRequest, Connected(Socket(name, writes))), LIMIT, WriteCoalescer(), num_before
+        )
+        for _ in range(3):
+            if name == "sent":
+                events.send(b"a", b'"%b"' % text.encode(), b"b")
+            elif name == "pushed":
+                push = events.fast_writer(b"a", b"b", lambda: None)
+                assert push is not None
+                push(text)
+            else:
+                events.replay([event])
+        assert events.num_events == num_before + 3
+    expected = b""
+    for number in range(num_before + 1, num_before + 4):
+        framed = b"id: %d\ndata: %b\n\n" % (number, event)
+        expected += b"%x\r\n%b\r\n" % (len(framed), framed)
+    for name in ("sent", "pushed", "replayed"):
+        assert b"".join(data for stream_name, data in writes if stream_name == name) == expected
 
 
 async def test_a_whole_short_answer_leaves_in_one_write(writes: list[tuple[str, bytes]]) -> None:
