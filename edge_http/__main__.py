@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
 from kvloom.config import load_config
-from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
+from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.router_link.finder import linked_routers
@@ -22,7 +22,7 @@ async def serve(options: argparse.Namespace) -> None:
     model = await asyncio.to_thread(load_model, config)
     try:
         # Edges take CPUs from the first on, routers from the last on.
-        with staying_on_a_cpu(number_of(options.name), wanted=config.edge.stays_on_cpu):
+        with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
             async with linked_routers(config, options.name) as link:
                 await serve_edge(
                     config, link, model, EdgeListenOptions.from_arguments(options, config), stop, announce_ready

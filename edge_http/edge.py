@@ -17,7 +17,7 @@ from edge_http.wire.sse import WriteCoalescer
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import RouterLink
-from kvloom.router_link.tracked_request import Attempt
+from kvloom.router_link.tracked_request import Assignment
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import ModelInfo
@@ -42,9 +42,9 @@ class LossReports(Protocol):
 
     def link_ids(self) -> list[str]: ...
 
-    def attempts(self, handle: int) -> Sequence[Attempt]: ...
+    def assignments(self, handle: int) -> Sequence[Assignment]: ...
 
-    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None: ...
+    def note_delegated_loss(self, link_id: str, request_id: str, num_tokens: int) -> None: ...
 
 
 class AdmissionPermit:

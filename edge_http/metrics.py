@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.registry import Collector
 
 from edge_http.answers.answer import Answer
-from kvloom.process.fast_metrics import Count, CountFamily, Distribution, DistributionFamily
+from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily, HistogramSeries
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST
@@ -45,7 +45,7 @@ class EdgeMetrics:
         registry = self._registry
         prometheus_client.ProcessCollector(registry=registry)
         prometheus_client.GCCollector(registry=registry)
-        self._requests = CountFamily(
+        self._requests = CounterFamily(
             "kvloom_edge_requests", "HTTP requests by route and status.", ("route", "status"), registry
         )
         self._disconnects = Counter(
@@ -54,10 +54,10 @@ class EdgeMetrics:
         self._slow_clients = Counter(
             "kvloom_edge_slow_clients", "Streams ended because the client read too slowly.", registry=registry
         )
-        self.output_tokens = CountFamily(
+        self.output_tokens = CounterFamily(
             "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry
         )
-        self._events = CountFamily("kvloom_edge_sse_events", "Server-sent events written.", (), registry).labels()
+        self._events = CounterFamily("kvloom_edge_sse_events", "Server-sent events written.", (), registry).labels()
         self._resumed = Counter(
             "kvloom_edge_resumed_streams", "Streams taken up again by their client.", registry=registry
         )
@@ -84,28 +84,28 @@ class EdgeMetrics:
         running.set_function(num_running)
         connected = Gauge("kvloom_edge_router_connected", "1 while the link to the router is up.", registry=registry)
         connected.set_function(lambda: float(is_connected()))
-        self._duration = DistributionFamily(
+        self._duration = HistogramFamily(
             "gen_ai_server_request_duration_seconds",
             "From the prompt's submission to the last token.",
             (*_GEN_AI_LABELS, "error_type"),
             _SECONDS,
             registry,
         )
-        self.ttft = DistributionFamily(
+        self.ttft = HistogramFamily(
             "gen_ai_server_time_to_first_token_seconds",
             "From the prompt's submission to the first token.",
             _GEN_AI_LABELS,
             _SECONDS,
             registry,
         )
-        self.tpot = DistributionFamily(
+        self.tpot = HistogramFamily(
             "gen_ai_server_time_per_output_token_seconds",
             "Mean time between the tokens of an answer, after the first.",
             _GEN_AI_LABELS,
             _TOKEN_SECONDS,
             registry,
         )
-        self.usage = DistributionFamily(
+        self.usage = HistogramFamily(
             "gen_ai_client_token_usage",
             "Tokens of a request.",
             (*_GEN_AI_LABELS, "gen_ai_token_type"),
@@ -114,8 +114,8 @@ class EdgeMetrics:
         )
 
         self._of_model: dict[tuple[str, str], _OfModel] = {}
-        self._durations: dict[tuple[str, str, str], Distribution] = {}
-        self._responses: dict[tuple[str, int], Count] = {}
+        self._durations: dict[tuple[str, str, str], HistogramSeries] = {}
+        self._responses: dict[tuple[str, int], CounterSeries] = {}
 
     def add(self, collector: Collector) -> None:
         self._registry.register(collector)

@@ -1,7 +1,22 @@
-"""kvloom: client SDK and what every process shares (see ARCHITECTURE.md).
+"""kvloom: the Python SDK, and the code that the services share (see ARCHITECTURE.md).
 
-The SDK's names are `kvloom.Client`, `kvloom.ChatMessage`, `kvloom.Delta` and `kvloom.KvloomError`. They are loaded when
-first used, so that a process which needs only a part of the package does not pay for gRPC and Jinja.
+    from kvloom import ChatMessage, Client
+
+The public names are those of `__all__`. Each is loaded when it is first used, so that a process which needs only a part
+of the package does not pay for gRPC. The SDK imports neither Jinja nor any tokenizer, Redis, Prometheus or structlog.
+
+client/       `Client`, the SDK's entry point, and how its answers survive the loss of a connection or a router
+errors.py     the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
+sampling.py   limits and checks of sampling parameters and stop conditions
+guide.py      limits and checks of guides (JSON schemas, regular expressions, grammars)
+config.py     the configuration file as one typed tree
+router_link/  the client side of the data plane: requests multiplexed over one stream per router
+replay/       events kept of a response, so that its client can resume it
+text/         tokenizers, chat templates, detokenizing, block hashes
+transport/    streams between processes: gRPC, and Unix sockets on one machine
+discovery/    the registry in Redis in which shards and routers announce themselves
+process/      what every service process needs: logs, metrics, signals, timers, backoff
+v1/           code generated from protos/kvloom/v1
 """
 
 from __future__ import annotations
@@ -11,27 +26,57 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvloom.client.client import Client as Client
-    from kvloom.client.generation import Delta as Delta
-    from kvloom.errors import KvloomError as KvloomError
-    from kvloom.text.chat_template import ChatMessage as ChatMessage
+    from kvloom.client.client import Client
+    from kvloom.client.generate_request import GenerateOptions
+    from kvloom.client.generation import Delta
+    from kvloom.errors import ErrorKind, KvloomError
+    from kvloom.text.chat_message import ChatMessage
+    from kvloom.v1.error_reason_pb2 import ErrorReason
+    from kvloom.v1.generation_pb2 import FinishReason
 
-_HOMES = {
-    "ChatMessage": "kvloom.text.chat_template",
+    __version__: str
+
+__all__ = [
+    "ChatMessage",
+    "Client",
+    "Delta",
+    "ErrorKind",
+    "ErrorReason",
+    "FinishReason",
+    "GenerateOptions",
+    "KvloomError",
+    "__version__",
+]
+
+_MODULES = {
+    "ChatMessage": "kvloom.text.chat_message",
     "Client": "kvloom.client.client",
     "Delta": "kvloom.client.generation",
+    "ErrorKind": "kvloom.errors",
+    "ErrorReason": "kvloom.v1.error_reason_pb2",
+    "FinishReason": "kvloom.v1.generation_pb2",
+    "GenerateOptions": "kvloom.client.generate_request",
     "KvloomError": "kvloom.errors",
 }
 
 
-__version__ = importlib.metadata.version("kvloom")
-
-
 def __dir__() -> list[str]:
-    return [*_HOMES, "__version__"]
+    return list(__all__)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name == "__version__":
+        value: object = _version()
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvloom")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "0.0.0"

@@ -1,7 +1,8 @@
-"""The error catalogue: one reason, and what it is in gRPC, in HTTP and in OpenAI's vocabulary. Imports no gRPC.
+"""The error catalogue: each reason's gRPC code, HTTP status and OpenAI type. This module imports no gRPC.
 
-Every error that leaves a process is a `KvloomError`; its `reason` (see protos/kvloom/v1/error_reason.proto) fixes the
-gRPC code, the HTTP status and the OpenAI `type` and `code`, so the same fault reads the same at every door.
+Every error that leaves a process is a `KvloomError`. Its `reason` (see protos/kvloom/v1/error_reason.proto) determines
+the gRPC code, the HTTP status and the OpenAI `type` and `code`, so that every interface reports a fault in the same
+way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from kvloom.v1.error_reason_pb2 import Error, ErrorReason
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """What one reason is at each door."""
+    """How each interface reports one reason."""
 
     grpc_code: str
-    """A name of grpc.StatusCode."""
+    """The name of a grpc.StatusCode."""
     http_status: int
     openai_type: str
     openai_code: str | None
@@ -70,10 +71,10 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
 
 
 class KvloomError(Exception):
-    """A fault with a reason of the catalogue.
+    """A fault with a reason of the catalogue (an `ErrorReason`).
 
-    `message` is for the user; `field` names the request field at fault in the caller's vocabulary;
-    `retry_after_seconds` says when a retry makes sense (0 = no advice).
+    `message` is a sentence for the user. `field` names the request field at fault, as the caller knows it; "" if there
+    is none. `retry_after_seconds` is the time after which a retry makes sense; 0: no advice.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class KvloomError(Exception):
 
     @property
     def kind(self) -> ErrorKind:
+        """The gRPC code, HTTP status and OpenAI type of the reason."""
         return CATALOGUE.get(self.reason, CATALOGUE[_R.ERROR_REASON_INTERNAL])
 
     @property
@@ -107,7 +109,7 @@ class KvloomError(Exception):
         return cls(error.reason, error.message, field=error.field, retry_after_seconds=error.retry_after_seconds)
 
     def to_openai(self) -> dict[str, dict[str, str | None]]:
-        """The body of an OpenAI error answer."""
+        """The body of an OpenAI error response."""
         kind = self.kind
         return {
             "error": {
@@ -132,10 +134,10 @@ def unsupported(message: str, field: str) -> KvloomError:
 
 
 def request_timeout(message: str) -> KvloomError:
-    """Its sender was too slow."""
+    """The client sent its request too slowly."""
     return KvloomError(_R.ERROR_REASON_REQUEST_TIMEOUT, message)
 
 
 def protocol_violation(message: str) -> KvloomError:
-    """A peer sent what the frames' protocol does not allow."""
+    """A peer sent a frame that the protocol does not allow."""
     return KvloomError(_R.ERROR_REASON_PROTOCOL_VIOLATION, message)

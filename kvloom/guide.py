@@ -1,4 +1,4 @@
-"""Limits and checks for guides: what can be told to be wrong without compiling it, wherever a guide comes in."""
+"""Limits and checks for guides: the errors that can be found without compiling a guide, for every entry point."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvloom.errors import invalid_argument
 from kvloom.v1.generation_pb2 import Guide
 
 GUIDE_FIELD: Final = "sampling.guide"
-"""How the fabric's errors name it."""
+"""The name of the guide's field in errors of the router and the shards."""
 MAX_SCHEMA_BYTES: Final = 64 * 2**10
 MAX_SCHEMA_DEPTH: Final = 64
 MAX_PATTERN_BYTES: Final = 16 * 2**10
-"""Of a regular expression or a grammar."""
+"""The limit for a regular expression or a grammar."""
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_BYTES: Final = 64 * 2**10
-"""Of all choices together."""
+"""The limit for all choices together."""
 MAX_MULTIPLE: Final = 10_000
-"""A compiler makes as many states as the digits of `multipleOf` say."""
+"""The limit for the digits of `multipleOf`, read as an integer: a compiler makes that many states."""
 
 
 def check_guide(guide: Guide, field: str) -> None:
-    """Raise KvloomError (INVALID_ARGUMENT) that names `field`. What passes can still fail to compile."""
+    """Raise KvloomError (INVALID_ARGUMENT) that names `field`. A guide that passes may still fail to compile."""
     form = guide.WhichOneof("form")
     if form is None:
-        raise invalid_argument(f"{field} must say what the answer must look like.", field)
+        raise invalid_argument(f"{field} must hold one of json_object, json_schema, regex, choice and grammar.", field)
     if form == "json_object":
         if not guide.json_object:
             raise invalid_argument(f"{field}.json_object can only be true.", field)
@@ -65,7 +65,7 @@ def _check_node(node: Any, field: str, levels_left: int) -> None:
 
 
 def _digits(number: int | Decimal) -> int:
-    """0.25 → 25, 1500 → 1500."""
+    """The number without its decimal point: 0.25 → 25, 1500 → 1500."""
     try:
         digits = Decimal(number).normalize().as_tuple()
     except InvalidOperation:
@@ -96,5 +96,5 @@ def _check_pattern(text: str, form: str, field: str) -> None:
     if len(text.encode()) > MAX_PATTERN_BYTES:
         raise invalid_argument(f"{field} is longer than {MAX_PATTERN_BYTES} bytes.", field)
     if form == "grammar" and "%json" in text:
-        # A schema inside a grammar would escape the checks of a schema.
+        # A schema inside a grammar would bypass the checks of a schema.
         raise invalid_argument(f"{field} holds %json: give the schema as a JSON schema instead.", field)

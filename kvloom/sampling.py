@@ -1,6 +1,6 @@
-"""Limits and checks for sampling parameters and stop conditions: one place for the edge, the router and the SDK.
+"""Limits and checks for sampling parameters and stop conditions, shared by the edge, the router and the SDK.
 
-The checks raise `KvloomError` (INVALID_ARGUMENT) and name the field, prefixed with `at` ("" for OpenAI bodies,
+The checks raise KvloomError (INVALID_ARGUMENT) and name the field, prefixed with `at` ("" for OpenAI bodies,
 "sampling." or "stop." for gRPC messages).
 """
 
@@ -23,7 +23,7 @@ DEFAULT_TOP_P: Final = 1.0
 
 
 def check_sampling(sampling: SamplingParams, at: str = "") -> None:
-    """Raise for a value outside its range."""
+    """Raise KvloomError for a value outside its range."""
     if sampling.HasField("temperature"):
         _check_range(sampling.temperature, 0.0, 2.0, f"{at}temperature")
     if sampling.HasField("top_p"):
@@ -42,7 +42,7 @@ def check_sampling(sampling: SamplingParams, at: str = "") -> None:
 
 
 def check_stop(stop: StopConditions, at: str = "") -> None:
-    """Raise for too many or unusable stop conditions."""
+    """Raise KvloomError for too many or unusable stop conditions."""
     if stop.HasField("max_tokens") and stop.max_tokens < 1:
         raise invalid_argument(f"{at}max_tokens must be at least 1.", f"{at}max_tokens")
     if len(stop.stop) > MAX_STOP_STRINGS:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvloom.config import KvloomConfig, load_config
 from kvloom.process import service, telemetry
-from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
+from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from router.process import RouterListenOptions, load_tokenizer, open_router
 
 
@@ -18,7 +18,7 @@ async def serve(config: KvloomConfig, name: str, listen_options: RouterListenOpt
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     server, address, metrics_address = await open_router(config, tokenizer, name, listen_options)
     # Edges are pinned to CPUs from the first on, routers from the last on.
-    with staying_on_a_cpu(-1 - number_of(name), wanted=config.router.stays_on_cpu):
+    with kept_on_one_cpu(-1 - instance_number(name), wanted=config.router.stays_on_cpu):
         await server.serve(stop, lambda: service.announce_ready(address, metrics_address))
 
 

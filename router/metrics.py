@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
-from kvloom.process.fast_metrics import Count, CountFamily, DistributionFamily
+from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import ModelState, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.fleet.shard_health import HealthState
@@ -30,7 +30,7 @@ class _ModelSeries:
     __slots__ = ("attempts", "cached_input", "duration", "ended", "input", "output", "queue_time", "tpot", "ttft")
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
-        self.ended: dict[tuple[int, int], tuple[Count, str, str]] = {}
+        self.ended: dict[tuple[int, int], tuple[CounterSeries, str, str]] = {}
         """(finish reason, error reason) -> (the series, the names of the two)."""
         self.attempts = metrics.attempts.labels(model)
         self.input = metrics.tokens.labels(model, "input")
@@ -56,7 +56,7 @@ class RouterMetrics:
         self._model_names: set[str] = set()
         self._series_by_model: dict[str, _ModelSeries] = {}
         self._registry = registry
-        self._requests = CountFamily(
+        self._requests = CounterFamily(
             "kvloom_router_requests",
             "Requests that ended, by how and why.",
             ("gen_ai_request_model", "outcome", "error_type"),
@@ -68,7 +68,7 @@ class RouterMetrics:
             ("error_type",),
             registry=registry,
         )
-        self.tokens = CountFamily(
+        self.tokens = CounterFamily(
             "kvloom_router_tokens",
             "Tokens of requests that ended; output tokens are those that were delivered.",
             ("gen_ai_request_model", "gen_ai_token_type"),
@@ -80,7 +80,7 @@ class RouterMetrics:
             ("gen_ai_request_model",),
             registry=registry,
         )
-        self.attempts = CountFamily(
+        self.attempts = CounterFamily(
             "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry
         )
         self._trips = Counter(
@@ -156,8 +156,8 @@ class RouterMetrics:
         """Exports these gauges (by name) and the fleet's state at every scrape."""
         self._registry.register(_FleetCollector(gauges, self._models, self._shards))
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> DistributionFamily:
-        return DistributionFamily(name, documentation, ("gen_ai_request_model",), buckets, self._registry)
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> HistogramFamily:
+        return HistogramFamily(name, documentation, ("gen_ai_request_model",), buckets, self._registry)
 
     def _series(self, model: str) -> _ModelSeries:
         series = self._series_by_model.get(model)
@@ -168,7 +168,7 @@ class RouterMetrics:
                 series = self._series_by_model[label] = _ModelSeries(self, label)
         return series
 
-    def _outcome(self, ended: RequestEnded) -> tuple[Count, str, str]:
+    def _outcome(self, ended: RequestEnded) -> tuple[CounterSeries, str, str]:
         outcome = FinishReason.Name(ended.reason).removeprefix("FINISH_REASON_").lower()
         error_type = reason_name(ended.error_reason).lower() if ended.error_reason else ""
         return self._requests.labels(self._model_label(ended.model), outcome, error_type), outcome, error_type

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edge_http.server.process import EdgeListenOptions, serve_edge, served_model
 from kvloom.config import load_config
-from kvloom.process.cpu_affinity import number_of, staying_on_a_cpu
+from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from router.process import RouterListenOptions, load_tokenizer, open_router
@@ -45,7 +45,7 @@ async def serve(options: argparse.Namespace) -> None:
 
     await link.start()
     try:
-        with staying_on_a_cpu(number_of(options.name), wanted=config.edge.stays_on_cpu):
+        with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(router.serve(edge_has_ended), name="router")
                 tasks.create_task(serve_edge_side(), name="edge")

@@ -56,7 +56,7 @@ def publish(
 def _publish(edge: Edge, publication: Publication) -> OnSubmitted:
     def on_submitted(prompt: int, handle: int) -> None:
         if edge.losses is not None:
-            publication.attempts[prompt] = edge.losses.attempts(handle)
+            publication.attempts[prompt] = edge.losses.assignments(handle)
 
     edge.resume.publish(publication)
     return on_submitted
@@ -147,9 +147,9 @@ def _settle(
         settled.append(over)
         if edge.losses is not None:
             for link_id in sorted(link_ids - {one.link_id for one in over}):
-                edge.losses.note_lost_by(link_id, request.request_id, 0)
+                edge.losses.note_delegated_loss(link_id, request.request_id, 0)
             for one in over:
-                edge.losses.note_lost_by(one.link_id, request.request_id, one.num_tokens or 0)
+                edge.losses.note_delegated_loss(one.link_id, request.request_id, one.num_tokens or 0)
     return settled
 
 

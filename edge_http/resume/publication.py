@@ -18,7 +18,7 @@ from edge_http.resume.records import (
     encode,
 )
 from edge_http.resume.resumable_stream import ResumableStream
-from kvloom.router_link.tracked_request import Attempt
+from kvloom.router_link.tracked_request import Assignment
 
 _numbers = itertools.count(1)
 
@@ -31,7 +31,7 @@ class _Progress:
     num_chars: list[int]
     num_starts: int = 0
     num_finishes: int = 0
-    last_attempts: tuple[Attempt | None, ...] = ()
+    last_attempts: tuple[Assignment | None, ...] = ()
 
 
 class Publication:
@@ -50,7 +50,7 @@ class Publication:
         self.release = stream.release
         response.number = next(_numbers)
         self.response = response
-        self.attempts: list[Sequence[Attempt]] = [() for _ in response.prompt_sizes]
+        self.attempts: list[Sequence[Assignment]] = [() for _ in response.prompt_sizes]
         """By prompt: the attempts of its request, one for each link; the lists grow."""
         self.earlier_attempts: list[list[AttemptRecord]] = [[] for _ in response.prompt_sizes]
         """By prompt: the attempts of edges that had the response before."""

@@ -71,7 +71,7 @@ class ChoiceProgressDelta(msgspec.Struct, array_like=True):
 
 
 class AttemptRecord(msgspec.Struct, array_like=True):
-    """See kvloom.router_link.tracked_request.Attempt."""
+    """See kvloom.router_link.tracked_request.Assignment."""
 
     link_id: str
     first_token: int

@@ -1,12 +1,12 @@
-"""The SDK: answers from a kvloom router, token by token.
+"""The SDK's entry point: answers from a kvloom router, token by token.
 
     async with Client("127.0.0.1:8081") as client:
         async for delta in client.generate(model="smollm2-135m-instruct", messages=[ChatMessage("user", "Hi")]):
             print(delta.text, end="")
 
-Prompts given as `token_ids` travel over one long-lived stream that all requests of the client share (no RPC is opened
-per request). Prompts given as `text` or `messages` are tokenized by the router, with one `Generate` RPC each; so are
-resumable ones (`resumable=True`), whose answers outlive their connection.
+Prompts given as `token_ids` travel over one long-lived stream that all requests of the client share, so no RPC is
+opened per request. Prompts given as `text` or `messages` are tokenized by the router, with one `Generate` RPC each.
+Resumable requests (`resumable=True`), whose answers outlive their connection, have an RPC each as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, Self, TypeVar, Unpack
 
 from kvloom.client.generate_request import GenerateOptions, build_request
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
-from kvloom.client.resumed_call import carried_deltas
+from kvloom.client.resumed_call import failover_deltas
 from kvloom.client.router_channels import RouterChannels
 from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
@@ -35,7 +35,14 @@ _Answer = TypeVar("_Answer")
 
 
 class Client:
-    """The way to a router, or to any of several, for use on one event loop. Every failure is a KvloomError."""
+    """A connection to one router, or to several that stand in for each other. Use it on one event loop.
+
+    Every failure of a request is raised as a `KvloomError`; its `reason` says what went wrong.
+
+        async with Client("10.0.0.1:8081,10.0.0.2:8081") as client:
+            async for delta in client.generate(model="smollm2-135m-instruct", text="Once", max_tokens=20):
+                print(delta.text, end="")
+    """
 
     def __init__(
         self,
@@ -46,17 +53,23 @@ class Client:
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
     ) -> None:
-        """`address`: host:port of the router; of several, a list, or with commas between them. `client_id` names this
-        client in the routers' logs. An answer that loses its router looks `reattach_seconds` (a resumable one at least
-        30) for one that goes on with it; 0: none is looked for. At most `max_buffered_tokens` tokens of a request wait
-        for its reader; beyond that it is cancelled."""
+        """Connect to nothing yet: the first call does.
+
+        `address`: host:port of the router. For several, a list, or one string with commas between them.
+        `client_id`: the client's name in the routers' logs. By default "sdk-" and the process id.
+        `reattach_seconds`: how long an answer that has lost its router looks for another router that continues it; a
+        resumable one looks for at least 30 seconds. 0: it fails at once.
+        `connect_timeout_seconds`: how long a call waits for a router to answer. It does not limit an answer's length.
+        `max_buffered_tokens`: how many tokens of one request may wait for its reader. Beyond that the request is
+        cancelled, and its reader gets a KvloomError (CLIENT_TOO_SLOW).
+        """
         self._addresses = [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
         self._reattach_seconds = reattach_seconds
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
         self._channels: RouterChannels | None = None
-        self._lost = CancelNotifier()
+        self._cancel_notifier = CancelNotifier()
         self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -67,26 +80,33 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what is running. Repeatable."""
+        """Cancel the running requests and close all connections. `async with` calls it; calling it again is safe."""
         link, self._link = self._link, None
         channels, self._channels = self._channels, None
         if link is not None:
             await link.close()
-        await self._lost.close()
+        await self._cancel_notifier.close()
         if channels is not None:
             await channels.close()
 
     def generate(self, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta, None]:
-        """News of the answer (of all n answers), in order; see GenerateOptions for what may be asked.
+        """Generate an answer, or `n` of them. Yields a `Delta` for each progress update, in order.
 
-        The last Delta of each choice has its `finish`. A choice that the safety policy halted finishes as
-        CONTENT_FILTER; a prompt that it refused raises CONTENT_FILTERED. A choice that fails raises its KvloomError:
-        over the shared stream when all choices have finished, by RPC at once. Leaving the loop early (`break`,
-        `aclose`) cancels the request. Raises KvloomError right away for options out of range.
+        The options are those of `GenerateOptions`, by name: `model`, one of `messages`, `text` and `token_ids`, and
+        any others. The last Delta of each choice has its `finish`. Leaving the loop early (`break`, or `aclose` on the
+        generator) cancels the request.
 
-        An answer whose connection or router is lost goes on behind what the loop has got, at another router or at the
-        same when it is back. `resumable=True`: while only the connection is lost nothing is generated again; such a
-        request has an RPC of its own.
+            async for delta in client.generate(model=name, messages=[ChatMessage("user", "Hi")], timeout_seconds=60):
+                print(delta.text, end="")
+
+        An answer that loses its connection or its router continues after the last token that the loop has received,
+        at another router, or at the same one when it is back. With `resumable=True` nothing is generated again as long
+        as only the connection is lost.
+
+        Raises KvloomError (INVALID_ARGUMENT) at once for options out of range, and TypeError for unknown ones. While
+        iterating, raises the KvloomError of a choice that fails: over the shared stream when all choices have
+        finished, by RPC at once. A choice that the safety policy halted finishes with the reason CONTENT_FILTER; a
+        prompt that the policy rejected raises CONTENT_FILTERED.
         """
         request = build_request(options)
         if not request.request_id:
@@ -96,24 +116,32 @@ class Client:
         return self._generate_by_rpc(request)
 
     async def plan(self, **options: Unpack[GenerateOptions]) -> router_service_pb2.PlanResponse:
-        """Where would this request go, and why? Places nothing."""
+        """Return where a request with these options would be placed, and the score of every shard. Nothing is placed.
+
+        Raises KvloomError, as `generate` does.
+        """
         request = router_service_pb2.PlanRequest(request=build_request(options))
         return await self._routers.call(lambda stub: stub.Plan(request, timeout=self._connect_timeout_seconds))
 
     async def explain(self, request_id: str) -> router_service_pb2.ExplainResponse:
-        """Why a request went where it went, and how it turned out. Raises KvloomError (NOT_FOUND) when the router does
-        not remember it."""
+        """Return why a request was placed where it was, and how it ended.
+
+        Raises KvloomError (NOT_FOUND) when no router remembers the request.
+        """
         request = router_service_pb2.ExplainRequest(request_id=request_id)
         return await self._routers.call(lambda stub: stub.Explain(request, timeout=self._connect_timeout_seconds))
 
     async def list_models(self) -> list[router_service_pb2.ModelInfo]:
-        """What the fleet serves now."""
+        """Return the models that the fleet serves now. Raises KvloomError when no router answers."""
         request = router_service_pb2.ListModelsRequest()
         answer = await self._routers.call(lambda stub: stub.ListModels(request, timeout=self._connect_timeout_seconds))
         return list(answer.models)
 
     async def cancel(self, request_id: str) -> bool:
-        """End a running request, by its id, whoever started it. False when no router runs such a request."""
+        """Cancel a running request by its id, including one that another client started.
+
+        Returns False when no router runs such a request. Raises KvloomError when no router answers.
+        """
         request = router_service_pb2.CancelRequest(request_id=request_id)
         answer = await self._routers.call(
             lambda stub: stub.Cancel(request, timeout=self._connect_timeout_seconds), lambda answer: answer.found
@@ -123,12 +151,12 @@ class Client:
     @property
     def _routers(self) -> RouterChannels:
         if self._channels is None:
-            raise RuntimeError("the client is closed: use `async with Client(...)`")
+            raise RuntimeError("The client is closed: use `async with Client(...)`.")
         return self._channels
 
     async def _generate_by_rpc(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
         finishes = Finishes(max(1, request.n))
-        deltas = carried_deltas(self._routers, request, self._reattach_seconds, self._lost)
+        deltas = failover_deltas(self._routers, request, self._reattach_seconds, self._cancel_notifier)
         try:
             async for delta in deltas:
                 finishes.note(delta)

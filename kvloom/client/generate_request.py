@@ -1,4 +1,4 @@
-"""A request as an SDK caller writes it, checked and turned into the wire's message."""
+"""The options of a request as an SDK caller writes them, checked and turned into the wire's message."""
 
 from __future__ import annotations
 
@@ -10,47 +10,56 @@ from google.protobuf.message import Message
 
 from kvloom.errors import invalid_argument
 from kvloom.sampling import check_num_choices, check_sampling, check_stop
-from kvloom.text.chat_template import ChatMessage
+from kvloom.text.chat_message import ChatMessage
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import Guide
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `Client.generate` and `Client.plan` take, all by name. Exactly one of messages, text and token_ids."""
+    """The keyword arguments of `Client.generate` and `Client.plan`. Exactly one of `messages`, `text` and `token_ids`
+    must be given; an option that is None counts as not given."""
 
     model: Required[str]
     messages: Sequence[ChatMessage | Mapping[str, str]]
-    """Rendered with the model's chat template by the router. Mappings have "role" and "content"."""
+    """A conversation, which the router renders with the model's chat template. Mappings have "role" and "content"."""
     text: str
-    """Taken as it is."""
+    """A prompt that the router tokenizes unchanged."""
     token_ids: Sequence[int]
+    """A prompt that is tokenized already."""
     max_tokens: int
     temperature: float
+    """0 to 2; default 1. 0 is greedy."""
     top_p: float
+    """Above 0, at most 1; default 1."""
     top_k: int
     seed: int
+    """Requests with the same seed draw the same random numbers. By default a random one is drawn."""
     presence_penalty: float
+    """-2 to 2."""
     frequency_penalty: float
+    """-2 to 2."""
     guide: Mapping[str, Any]
-    """What the answer must look like: one of json_object (True), json_schema (a mapping or text), regex, choice (texts)
-    and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
+    """The form that the answer must have: one of json_object (True), json_schema (a mapping or text), regex, choice
+    (texts) and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
     logprobs: int
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
     stop: str | Sequence[str]
+    """The answer ends before the first of these strings: at most 16, of at most 256 characters each."""
     stop_token_ids: Sequence[int]
+    """The answer ends at the first of these tokens: at most 64."""
     ignore_eos: bool
     n: int
-    """Answers wanted; default 1."""
+    """How many answers to generate (1 to 16); default 1."""
     timeout_seconds: float
-    """From arrival to the last token; default: the router's."""
+    """The time from the request's arrival to its last token. The default is the router's."""
     request_id: str
-    """Names the request in logs, in `Client.cancel` and in `Client.explain`; default: drawn."""
+    """Names the request in logs, in `Client.cancel` and in `Client.explain`. By default a random one is drawn."""
     session_key: str
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
     tier: Literal["interactive", "batch"]
-    """batch: it can wait, and is the first to be refused when too much is asked for; default: interactive."""
+    """batch: the request can wait, and is rejected before others under overload. The default is interactive."""
     resumable: bool
-    """Whether the answer outlives its connection (docs/grpc-api.md); default: no."""
+    """Whether the answer outlives its connection (docs/grpc-api.md). The default is False."""
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
@@ -61,11 +70,12 @@ _INPUTS = ("messages", "text", "token_ids")
 
 
 def build_request(options: GenerateOptions) -> router_service_pb2.GenerateRequest:
-    """Raises KvloomError (INVALID_ARGUMENT) that names the option at fault."""
+    """The wire's message. Raises KvloomError (INVALID_ARGUMENT) that names the option at fault, and TypeError for
+    unknown options."""
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     unknown = given.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+        raise TypeError(f"These options are unknown: {', '.join(sorted(unknown))}.")
     if sum(name in given for name in _INPUTS) != 1:
         raise invalid_argument("Give exactly one of messages, text and token_ids.", "messages")
     request = router_service_pb2.GenerateRequest()

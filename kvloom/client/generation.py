@@ -1,4 +1,4 @@
-"""What a caller of the SDK sees of an answer, and how it waits for its reader."""
+"""`Delta`, the progress update that a caller of the SDK reads, and the buffer in which deltas wait for their reader."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from kvloom.v1.router_service_pb2 import ChoiceDelta
 
 @dataclasses.dataclass(slots=True)
 class Delta:
-    """News of one choice."""
+    """A progress update for one choice of an answer."""
 
     index: int
-    """0 to n-1."""
+    """The choice's number, 0 to n-1."""
     text: str = ""
-    """May be "" while a character is incomplete or a stop string may be beginning."""
+    """The text to append. It may be "" while a character is incomplete or a stop string may have begun."""
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
-    """One per token, when they were asked for."""
+    """One entry per token, if the request asked for them."""
     start: SequenceStart | None = None
-    """With the first token: cached tokens, shard, queue time."""
+    """Set with the first token: the number of cached tokens, the shard and the queue time."""
     finish: SequenceFinish | None = None
-    """With the last one: reason and token counts."""
+    """Set with the last token: the finish reason and the token counts."""
 
     @classmethod
-    def from_proto(cls, news: ChoiceDelta) -> Delta:
-        start = news.start if news.HasField("start") else None
-        finish = news.finish if news.HasField("finish") else None
-        return cls(news.index, news.text, news.token_ids, news.logprobs, start, finish)
+    def from_proto(cls, delta: ChoiceDelta) -> Delta:
+        start = delta.start if delta.HasField("start") else None
+        finish = delta.finish if delta.HasField("finish") else None
+        return cls(delta.index, delta.text, delta.token_ids, delta.logprobs, start, finish)
 
 
 class Finishes:
@@ -46,7 +46,7 @@ class Finishes:
 
     def __init__(self, num_choices: int) -> None:
         self._num_open = num_choices
-        self._has_news = False
+        self._has_output = False
         self._failure: KvloomError | None = None
 
     @property
@@ -54,18 +54,20 @@ class Finishes:
         return self._num_open == 0
 
     def note(self, delta: Delta) -> None:
-        self._has_news = self._has_news or bool(delta.token_ids or delta.text)
+        self._has_output = self._has_output or bool(delta.token_ids or delta.text)
         finish = delta.finish
         if finish is None:
             return
         self._num_open -= 1
-        # A halted answer is an answer; a refused prompt, of which nothing was ever shown, is a failure.
-        is_refused = finish.reason == FINISH_REASON_CONTENT_FILTER and not self._has_news and finish.HasField("error")
-        if self._failure is None and (finish.reason == FINISH_REASON_ERROR or is_refused):
+        # A halted answer is an answer; a rejected prompt, of which nothing was ever shown, is a failure.
+        is_filtered = finish.reason == FINISH_REASON_CONTENT_FILTER
+        is_rejected = is_filtered and not self._has_output and finish.HasField("error")
+        if self._failure is None and (finish.reason == FINISH_REASON_ERROR or is_rejected):
             self._failure = KvloomError.from_proto(finish.error)
 
     def raise_failure(self) -> None:
-        """When the stream has ended: raise the first choice's failure, or that the answer was cut off."""
+        """Called when the stream has ended: raises the first choice's failure, or ROUTER_LOST if the answer was cut
+        off."""
         if self._failure is not None:
             raise self._failure
         if not self.complete:
@@ -73,7 +75,7 @@ class Finishes:
 
 
 class DeltaBuffer:
-    """A Sink (see kvloom/router_link/link.py) that one reader empties. It never blocks the link: when more than
+    """A Sink (see kvloom/router_link/open_choices.py) that one reader empties. It never blocks the link: when more than
     `max_tokens` tokens wait, `on_overflow` is called once and the reader gets CLIENT_TOO_SLOW instead of the rest."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -86,7 +88,8 @@ class DeltaBuffer:
         self.on_overflow: Callable[[], None] = lambda: None
 
     async def take(self) -> list[Delta]:
-        """All that waits, at least one. Raises KvloomError (CLIENT_TOO_SLOW) once the buffer has overflowed."""
+        """Wait for at least one delta and return all of them. Raises KvloomError (CLIENT_TOO_SLOW) once the buffer has
+        overflowed."""
         await self._wake.wait()
         if self._overflowed:
             raise KvloomError(

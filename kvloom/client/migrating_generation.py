@@ -1,4 +1,4 @@
-"""An answer of `Generate` that its reader carries from router to router: what has come, and what to ask for next."""
+"""An answer of `Generate` that can move from router to router: what was received, and the request that continues it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOKEN_BYTES: Final = 24
 
 
 class MigratingGeneration:
-    """An attempt is one `Generate`, and every `Resume` of it. Its reader hears of each choice one start, each token
-    once, and one end."""
+    """The progress of one answer. It moves to another router with a new `Generate` request; a `Resume` continues the
+    request at hand. The reader receives for each choice one start, each token once, and one finish."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        """`request` has a request_id. It gets a seed: all attempts have to draw the same numbers."""
+        """`request` has a request_id. It gets a seed, because every router must draw the same random numbers."""
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(SEED_BITS)
         self._request = request
@@ -30,64 +30,66 @@ class MigratingGeneration:
         self._choices = [ChoiceProgress(index) for index in range(request.n or 1)]
         self._num_tokens = 0
         self._num_tokens_before = 0
-        """What had come when the attempt at hand began."""
-        self.attempt = request
-        """As it was asked for last."""
+        """How many tokens had been received when the current request was made."""
+        self.current_request = request
+        """The `Generate` request that was made last."""
         self.last_event = 0
-        """The event_number of the last response; 0: none, or it is not resumable."""
-        self.is_heard = False
-        """Something has come."""
-        self.is_attempt_heard = False
+        """The event_number of the last response; 0: there was none, or the answer is not resumable."""
+        self.has_response = False
+        """Whether any router has responded."""
+        self.has_response_from_router = False
+        """Whether a router has responded to the current request."""
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is wanted any more, whatever the status says."""
+        """All choices have finished. The status of the RPC no longer matters."""
         return all(choice.is_done for choice in self._choices)
 
-    def begin(self) -> GenerateRequest:
-        """What the next attempt has to ask for. Raises KvloomError (DEADLINE_EXCEEDED)."""
-        attempt = GenerateRequest()
-        attempt.CopyFrom(self._request)
-        attempt.resume_token = secrets.token_urlsafe(TOKEN_BYTES)  # one each: it names the attempt
-        if self.is_heard:
-            attempt.partial_choices.extend(_begun(choice) for choice in self._choices)
-            attempt.starting_after = self.last_event
-            attempt.timeout_seconds = self._seconds_left()
-        self.attempt = attempt
-        self.is_attempt_heard = False
+    def next_request(self) -> GenerateRequest:
+        """Make the request for the next router. Raises KvloomError (DEADLINE_EXCEEDED)."""
+        request = GenerateRequest()
+        request.CopyFrom(self._request)
+        request.resume_token = secrets.token_urlsafe(TOKEN_BYTES)  # unique: it names this request to its router
+        if self.has_response:
+            request.partial_choices.extend(_partial_choice(choice) for choice in self._choices)
+            request.starting_after = self.last_event
+            request.timeout_seconds = self._seconds_left()
+        self.current_request = request
+        self.has_response_from_router = False
         self._num_tokens_before = self._num_tokens
-        return attempt
+        return request
 
-    def take(self, response: GenerateResponse) -> list[Delta]:
-        """News for the reader."""
+    def apply(self, response: GenerateResponse) -> list[Delta]:
+        """Record a response; returns the deltas for the reader."""
         self.last_event = response.event_number
-        self.is_heard = self.is_attempt_heard = True
-        return [delta for news in response.deltas if (delta := self._take(news)) is not None]
+        self.has_response = self.has_response_from_router = True
+        return [delta for delta_proto in response.deltas if (delta := self._apply(delta_proto)) is not None]
 
     def settlement(self) -> CancelRequest:
-        """What the router of the attempt at hand has to hear when it is given up."""
+        """The cancellation to send to the current request's router when the request is abandoned. It includes the
+        number of tokens that were received over it."""
         return CancelRequest(
-            request_id=self.attempt.request_id,
-            resume_token=self.attempt.resume_token,
+            request_id=self.current_request.request_id,
+            resume_token=self.current_request.resume_token,
             num_received_tokens=self._num_tokens - self._num_tokens_before,
         )
 
-    def _take(self, news: ChoiceDelta) -> Delta | None:
-        choice = self._choices[news.index]
-        choice.token_ids.extend(news.token_ids)
-        choice.num_chars += len(news.text)
-        self._num_tokens += len(news.token_ids)
-        delta = Delta.from_proto(news)
+    def _apply(self, delta_proto: ChoiceDelta) -> Delta | None:
+        choice = self._choices[delta_proto.index]
+        choice.token_ids.extend(delta_proto.token_ids)
+        choice.num_chars += len(delta_proto.text)
+        self._num_tokens += len(delta_proto.token_ids)
+        delta = Delta.from_proto(delta_proto)
         if delta.start is not None:
             if choice.num_cached_tokens is None:
                 choice.num_cached_tokens = delta.start.num_cached_tokens
             else:
                 delta.start = None
         if delta.finish is not None and delta.finish.reason == FINISH_REASON_ERROR:
-            delta.finish = None  # the status tells, and another router may go on
+            delta.finish = None  # the status carries the error, and another router may continue
         if delta.finish is not None:
             choice.is_done = True
-            if self.attempt.partial_choices:
+            if self.current_request.partial_choices:
                 delta.finish = _whole_finish(choice, delta.finish)
         return delta if delta.text or delta.token_ids or delta.start or delta.finish else None
 
@@ -100,14 +102,15 @@ class MigratingGeneration:
         return left
 
 
-def _begun(choice: ChoiceProgress) -> PartialChoice:
+def _partial_choice(choice: ChoiceProgress) -> PartialChoice:
     if choice.is_done:
         return PartialChoice(index=choice.index, done=True)
     return PartialChoice(index=choice.index, token_ids=choice.token_ids, num_delivered_chars=choice.num_chars)
 
 
 def _whole_finish(choice: ChoiceProgress, finish: SequenceFinish) -> SequenceFinish:
-    """What was cached for a later attempt is mostly what an earlier one had computed."""
+    """The finish with the first request's number of cached tokens: what is cached for a later one is mostly what an
+    earlier one has computed."""
     whole = SequenceFinish()
     whole.CopyFrom(finish)
     whole.num_cached_tokens = choice.num_cached_tokens or 0

@@ -1,4 +1,4 @@
-"""Single calls to one of several routers: the next one is asked when one cannot be reached."""
+"""Unary calls to one of several routers. When a router cannot be reached, the next one is called."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ import grpc
 
 from kvloom.errors import KvloomError
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
-from kvloom.transport.grpc_errors import from_rpc_error, told_error
+from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
 _Answer = TypeVar("_Answer")
 
 ASK_ELSEWHERE: Final = frozenset({ErrorReason.ERROR_REASON_DRAINING, ErrorReason.ERROR_REASON_NOT_FOUND})
-"""A router that stops; a request that another router knows."""
-
-
-def may_be_elsewhere(error: grpc.aio.AioRpcError) -> bool:
-    """Another router may answer the same call."""
-    told = told_error(error)
-    return error.code() == grpc.StatusCode.UNAVAILABLE if told is None else told.reason in ASK_ELSEWHERE
+"""Reasons to call another router: this one is stopping, or another one knows the request."""
 
 
 class RouterChannels:
-    """A channel to each address. The router that answered last is asked first."""
+    """A channel to each address. The router that answered last is called first."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = addresses
@@ -40,14 +34,14 @@ class RouterChannels:
 
     @property
     def stubs(self) -> list[RouterServiceStub]:
-        """In the order in which they should be asked."""
+        """The routers' stubs, in the order in which to call them."""
         return list(self._stubs)
 
     def address_of(self, stub: RouterServiceStub) -> str:
         return self._addresses[stub]
 
     def prefer(self, stub: RouterServiceStub) -> None:
-        """It has answered."""
+        """Call this router first from now on, because it has answered."""
         if stub is not self._stubs[0]:
             self._stubs.remove(stub)
             self._stubs.insert(0, stub)
@@ -57,17 +51,20 @@ class RouterChannels:
         call: Callable[[RouterServiceStub], grpc.aio.UnaryUnaryCall[object, _Answer]],
         knows: Callable[[_Answer], bool] = lambda _answer: True,
     ) -> _Answer:
-        """What the first router says that `knows`, else what the last one said. Raises KvloomError."""
+        """The first answer for which `knows` is true, otherwise the last answer. Raises KvloomError when no router
+        answers."""
         answers: list[_Answer] = []
-        failure = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "No router is named.")
+        failure = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "No router address was given.")
         for stub in self.stubs:
             try:
                 answer = await call(stub)
             except grpc.aio.AioRpcError as error:
-                if not may_be_elsewhere(error):
+                peer_error = error_from_peer(error)
+                is_unreachable = peer_error is None and error.code() == grpc.StatusCode.UNAVAILABLE
+                if not is_unreachable and (peer_error is None or peer_error.reason not in ASK_ELSEWHERE):
                     raise from_rpc_error(error) from error
-                if told_error(error) is not None or failure.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
-                    failure = from_rpc_error(error)  # what a router says tells more than that another is not there
+                if peer_error is not None or failure.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
+                    failure = from_rpc_error(error)  # a router's own error says more than that another is unreachable
                 continue
             if knows(answer):
                 self.prefer(stub)

@@ -1,4 +1,4 @@
-"""The ways by which one answer of `Generate` reaches routers."""
+"""Which router one answer of `Generate` asks next."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
 ADDRESS_KEY: Final = "kvloom-router-address"
-"""In the initial metadata of a resumable Generate: where the router listens that nobody else does. Percent-encoded."""
+"""In the initial metadata of a resumable Generate: the address at which only this router listens, percent-encoded."""
 CANCEL_TIMEOUT_SECONDS: Final = 2.0
 
 
 class RouterRoutes:
-    """To the routers, and in particular to the one that has the answer: where several share an address, a new
-    connection may end at another one."""
+    """The routes of one answer to the routers, and in particular to its owner, the router that has the answer. Where
+    several routers share an address, a new connection to it may reach another one than the owner."""
 
-    def __init__(self, routers: RouterChannels, lost: CancelNotifier) -> None:
+    def __init__(self, routers: RouterChannels, cancel_notifier: CancelNotifier) -> None:
         self._routers = routers
-        self._lost = lost
+        self._cancel_notifier = cancel_notifier
         self._stubs = routers.stubs
         self._next = 0
         self._channels: list[grpc.aio.Channel] = []
         self.stub = self._stubs[0]
-        """To be asked next."""
+        """The router to call next."""
         self.is_at_owner = False
-        """It is the way to one router only."""
+        """`stub` calls the owner at the address that no other router shares."""
         self._owner_address = ""
-        """Of the router that has the attempt at hand, as far as it is known."""
+        """The address of the router that has the current request; "" if it is not known."""
 
     @property
     def num_routers(self) -> int:
@@ -50,7 +50,7 @@ class RouterRoutes:
             self._routers.prefer(self.stub)
 
     def to_owner(self) -> bool:
-        """False: it has been asked, or is not known."""
+        """Call the owner next. Returns False if it was called already, or its address is not known."""
         if not self._owner_address or self.is_at_owner:
             return False
         self._channels.append(grpc.aio.insecure_channel(self._owner_address, options=CHANNEL_OPTIONS))
@@ -59,21 +59,21 @@ class RouterRoutes:
         return True
 
     def to_next(self) -> None:
-        """Another router, if there is one, for another attempt."""
+        """Call another router next, if there is one, with a new request."""
         self.is_at_owner = False
         self._owner_address = ""
         self._next = (self._next + 1) % len(self._stubs)
         self.stub = self._stubs[self._next]
 
     def give_up(self, settlement: CancelRequest) -> None:
-        """The router that has the attempt at hand will hear of it."""
-        self._lost.add(self._owner_address or self._routers.address_of(self.stub), settlement)
+        """Abandon the current request; its router will be notified."""
+        self._cancel_notifier.add(self._owner_address or self._routers.address_of(self.stub), settlement)
 
-    async def leave(self, answer: MigratingGeneration) -> None:
-        """Nobody will come back for it: it need not go on for the grace period."""
-        if answer.attempt.resumable or answer.last_event:
+    async def cancel(self, answer: MigratingGeneration) -> None:
+        """Cancel a resumable answer, which would otherwise run on for the router's grace period."""
+        if answer.current_request.resumable or answer.last_event:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                request = CancelRequest(request_id=answer.attempt.request_id)
+                request = CancelRequest(request_id=answer.current_request.request_id)
                 await self.stub.Cancel(request, timeout=CANCEL_TIMEOUT_SECONDS)
 
     async def close(self) -> None:

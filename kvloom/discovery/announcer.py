@@ -1,4 +1,4 @@
-"""Keeps a process in the registry, through Redis being away."""
+"""Keeps a process announced in the registry, also across outages of Redis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _Record = TypeVar("_Record", ShardRecord, RouterRecord)
 
 
 class Announcer(Generic[_Record]):
-    """`run` announces until it is cancelled; then `withdraw`, which closes the registry."""
+    """Announces one process. `run` does so until it is cancelled; call `withdraw` then, which also closes the
+    registry."""
 
     def __init__(self, registry: Registry[_Record], record: _Record) -> None:
         self._registry = registry
@@ -32,24 +33,24 @@ class Announcer(Generic[_Record]):
                 await self._registry.announce(self._record)
             except (redis.exceptions.RedisError, OSError) as error:
                 if reachable:
-                    log.warning("the registry cannot be reached; trying on", error=str(error))
+                    log.warning("The registry cannot be reached; retrying.", error=str(error))
                 reachable = False
             else:
                 if not reachable:
-                    log.info("the registry can be reached again")
+                    log.info("The registry can be reached again.")
                 reachable = True
             await asyncio.sleep(seconds_to_aligned_tick(time.monotonic(), HEARTBEAT_SECONDS))
 
     async def withdraw(self) -> None:
-        """Those who look hear of it at once; without Redis the announcement expires by itself."""
+        """Remove the announcement; the watchers are notified at once. If Redis is unreachable, it expires by itself."""
         try:
             await self._registry.withdraw(self._record.key)
         except (redis.exceptions.RedisError, OSError) as error:
-            log.warning("could not withdraw from the registry", error=str(error))
+            log.warning("The process could not be withdrawn from the registry.", error=str(error))
         await self._registry.close()
 
 
 def reachable_address(address: str) -> str:
-    """What processes elsewhere can connect to: this machine's name instead of "any interface"."""
+    """The address for processes on other machines: this machine's name instead of a wildcard host."""
     host, _, port = address.rpartition(":")
     return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else address

@@ -18,19 +18,19 @@ else:
 
 class _CancellableConnection(_Base):
     """The library sends each command within `asyncio.wait_for`. Before Python 3.12 that loses a cancellation which
-    comes in the moment in which the command has been sent, and the task lives on."""
+    arrives just as the command has been sent, and the task runs on."""
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         await super().send_packed_command(command, check_health)
         try:
             raise_if_cancelled()
         except BaseException:
-            await self.disconnect(nowait=True)  # nobody will read the answer
+            await self.disconnect(nowait=True)  # the reply will not be read
             raise
 
 
 def redis_client(url: str, *, timeout_seconds: float, retry: Retry) -> redis.asyncio.Redis:
-    """`timeout_seconds`: of connecting, of sending, and of waiting for an answer. Connects when it is first used."""
+    """A client that connects on first use. `timeout_seconds` limits connecting, sending, and waiting for a reply."""
     client = redis.asyncio.Redis.from_url(
         url, socket_timeout=timeout_seconds, socket_connect_timeout=timeout_seconds, retry=retry
     )

@@ -1,9 +1,9 @@
-"""The registry in Redis: shards announce themselves to routers, routers to edges.
+"""The registry in Redis: shards announce themselves to routers, and routers to edges.
 
-One key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`, JSON) that expires unless it is announced
-again, one set with the ids, and a channel (`<prefix>:shards`, `<prefix>:routers`) that wakes those who look when a
-process comes, goes, or takes another one's place. Nobody drops a standing connection because Redis is away: the
-connection is the truth, the registry only says whom to connect to.
+There is one key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`, JSON) that expires unless it is
+announced again, one set with the ids, and a channel (`<prefix>:shards`, `<prefix>:routers`) that wakes the watchers
+when a process starts, stops, or replaces another one. No process drops an established connection because Redis is
+unreachable: the connection is the truth, and the registry only says where to connect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvloom.process.aligned_timer import seconds_to_aligned_tick
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 2.0
-"""News comes at once; this finds out what has expired, or was missed."""
+"""Changes are published at once; polling finds what has expired, or was missed."""
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
     """gRPC target."""
     model: str
     incarnation_id: str
-    """Drawn at the process's start: whoever says another one at this address is somebody else."""
+    """Drawn when the process starts. A process with another one at this address is a different process."""
 
     @property
     def key(self) -> str:
@@ -40,11 +40,11 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
 class RouterRecord(msgspec.Struct, frozen=True):
     address: str
-    """gRPC target; also what tells routers apart: two processes never share one."""
+    """gRPC target. It also identifies the router: two processes never share one."""
     router_id: str
-    """Its name, for people."""
+    """A name for people."""
     incarnation_id: str = ""
-    """As a shard's. "": a router that does not say."""
+    """As for a shard. "": the router, of an earlier version, does not announce one."""
 
     @property
     def key(self) -> str:
@@ -55,10 +55,11 @@ _Record = TypeVar("_Record", ShardRecord, RouterRecord)
 
 
 class Registry(Generic[_Record]):
-    """Processes of one kind. Raises redis.exceptions.RedisError when the server cannot be reached."""
+    """The announced processes of one kind. All methods raise redis.exceptions.RedisError when the server cannot be
+    reached."""
 
     def __init__(self, url: str, key_prefix: str, kind: str, record_type: type[_Record]) -> None:
-        # Callers try again by themselves, every heartbeat; the client's own retries would only hide the outage.
+        # Callers retry by themselves with every heartbeat. The client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._redis = redis_client(url, timeout_seconds=2.0, retry=retry)
         self._prefix = f"{key_prefix}:{kind}"
@@ -66,7 +67,7 @@ class Registry(Generic[_Record]):
         self._last_keys: list[str] = []
 
     async def announce(self, record: _Record) -> None:
-        """Say that a process is there for the next TTL_SECONDS."""
+        """Announce a process for the next TTL_SECONDS."""
         announcement = msgspec.json.encode(record)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._name(record.key), announcement, px=round(TTL_SECONDS * 1000), get=True)
@@ -76,7 +77,7 @@ class Registry(Generic[_Record]):
             await self._redis.publish(self._channel, record.key)
 
     async def withdraw(self, key: str) -> None:
-        """Say that a process has gone."""
+        """Remove a process, which has stopped."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.delete(self._name(key))
             pipe.srem(self._ids_name, key)
@@ -84,7 +85,7 @@ class Registry(Generic[_Record]):
             await pipe.execute()
 
     async def list_records(self) -> dict[str, _Record]:
-        """All whose announcement has not expired, by key."""
+        """The processes whose announcement has not expired, by key."""
         keys, values = await self._read(self._last_keys)
         if keys != self._last_keys:
             self._last_keys = keys
@@ -101,7 +102,8 @@ class Registry(Generic[_Record]):
         return found
 
     async def _read(self, keys: Sequence[str]) -> tuple[list[str], list[bytes | None]]:
-        """All keys, sorted, and the records of `keys`: asked for together, since they are mostly those of last time."""
+        """All keys, sorted, and the records of `keys`. They are read in one round trip, since the keys have mostly not
+        changed since the last time."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.smembers(self._ids_name)
             if keys:
@@ -110,8 +112,8 @@ class Registry(Generic[_Record]):
         return sorted(member.decode() for member in members), values[0] if values else []
 
     async def watch(self) -> AsyncIterator[None]:
-        """Yields whenever it is time to look again: at once on news, else every POLL_SECONDS. Ends with RedisError
-        when the server goes away."""
+        """Yields whenever the records should be read again: at once after a change, otherwise every POLL_SECONDS.
+        Raises RedisError when the server becomes unreachable."""
         async with self._redis.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             while True:

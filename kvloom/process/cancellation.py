@@ -1,4 +1,4 @@
-"""Cancellations that get lost on their way through libraries."""
+"""Restores task cancellations that a library has swallowed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 
 
 def raise_if_cancelled() -> None:
-    """To be called where an exception was caught, or something awaited that may swallow a cancellation: an error while
-    something is being closed (a Redis connection whose server has just gone, say) takes the place of the cancellation
-    that closed it, gRPC may lose one that comes as a message arrives, and the task would live on."""
+    """Raise CancelledError if this task is being cancelled. Call it after catching an exception, or after awaiting a
+    call that may swallow a cancellation. When closing something fails (e.g. a Redis connection whose server has just
+    gone), that error replaces the cancellation that closed it, and gRPC may lose a cancellation that coincides with a
+    message. The task would then run on."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,7 +1,8 @@
-"""Counters and histograms that one thread counts: plain numbers, of which Prometheus is told when it asks.
+"""Counters and histograms for one thread: plain numbers, which are turned into Prometheus samples when it collects
+them.
 
-prometheus_client's own take a lock for every number and look each bucket up from the first; for what is counted several
-times a request that costs as much as reading the request's body does.
+prometheus_client's own metrics take a lock for every update and search the buckets from the first one. For a metric
+that is updated several times per request, that costs as much as reading the request's body.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 
-class Count:
-    """One series of a counter. Add to `total`."""
+class CounterSeries:
+    """One series of a counter. Callers add to `total`."""
 
     __slots__ = ("created_at", "total")
 
@@ -32,7 +33,7 @@ class Count:
         self.total = 0.0
 
 
-class Distribution:
+class HistogramSeries:
     """One series of a histogram."""
 
     __slots__ = ("_bounds", "_counts", "created_at", "total")
@@ -42,7 +43,7 @@ class Distribution:
         self.total = 0.0
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        """By bucket; the last is for what is above all bounds."""
+        """The number of values in each bucket. The last bucket is for values above all bounds."""
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -50,12 +51,12 @@ class Distribution:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many values are not above it)."""
+        """Cumulative counts, as Prometheus wants them: (upper bound, number of values not above it)."""
         bounds = map(floatToGoString, (*self._bounds, math.inf))
         return list(zip(bounds, itertools.accumulate(map(float, self._counts)), strict=True))
 
 
-S = TypeVar("S", Count, Distribution)
+S = TypeVar("S", CounterSeries, HistogramSeries)
 
 
 class _Family(Collector, abc.ABC, Generic[S]):
@@ -69,7 +70,7 @@ class _Family(Collector, abc.ABC, Generic[S]):
         registry.register(self)
 
     def labels(self, *values: str) -> S:
-        """The series with these values, made when it is first asked for. Keep it: looking it up costs more than
+        """The series with these label values; made on first use. Callers keep it, because looking it up costs more than
         counting."""
         series = self._series.get(values)
         if series is None:
@@ -78,18 +79,18 @@ class _Family(Collector, abc.ABC, Generic[S]):
         return series
 
     def _all(self) -> list[tuple[tuple[str, ...], S]]:
-        """A copy: whoever collects may be another thread."""
+        """A copy, because another thread may be collecting."""
         return list(self._series.items())
 
     @abc.abstractmethod
     def _new(self) -> S: ...
 
 
-class CountFamily(_Family[Count]):
-    """As prometheus_client.Counter."""
+class CounterFamily(_Family[CounterSeries]):
+    """Exposes the same samples as prometheus_client.Counter."""
 
-    def _new(self) -> Count:
-        return Count()
+    def _new(self) -> CounterSeries:
+        return CounterSeries()
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)
@@ -98,8 +99,8 @@ class CountFamily(_Family[Count]):
         yield family
 
 
-class DistributionFamily(_Family[Distribution]):
-    """As prometheus_client.Histogram."""
+class HistogramFamily(_Family[HistogramSeries]):
+    """Exposes the same samples as prometheus_client.Histogram."""
 
     def __init__(
         self, name: str, about: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
@@ -107,8 +108,8 @@ class DistributionFamily(_Family[Distribution]):
         self._bounds = [float(bound) for bound in bounds]
         super().__init__(name, about, labels, registry)
 
-    def _new(self) -> Distribution:
-        return Distribution(self._bounds)
+    def _new(self) -> HistogramSeries:
+        return HistogramSeries(self._bounds)
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._about, labels=self._labels)

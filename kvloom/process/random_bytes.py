@@ -1,5 +1,5 @@
-"""The operating system's random bytes, fetched many at a time: a system call for every id of a request costs more than
-the id. As unpredictable as `secrets`; safe across threads and forks."""
+"""The operating system's random bytes, fetched in large reads, because a system call per request id costs more than the
+rest of making the id. As unpredictable as `secrets`; safe across threads and forks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNK_BYTES: Final = 4096
 
 
 class _Stock:
-    """Bytes that nobody has got yet."""
+    """Random bytes that have not been handed out yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class _Stock:
         return taken
 
     def forget(self) -> None:
-        """In a process that was forked: what is in stock is its parent's, too."""
+        """Called in a forked process, whose parent would hand out the same bytes."""
         self._lock = threading.Lock()
         self._bytes = b""
         self._position = 0
@@ -39,7 +39,7 @@ os.register_at_fork(after_in_child=_stock.forget)
 
 
 def random_hex(num_bytes: int) -> str:
-    """Two digits a byte."""
+    """`num_bytes` random bytes as hexadecimal digits, two per byte."""
     return _stock.take(num_bytes).hex()
 
 

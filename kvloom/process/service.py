@@ -1,4 +1,4 @@
-"""What every service process does the same way: uvloop, signals, the ready line, a gRPC server on a port of its own.
+"""What all service processes have in common: uvloop, signals, the ready line, and a gRPC server on its own port.
 
 Services only: the SDK does not import this module (it needs the `services` extra).
 """
@@ -29,37 +29,36 @@ SERVER_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 32 * 2**10),
-    # Long silent generations are normal: allow clients' keepalive pings at a human pace.
+    # Long silent generations are normal: allow keepalive pings from clients, at intervals of 10 seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
 def sharing_port(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Options of a server whose port others listen on, too, as whoever started them all sees to."""
+    """The options of a server that shares its port with other processes. The supervisor makes sure that the right ones
+    share it."""
     return [(name, 1 if name == _SHARE_PORT else value) for name, value in options]
 
 
 GC_THRESHOLD: Final = 2_000
-"""Objects more than there were, before the youngest are looked at, which takes some 0.1 ms: gRPC leaves five in a cycle
-behind every RPC, and with them its metadata."""
-
-
+"""New objects before a collection of the youngest generation, which takes some 0.1 ms. gRPC leaves a cycle of five
+objects behind every RPC, and with them the RPC's metadata."""
 OPEN_SECONDS: Final = 2.0
-"""A door may stay closed for so long before anyone can be served."""
+"""How long a process waits to be able to serve before it listens anyway."""
 
 
 class StartError(Exception):
-    """The process cannot start; the message tells the operator why."""
+    """The process cannot start. The message tells the operator why."""
 
 
 class ReadyLine(msgspec.Struct):
-    """Printed once on stdout, as one line of JSON, when a process serves."""
+    """Printed once on stdout, as one line of JSON, when a process starts to serve."""
 
     address: str
     metrics_address: str = ""
     router_address: str = ""
-    """Of a router inside, as are its metrics."""
+    """The address of the router in this process, if there is one; its metrics likewise."""
     router_metrics_address: str = ""
     event: str = "ready"
 
@@ -67,7 +66,7 @@ class ReadyLine(msgspec.Struct):
 def announce_ready(
     address: str, metrics_address: str = "", router_address: str = "", router_metrics_address: str = ""
 ) -> None:
-    """Tell whoever started this process that it serves, and where."""
+    """Report to the parent process that this process serves, and at which addresses."""
     settle_memory()
     line = ReadyLine(
         address=address,
@@ -83,17 +82,17 @@ LEAVING_LINE: Final = b'{"event":"leaving"}'
 
 
 def announce_leaving() -> None:
-    """Tell whoever started this process that it serves no new connections any more."""
+    """Report to the parent process that this process accepts no new connections any more."""
     sys.stdout.buffer.write(LEAVING_LINE + b"\n")
     sys.stdout.buffer.flush()
 
 
 def settle_memory() -> None:
-    """What has been loaded by now stays: the garbage collector looks through it no more, and less often at the rest
-    (cycles are rare here, and while it looks no token leaves). What loading has freed goes back to the system."""
+    """Exempt everything that is loaded now from garbage collection, and collect the rest less often: cycles are rare
+    here, and no token leaves during a collection. Memory that loading has freed is returned to the system."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:  # glibc, which else keeps 15 MB of a tokenizer for a while
+    if malloc_trim is not None:  # glibc would otherwise keep 15 MB of a tokenizer for a while
         malloc_trim(0)
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 200)
@@ -110,9 +109,9 @@ def run_service(main: Coroutine[Any, Any, None]) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT. A further SIGINT ends the process at once. A further SIGTERM does not: who
-    stops processes may say so twice (a supervisor that replaces one, and then the whole fabric's), and what runs is
-    finished or handed over all the same."""
+    """An event that the first SIGTERM or SIGINT sets. Another SIGINT ends the process at once. Another SIGTERM does
+    not: a process may get two (from a supervisor that replaces it, and then stops the whole fabric), and must still
+    finish or hand over its requests."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -127,8 +126,8 @@ def stop_event() -> asyncio.Event:
 
 
 async def wait_to_open(can_serve: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Until `can_serve` returns or `stop` is set, but not for long: then the door opens too, and whoever comes is told
-    why nobody is served. Raises what `can_serve` raises."""
+    """Wait until `can_serve` returns or `stop` is set, but at most OPEN_SECONDS: then the process listens anyway, and
+    tells its clients why it cannot serve them. Raises what `can_serve` raises."""
     waits: list[asyncio.Task[Any]] = [
         asyncio.create_task(can_serve, name="until it can serve"),
         asyncio.create_task(stop.wait(), name="stop"),
@@ -144,7 +143,8 @@ async def wait_to_open(can_serve: Coroutine[Any, Any, None], stop: asyncio.Event
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Listen on host:port (0 picks one); returns the address. Raises StartError when the port is taken."""
+    """Listen on host:port (port 0 picks a free one) and return the address. Raises StartError when the port is
+    taken."""
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
@@ -155,7 +155,7 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> str:
 
 
 def add_health_and_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> HealthServicer:
-    """Serve grpc.health.v1 and reflection. The overall status starts as NOT_SERVING; use `set_serving`."""
+    """Serve grpc.health.v1 and reflection. The status is NOT_SERVING until `set_serving` changes it."""
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection([*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)

@@ -18,12 +18,13 @@ from kvloom.config import LogConfig
 from kvloom.process.log_lines import LineWriter, render_console, render_json
 
 _LOOK_SECONDS: Final = 3600.0
-"""How often a metrics thread wakes up to see whether it is to stop, which it never is. prometheus_client's own
-start_http_server does so twice a second."""
+"""How often a metrics thread wakes up to check whether to stop, which it never has to. The thread of
+prometheus_client's own start_http_server wakes up twice a second."""
 
 
 def configure_logging(config: LogConfig, process: str) -> None:
-    """structlog on stderr; every line carries `process` (e.g. "router", "shard-0"). Never logs prompts or tokens."""
+    """Set structlog up to write to stderr. Every line has `process` (e.g. "router", "shard-0"). Prompts and tokens are
+    never logged."""
     renderer: structlog.typing.Processor = render_json if config.format == "json" else render_console
     writer = LineWriter(sys.stderr)
     structlog.configure(
@@ -42,7 +43,8 @@ def configure_logging(config: LogConfig, process: str) -> None:
 
 
 def serve_metrics(host: str, port: int) -> int:
-    """Expose this process's metrics at http://host:port/metrics (from a thread); 0 picks a port. Returns the port."""
+    """Expose this process's metrics at http://host:port/metrics, from a thread. Port 0 picks a free one. Returns the
+    port."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     server_type = type("MetricsServer", (ThreadingWSGIServer,), {"address_family": family})
     server = make_server(str(address[0]), port, prometheus_client.make_wsgi_app(), server_type, _QuietHandler)
@@ -53,4 +55,4 @@ def serve_metrics(host: str, port: int) -> int:
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Not a line for each request."""
+        """Log nothing: otherwise each scrape would write a line."""

@@ -1,4 +1,4 @@
-"""Which of several routers takes a request: a pure function."""
+"""Which of several routers gets a request: a pure function."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 import xxhash
 
 SPREAD: Final = 1.25
-"""A router that has more than this times its fair share under way takes no request for the sake of affinity."""
+"""A router with more than this many times its fair share of requests in flight gets none for the sake of affinity."""
 SLACK_REQUESTS: Final = 8
-"""What it may have under way beyond that, so that few requests stay together."""
+"""How many requests it may have beyond that, so that a small number of requests stays together."""
 MAX_SILENT_SECONDS: Final = 1.5
-"""A router that owes news for longer may hang: it gets nothing new while another one is well. If it only computes a
-long prompt, little is lost."""
+"""A router that has owed a response for longer may hang: it gets no new requests while another one is healthy. If it
+only computes a long prompt, little is lost."""
 
 
 class RouterView(NamedTuple):
@@ -21,13 +21,13 @@ class RouterView(NamedTuple):
 
     address: str
     salt: int
-    """Of the address (`salt_of`)."""
+    """The hash of the address (`salt_of`)."""
     is_ready: bool
-    """It knows a ready shard for the request's model."""
+    """Whether it knows a ready shard for the request's model."""
     num_in_flight: int
-    """Requests of this process that it has."""
+    """How many of this process's requests it has."""
     silent_seconds: float = 0.0
-    """Since it was last heard of, or has had something to answer; 0 while it has nothing."""
+    """The time since its last frame, or since it got a request to answer if that is later; 0 while it has none."""
 
 
 def salt_of(address: str) -> int:
@@ -35,11 +35,12 @@ def salt_of(address: str) -> int:
 
 
 def pick_router(routers: Sequence[RouterView], affinity_key: bytes) -> RouterView | None:
-    """None when there is none.
+    """The router for a request; None when `routers` is empty.
 
-    Requests of one key go to one router, so that what it has just placed is known to it and tenants wait in one line;
-    when a router comes or goes only its keys move (rendezvous hashing, with bounded loads). Without a key (b""): the
-    one with the least under way."""
+    Requests of one key go to one router, so that it knows what it has just placed, and each tenant waits in one queue.
+    When a router is added or removed, only its keys move: rendezvous hashing (Thaler & Ravishankar, 1998) with bounded
+    loads (Mirrokni et al., 2018). Without a key (b""), the router with the fewest requests in flight is picked.
+    """
     ready = [router for router in routers if router.is_ready] or routers
     candidates = [router for router in ready if router.silent_seconds <= MAX_SILENT_SECONDS] or ready
     if len(candidates) < 2:

@@ -1,7 +1,7 @@
-"""Tokens that went on at once and are written down later, many frames at a time.
+"""Tokens that were forwarded at once and are recorded in their sequences later, many frames at a time.
 
-What is remembered of a sequence's tokens is needed when it ends, or has to go on elsewhere. Until then a frame's arrays
-are kept as they came: a token touches no memory of its own sequence but what it needs on its way.
+The record of a sequence's tokens is needed only when the sequence ends or has to continue elsewhere. Until then a
+frame's arrays are kept as they arrived, so that forwarding a token touches no further memory of its sequence.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ MAX_FRAMES: Final = 32
 
 
 class DeferredTokenLog:
-    """Frames of one token a slot. Slots are found again by `take` and `take_all`, each token once."""
+    """Frames with one token per slot. `take` and `take_all` return each token exactly once."""
 
     __slots__ = ("_frames", "is_full")
 
     def __init__(self) -> None:
         self._frames: list[tuple[list[Any], Sequence[int], Sequence[str]]] = []
-        """Slots (None: taken), token ids, text."""
+        """Each frame's slots (None: already taken), token ids and texts."""
         self.is_full = False
-        """It is time to `take_all`."""
+        """Set when the caller should call `take_all`."""
 
     def note(self, slots: list[Any], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        """Takes the arrays over: they may grow until the next frame, no more. A slot that is None counts as taken."""
+        """Append a frame. The log owns the arrays from now on; they may still grow until the next frame is appended. A
+        slot that is None counts as taken."""
         if self._frames and not self._frames[-1][0]:
             self._frames.pop()
         self._frames.append((slots, token_ids, deltas))
         self.is_full = len(self._frames) >= MAX_FRAMES
 
     def take(self, slot: int) -> tuple[list[int], str]:
-        """One slot's token ids and text."""
+        """Remove and return one slot's token ids and text."""
         own_ids: list[int] = []
         own_texts: list[str] = []
         for slots, token_ids, deltas in self._frames:
@@ -45,7 +46,8 @@ class DeferredTokenLog:
         return own_ids, "".join(own_texts)
 
     def take_all(self) -> Iterator[tuple[int, Sequence[int], str]]:
-        """(slot, its token ids, their text); a slot may come more than once, its tokens come in order."""
+        """Empty the log. Yields (slot, token ids, text). A slot may be yielded more than once; its tokens are in
+        order."""
         taken, self._frames = self._frames, []
         self.is_full = False
         for slots, group in groupby(taken, itemgetter(0)):

@@ -1,8 +1,8 @@
-"""Choices of a link whose text goes straight on, without a word to their sinks until something else is to be said.
+"""The fast path of a link: the text of most choices is forwarded without a call to their sinks.
 
-A frame has a token for each of many answers. What a token costs is how much memory it touches, which other answers and
-other processes have since pushed out of the processor's caches: a slot's way is one object, and how many tokens a
-choice has is told to its sink many frames at a time.
+A frame has one token for each of many answers. The cost of a token is the memory that it touches, because other answers
+and other processes have since evicted it from the processor's caches. So the fast path touches one object per slot, the
+function that the slot's text goes to, and reports to the sinks how many tokens they got for many frames at a time.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from kvloom.router_link.deferred_token_log import DeferredTokenLog
 
 
 class FastPathSink(Protocol):
-    """What a sink has besides, that lets text fast_writer."""
+    """What a sink implements besides `Sink`, if its text may take the fast path."""
 
     def fast_writer(self, index: int) -> Callable[[str], None] | None:
-        """Where a choice's text goes from now on, token by token; asked once, when it has begun. It must not raise.
-        None: it comes with `on_tokens`, as ever."""
+        """The function that gets a choice's text from now on, token by token. Called once per choice, when the choice
+        has begun. The function must not raise. None: the text is passed to `on_tokens`, as before."""
         ...
 
     def on_fast_path_tokens(self, index: int, token_ids: Sequence[int], num_chars: int) -> None:
-        """These tokens, so many characters, have gone that way. Comes before all other news of the choice, and does
-        not raise."""
+        """Reports tokens whose text, `num_chars` characters, the fast writer has got. Called before any other method
+        for that choice; must not raise."""
         ...
 
 
 class OpenChoice:
-    """A choice that is under way; it owns one slot."""
+    """A choice in flight. It owns one slot."""
 
     __slots__ = ("handle", "has_begun", "index", "sink")
 
@@ -36,47 +36,47 @@ class OpenChoice:
         self.handle = handle
         self.index = index
         self.has_begun = False
-        """It has had a token."""
+        """Whether it has had a token."""
         self.sink = sink
-        """None: cancelled, the slot waits for its SequenceFinish."""
+        """None once the choice was cancelled and its slot waits for the SequenceFinish."""
 
 
 class LinkFastPath:
-    """Of one link."""
+    """The fast path of one link."""
 
-    __slots__ = ("_books", "_give_up", "_open_choices", "_ways")
+    __slots__ = ("_give_up", "_open_choices", "_token_log", "_writers")
 
     def __init__(self, open_choices: dict[int, OpenChoice], give_up: Callable[[OpenChoice], None]) -> None:
-        """`open_choices`: the link's, by slot. `give_up`: for a choice whose sink raised."""
+        """`open_choices`: the link's choices, by slot. `give_up` is called with a choice whose sink raised."""
         self._open_choices = open_choices
         self._give_up = give_up
-        self._books = DeferredTokenLog()
-        self._ways: dict[int, Callable[[str], None]] = {}
-        """Slot → where its text goes."""
+        self._token_log = DeferredTokenLog()
+        self._writers: dict[int, Callable[[str], None]] = {}
+        """By slot: the function that gets its text."""
 
     def on_tokens(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        """The hot path: one token each, no logprobs, to where it goes. Slots that are not in use, or were cancelled,
-        are passed over. Takes the arrays over."""
+        """The hot path: forward one token of each slot, without logprobs. Slots that are not in use, or were cancelled,
+        are skipped. The arrays belong to this object from now on."""
         try:
-            ways = list(map(self._ways.__getitem__, slots))
+            writers = list(map(self._writers.__getitem__, slots))
         except KeyError:
             self._on_mixed_tokens(slots, token_ids, deltas)
         else:
-            self._books.note(slots, token_ids, deltas)
-            for way, delta in zip(ways, deltas, strict=True):
-                way(delta)
-        if self._books.is_full:  # behind the tokens: they are on their way
-            self.tell()
+            self._token_log.note(slots, token_ids, deltas)
+            for writer, delta in zip(writers, deltas, strict=True):
+                writer(delta)
+        if self._token_log.is_full:  # only now: the tokens have been forwarded
+            self.flush()
 
     def _on_mixed_tokens(self, slots: list[int], token_ids: Sequence[int], deltas: Sequence[str]) -> None:
-        """Some do not fast_writer."""
-        ways = self._ways
-        if ways:
-            self._books.note([slot if slot in ways else None for slot in slots], token_ids, deltas)
+        """Forward a frame in which some slots are not on the fast path."""
+        writers = self._writers
+        if writers:
+            self._token_log.note([slot if slot in writers else None for slot in slots], token_ids, deltas)
         for slot, token_id, delta in zip(slots, token_ids, deltas, strict=True):
-            way = ways.get(slot)
-            if way is not None:
-                way(delta)
+            writer = writers.get(slot)
+            if writer is not None:
+                writer(delta)
                 continue
             choice = self._open_choices.get(slot)
             if choice is None or choice.sink is None:
@@ -88,28 +88,28 @@ class LinkFastPath:
                 self._give_up(choice)
 
     def _begin(self, slot: int, choice: OpenChoice) -> None:
-        """From its second token on a choice may fast_writer."""
+        """Note that a choice has had a token. From its second token on it may take the fast path."""
         if not choice.has_begun:
             choice.has_begun = True
             return
         fast_writer = getattr(choice.sink, "fast_writer", None)
-        way = None if fast_writer is None else fast_writer(choice.index)
-        if way is not None:
-            self._ways[slot] = way
+        writer = None if fast_writer is None else fast_writer(choice.index)
+        if writer is not None:
+            self._writers[slot] = writer
 
     def end(self, slot: int) -> None:
-        """Repeatable."""
-        if self._ways.pop(slot, None) is not None:
-            token_ids, text = self._books.take(slot)
+        """Take a slot off the fast path, if it is on it."""
+        if self._writers.pop(slot, None) is not None:
+            token_ids, text = self._token_log.take(slot)
             choice = self._open_choices[slot]
             choice.sink.on_fast_path_tokens(choice.index, token_ids, len(text))
 
-    def tell(self) -> None:
-        """All sinks what went on."""
-        for slot, token_ids, text in self._books.take_all():
+    def flush(self) -> None:
+        """Report all forwarded tokens to their sinks."""
+        for slot, token_ids, text in self._token_log.take_all():
             choice = self._open_choices[slot]
             choice.sink.on_fast_path_tokens(choice.index, token_ids, len(text))
 
     def end_all(self) -> None:
-        self.tell()
-        self._ways.clear()
+        self.flush()
+        self._writers.clear()

@@ -1,4 +1,4 @@
-"""Where the routers are: a fixed list, or those that announce themselves in the registry."""
+"""Finds the routers: a fixed list of addresses, or the routers that announce themselves in the registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY_SECONDS: Final = 1.0
 
 
 def configured_routers(config: KvloomConfig) -> list[str]:
-    """Addresses (host:port) that need no registry: `edge.routers`, else the one of [router]."""
+    """The addresses (host:port) that need no registry: `edge.routers`, otherwise the one of [router]."""
     if config.edge.routers:
         return list(config.edge.routers)
     return [f"{config.router.host}:{config.router.port}"] if config.router.port else []
@@ -28,7 +28,7 @@ def configured_routers(config: KvloomConfig) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[RouterGroup]:
-    """A link to all routers there are, now and later, for a process called `client_id`."""
+    """A link to all routers, including those that are started later, for a process called `client_id`."""
     group = RouterGroup(client_id, reattach_seconds=config.edge.reattach_seconds)
     finder = RouterFinder(config, group.set_routers)
     finder.start()
@@ -41,15 +41,16 @@ async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[
 
 
 class RouterFinder:
-    """Tells `found` all addresses, and the incarnation that is announced at each ("": not known), whenever they may
-    have changed: `edge.routers`, else those in the registry, else the one of [router]. While Redis is away the
-    addresses stay, and who listens there is not known: a router that is started anew in its old place is taken."""
+    """Calls `found` with all router addresses, and the incarnation that is announced at each ("": not known), whenever
+    they may have changed. The addresses are `edge.routers`, otherwise those in the registry, otherwise the one of
+    [router]. While Redis is unreachable the addresses stay the same and the incarnations are not known: a router that
+    was restarted at its old address is then accepted."""
 
     def __init__(self, config: KvloomConfig, found: Callable[[Mapping[str, str]], None]) -> None:
         self._configured = dict.fromkeys(configured_routers(config), "")
         self._found = found
         self._last: Mapping[str, str] = self._configured
-        """What was found when the registry could be read last."""
+        """The result of the last successful read of the registry."""
         looks = bool(config.redis.url) and not config.edge.routers
         self._registry = RouterRegistry(config.redis.url, config.redis.key_prefix) if looks else None
         self._task: asyncio.Task[None] | None = None
@@ -74,15 +75,15 @@ class RouterFinder:
         while True:
             try:
                 async for _ in registry.watch():
-                    # A registry that has just lost everything is filled again within a heartbeat.
+                    # If the registry has just lost everything, the routers announce themselves within a heartbeat.
                     records = await registry.list_routers()
                     routers = {address: record.incarnation_id for address, record in records.items()}
                     self._last = routers or self._configured
                     if self._last:
                         self._found(self._last)
             except (redis.exceptions.RedisError, OSError) as error:
-                log.warning("the registry of routers cannot be read", cause=type(error).__name__)
+                log.warning("The registry of routers cannot be read.", cause=type(error).__name__)
             except Exception:  # e.g. a record of another version: one bad announcement must not end the watch
-                log.exception("the registry of routers holds something unexpected")
+                log.exception("The registry of routers holds an unexpected record.")
             self._found(dict.fromkeys(self._last, ""))
             await asyncio.sleep(RETRY_SECONDS)

@@ -1,8 +1,8 @@
-"""Several routers as one RouterLink: answers go on when a router is lost.
+"""Several routers as one RouterLink: answers continue when a router is lost.
 
 A new request goes to a connected router that is not draining (kvloom/router_link/choice.py). When that router's
-connection breaks, or it drains and does not wait any longer, the request goes to another one (or to the same, when it
-is back) and continues behind what its sink has heard. Sinks notice nothing but the pause.
+connection breaks, or its drain timeout ends, the request is sent to another router (or to the same one, when it is
+back) and continues after the last token that its sink has received. Sinks notice nothing but the pause.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError
+from kvloom.process.backoff import Backoff
 from kvloom.process.random_bytes import random_uint64
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_link.members import NewLink, RouterMember, RouterMembers
-from kvloom.router_link.tracked_request import LOSSES, Attempt, TrackedRequest
+from kvloom.router_link.tracked_request import LOSSES, Assignment, TrackedRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import CancelRequest, FleetState
@@ -30,15 +31,15 @@ log = logging.getLogger(__name__)
 
 REATTACH_SECONDS: Final = 10.0
 MAX_LOSSES: Final = 5
-"""Routers that may break with a request; it may be what breaks them."""
+"""How many routers may be lost with a request. The request itself may be what crashes them."""
 BATCH_REQUESTS: Final = 32
 BATCH_SECONDS: Final = 0.03
-"""At most this many requests go to other routers in this time, about 1,000 a second: a router that has to take over
-thousands goes on serving its own."""
+"""At most this many requests are sent to other routers in this time, about 1,000 a second, so that a router that takes
+over thousands continues to serve its own."""
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 1.0
 AFFINITY_TOKENS: Final = 16
-"""Requests that begin with the same block of tokens are alike."""
+"""Requests that begin with the same block of tokens have affinity to the same router."""
 
 
 class RouterGroup:
@@ -52,7 +53,8 @@ class RouterGroup:
         reattach_seconds: float = REATTACH_SECONDS,
         new_link: NewLink = GrpcRouterLink,
     ) -> None:
-        """`reattach_seconds`: how long a request that has lost its router looks for another; 0: it fails at once."""
+        """`reattach_seconds`: how long a request that has lost its router looks for another one; 0: it fails at
+        once."""
         self._members = RouterMembers(client_id, new_link, self._on_members_change)
         self._reattach_seconds = reattach_seconds
         self._loop = asyncio.get_running_loop()
@@ -60,32 +62,36 @@ class RouterGroup:
         self._attached: dict[int, tuple[TrackedRequest, RouterMember]] = {}
         """By handle: requests that a router has."""
         self._parked: dict[int, TrackedRequest] = {}
-        """By handle: requests that look for one."""
+        """By handle: requests that wait for a router."""
         self._due: list[tuple[float, int]] = []
-        """Heap of (when to try, handle of a parked request); those of requests that are over are skipped."""
+        """Heap of (time of the next try, handle of a parked request). Handles of requests that are over are skipped."""
+        self._backoff = Backoff(
+            FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, jitter=lambda: self._random.uniform(0.2, 1.0)
+        )
+        """The jitter spreads out the many processes that lose the same router at the same time."""
         self._batch_room = BATCH_REQUESTS
-        """How many may still be asked for in this batch."""
+        """How many requests this batch may still send."""
         self._batch_ends_at = 0.0
         self._handles = itertools.count(1)
-        self._lost = CancelNotifier()
-        """Of routers that share an address: the next connection may go to another one."""
+        self._cancel_notifier = CancelNotifier()
+        """For routers that share an address, where the next connection may reach another router."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.num_reattached = 0
-        """Times that a router took over a request."""
+        """How often a router has taken over a request."""
         self.num_given_up = 0
-        """Requests that no router took over."""
+        """How many requests no router took over."""
         self.set_routers(dict.fromkeys(addresses, ""))
 
     async def start(self) -> None:
-        """Begin to connect; returns at once."""
+        """Start to connect; returns at once."""
         await self._members.follow_wanted()
         self._task = asyncio.create_task(self._run(), name="router group")
 
     def set_routers(self, routers: Mapping[str, str]) -> None:
-        """All routers there are now: addresses, and which incarnation listens there ("": whoever does). One that is
-        missing is dropped once it has ended what it runs."""
+        """Replace the set of routers: by address, the incarnation that listens there ("": any). A router that is no
+        longer in the set is dropped once its requests have ended."""
         self._members.wanted = dict(routers)
         self._wake.set()
 
@@ -99,12 +105,12 @@ class RouterGroup:
 
     @property
     def addresses(self) -> list[str]:
-        """Where routers are or should be, those that take requests first."""
+        """The routers' addresses, with those first that accept requests."""
         return self._members.addresses()
 
     @property
     def num_parked(self) -> int:
-        """Requests that look for a router now."""
+        """How many requests wait for a router."""
         return len(self._parked)
 
     async def wait_fleet_change(self) -> None:
@@ -112,8 +118,8 @@ class RouterGroup:
         await self._members.wait_change()
 
     def submit(self, request: LinkRequest, sink: Sink) -> int:
-        """With `partial_choices`: as one that has lost its router. It is asked for as soon as there is one that has the
-        model."""
+        """As in RouterLink. A request with `partial_choices` is treated as one that has lost its router: it is sent as
+        soon as a router has its model."""
         request.sampling = with_seed(request.sampling)
         tracked = TrackedRequest(next(self._handles), request, sink, self, _affinity_key(request))
         if request.partial_choices:
@@ -121,7 +127,7 @@ class RouterGroup:
             return tracked.handle
         member = self._members.pick(request.model, tracked.affinity_key)
         if member is None:
-            raise self._members.no_taker()
+            raise self._members.unavailable_error()
         self._attach(tracked, member)
         return tracked.handle
 
@@ -130,25 +136,26 @@ class RouterGroup:
         attached = self._attached.pop(handle, None)
         if attached is not None:
             tracked, member = attached
-            member.link.cancel(member.attempts.pop(handle))
+            member.link.cancel(member.handles.pop(handle))
         if tracked is not None:
             tracked.is_over = True
 
     def link_ids(self) -> list[str]:
-        """By which routers know this client's links."""
+        """The ids by which routers know this client's links."""
         return self._members.link_ids()
 
-    def attempts(self, handle: int) -> Sequence[Attempt]:
-        """Over which links a request goes, or has gone; the list grows. Empty when it is over."""
+    def assignments(self, handle: int) -> Sequence[Assignment]:
+        """The links over which a request was sent; the list may still grow. Empty when the request is over."""
         tracked = self._parked.get(handle)
         if tracked is None and handle in self._attached:
             tracked = self._attached[handle][0]
-        return () if tracked is None else tracked.attempts
+        return () if tracked is None else tracked.assignments
 
-    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
-        """Speak for a process that is dead, or was relieved: of a request that one of its links had, so many tokens
-        have been delivered. What that router has metered beyond is credited, and it ends the request."""
-        self._members.note_lost_by(link_id, request_id, num_tokens)
+    def note_delegated_loss(self, link_id: str, request_id: str, num_tokens: int) -> None:
+        """Report a loss on behalf of a process that is dead, or whose answer was taken over: of a request that its link
+        `link_id` had, `num_tokens` tokens have been delivered. The router credits what it has metered beyond that, and
+        ends the request."""
+        self._members.note_delegated_loss(link_id, request_id, num_tokens)
 
     async def close(self) -> None:
         self._closed = True
@@ -160,7 +167,7 @@ class RouterGroup:
         for tracked in list(self._parked.values()):
             self._fail(tracked, error)
         await self._members.close()
-        await self._lost.close()
+        await self._cancel_notifier.close()
 
     def _on_members_change(self) -> None:
         self._wake.set()
@@ -173,7 +180,7 @@ class RouterGroup:
     def on_lost(self, tracked: TrackedRequest) -> None:
         attached = self._attached.get(tracked.handle)
         if attached is not None and tracked.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
-            self._note_lost(attached[1].link, tracked.request.request_id, tracked.num_attempt_tokens)
+            self._report_loss(attached[1].link, tracked.request.request_id, tracked.num_assignment_tokens)
         self._detach(tracked)
         error = KvloomError.from_proto(tracked.error)
         if self._closed or not self._reattach_seconds:
@@ -184,13 +191,14 @@ class RouterGroup:
         else:
             self._park(tracked)
 
-    def _note_lost(self, link: GrpcRouterLink, request_id: str, num_tokens: int) -> None:
-        """The router is told by the link's next connection, and at its own address if that may go to another one."""
+    def _report_loss(self, link: GrpcRouterLink, request_id: str, num_tokens: int) -> None:
+        """The link's next connection reports the loss. If that connection may reach another router, the loss is also
+        sent to the lost router's own address."""
         link.identity.note_lost(request_id, num_tokens)
         if link.owner_address and not self._closed:
             link_id = link.identity.link_id
             settlement = CancelRequest(request_id=request_id, link_id=link_id, num_received_tokens=num_tokens)
-            self._lost.add(link.owner_address, settlement)
+            self._cancel_notifier.add(link.owner_address, settlement)
 
     def on_over(self, tracked: TrackedRequest) -> None:
         tracked.is_over = True
@@ -198,22 +206,21 @@ class RouterGroup:
         self._parked.pop(tracked.handle, None)
 
     def _attach(self, tracked: TrackedRequest, member: RouterMember) -> None:
-        """Raises KvloomError when the link does not take it."""
-        attempt = member.link.submit(tracked.next_attempt(), tracked)
-        member.attempts[tracked.handle] = attempt
+        """Raises KvloomError when the link does not accept the request."""
+        handle = member.link.submit(tracked.next_request(), tracked)
+        member.handles[tracked.handle] = handle
         self._attached[tracked.handle] = (tracked, member)
         tracked.on_submitted(member.link.identity.link_id)
 
     def _detach(self, tracked: TrackedRequest) -> None:
         attached = self._attached.pop(tracked.handle, None)
         if attached is not None:
-            attached[1].attempts.pop(tracked.handle, None)
+            attached[1].handles.pop(tracked.handle, None)
 
     def _park(self, tracked: TrackedRequest) -> None:
         self._parked[tracked.handle] = tracked
-        pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0**tracked.num_refusals, LONGEST_PAUSE_SECONDS)
-        # Many processes lose the same router at the same time.
-        heapq.heappush(self._due, (self.now() + self._random.uniform(0.2, 1.0) * pause_seconds, tracked.handle))
+        pause_seconds = self._backoff.delay_seconds(tracked.num_refusals)
+        heapq.heappush(self._due, (self.now() + pause_seconds, tracked.handle))
         self._wake.set()
 
     # -- finding another router ---------------------------------------------------------------------------------------
@@ -225,7 +232,7 @@ class RouterGroup:
                 await self._members.follow_wanted()
                 delay_seconds = self._reattach_due()
             except Exception:
-                log.exception("the routers could not be looked after")
+                log.exception("Reconnecting to the routers, or moving requests between them, failed.")
                 delay_seconds = LONGEST_PAUSE_SECONDS
             try:
                 async with asyncio.timeout(delay_seconds):
@@ -234,8 +241,8 @@ class RouterGroup:
                 pass
 
     def _reattach_due(self) -> float | None:
-        """Try those whose time has come, a batch at most; returns in how many seconds to be called again at the latest,
-        None: not before there is news."""
+        """Try the parked requests that are due, at most a batch. Returns in how many seconds it must be called again at
+        the latest; None: not before something has changed."""
         now = self.now()
         if now >= self._batch_ends_at:
             self._batch_ends_at = now + BATCH_SECONDS * self._random.uniform(0.8, 1.2)
@@ -250,7 +257,7 @@ class RouterGroup:
         return self._due[0][0] - now if self._due else None
 
     def _reattach(self, tracked: TrackedRequest, now: float) -> bool:
-        """Whether a router was asked."""
+        """Returns whether the request was sent to a router."""
         lost_at = tracked.lost_at
         assert lost_at is not None
         member = self._members.pick(tracked.request.model, tracked.affinity_key)
@@ -269,7 +276,7 @@ class RouterGroup:
         gives_up_at = lost_at + self._reattach_seconds
         if now >= gives_up_at:
             self.num_given_up += 1
-            self._fail(tracked, self._not_taken(tracked))
+            self._fail(tracked, self._not_reattached_error(tracked))
         else:
             pause_seconds = self._random.uniform(0.5, 1.0) * LONGEST_PAUSE_SECONDS / 4
             heapq.heappush(self._due, (min(now + pause_seconds, gives_up_at), tracked.handle))
@@ -279,10 +286,10 @@ class RouterGroup:
         try:
             tracked.fail(error)
         except Exception:
-            log.exception("a sink failed at its request's end")
+            log.exception("A sink raised when its request ended.")
 
-    def _not_taken(self, tracked: TrackedRequest) -> KvloomError:
-        """The last refusal, when one had something to say."""
+    def _not_reattached_error(self, tracked: TrackedRequest) -> KvloomError:
+        """The last rejection if a router has rejected the request, otherwise that its router was lost."""
         if tracked.error.reason not in LOSSES:
             return KvloomError.from_proto(tracked.error)
         message = f"The router was lost, and no other one took over within {self._reattach_seconds:g} seconds."
@@ -290,7 +297,7 @@ class RouterGroup:
 
 
 def with_seed(sampling: SamplingParams) -> SamplingParams:
-    """The router would draw one; all attempts must have the same."""
+    """The parameters with a seed. Otherwise each router would draw its own, but all of them must use the same one."""
     if sampling.HasField("seed"):
         return sampling
     fixed = SamplingParams()
@@ -300,7 +307,7 @@ def with_seed(sampling: SamplingParams) -> SamplingParams:
 
 
 def _affinity_key(request: LinkRequest) -> bytes:
-    """b"": it is like no other."""
+    """Requests with the same key should go to the same router; b"": the request has no such key."""
     if request.session_key:
         return request.session_key.encode()
     first_block = request.prompt_token_ids[:AFFINITY_TOKENS]

@@ -1,8 +1,7 @@
 """The client side of the data plane: one long-lived stream to a router, all requests multiplexed by slot.
 
-`RouterLink` is what the edge and the SDK see; `GrpcRouterLink` is the implementation over gRPC (a co-located router
-would be another). News is delivered by plain calls on a `Sink`, with no task, queue or future per request: a sink
-must not block.
+`RouterLink` is the interface for the edge and the SDK; `GrpcRouterLink` implements it over gRPC or a local socket.
+Progress is delivered by plain calls on a `Sink`, with no task, queue or future per request, so a sink must not block.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 __all__ = ["ChoiceProgress", "GrpcRouterLink", "LinkRequest", "RouterLink", "Sink"]
 
 log = logging.getLogger(__name__)
-"""The standard library's: in an SDK user's process nobody has set structlog up, and it would print to stdout."""
+"""The standard library's logger: in an SDK user's process structlog is not configured, and would print to stdout."""
 
 RECONNECT_SECONDS: Final = 0.2
 MAX_PENDING_FRAME_PARTS: Final = 16_384
@@ -45,15 +44,15 @@ ConnectCall = (
 
 
 class WrongRouterError(Exception):
-    """Somebody else listens where the router was."""
+    """Another process listens at the router's address."""
 
 
 class RouterLink(Protocol):
-    """Way to a router. All calls are made on the event loop."""
+    """A connection to a router, or to several. All methods are called on the event loop."""
 
     @property
     def fleet(self) -> router_service_pb2.FleetState:
-        """What the router can serve, as last told; empty while there is no connection."""
+        """What the router can serve, as it last reported; empty while there is no connection."""
         ...
 
     @property
@@ -69,7 +68,8 @@ class RouterLink(Protocol):
         ...
 
     def cancel(self, handle: int) -> None:
-        """End all choices of a request; its sink hears no more. Unknown handles are ignored. A sink may call it."""
+        """Cancel all choices of a request; its sink is not called again. Unknown handles are ignored. A sink may call
+        it."""
         ...
 
     async def close(self) -> None: ...
@@ -83,17 +83,17 @@ class GrpcRouterLink:
         self._address = address
         self._client_id = client_id
         self.identity = LinkIdentity()
-        """To be set before `start` when there was a link to this router before."""
+        """Set before `start` when there was a link to this router before."""
         self.expected_incarnation_id = ""
-        """Of the router that is known to listen there; "": whoever does is taken. Looked at by new connections."""
+        """The incarnation that a new connection must reach; "": any is accepted."""
         self._on_fleet_change = on_fleet_change
         self._fleet = router_service_pb2.FleetState()
         self._connected = False
         self.owner_address = ""
-        """Where the router listens that the connection goes to, and no other does; "" while that is not known, or where
-        the link connects: then the next connection goes to the same router."""
+        """The address at which only the connected router listens. "" while it is not known, or if it is the address
+        that the link connects to: then the next connection reaches the same router."""
         self._heard_at = 0.0
-        """Of a frame, or when there began to be something to wait for."""
+        """The time of the last frame, or of the first request since none was open."""
         self._choices = OpenChoices(self.cancel)
         self._submits: list[router_service_pb2.Submit] = []
         self._cancels: list[int] = []
@@ -103,7 +103,7 @@ class GrpcRouterLink:
         self._fleet_changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to connect; returns at once."""
+        """Start to connect; returns at once."""
         self._task = asyncio.create_task(self._run(), name=f"router-link {self._address}")
 
     @property
@@ -116,7 +116,7 @@ class GrpcRouterLink:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the router has owed news of something and said nothing; 0 while it owes none."""
+        """How long the router has sent nothing while it had requests to answer; 0 while it has none."""
         return time.monotonic() - self._heard_at if self._choices else 0.0
 
     async def wait_fleet_change(self) -> None:
@@ -155,7 +155,7 @@ class GrpcRouterLink:
         self._wake_writer()
 
     def report_losses(self) -> None:
-        """`identity` has something to say that the router should hear now."""
+        """Send the losses that `identity` has not sent yet."""
         self._wake_writer()
 
     async def close(self) -> None:
@@ -172,18 +172,18 @@ class GrpcRouterLink:
                 async with contextlib.AsyncExitStack() as channels:
                     await self._serve_one_connection(await self._open(channels))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                log.debug("the link to the router broke: %s", error)
+                log.debug("The link to the router broke: %s", error)
             except WrongRouterError as error:
                 log.warning("%s", error)
             except Exception:
-                # A frame that makes no sense. The link must outlive it: a new connection starts from scratch.
-                log.exception("the link to the router failed")
+                # E.g. a malformed frame. The link must survive it: a new connection starts from scratch.
+                log.exception("The link to the router failed.")
             self._drop_all("The connection to the router was lost.")
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _open(self, channels: contextlib.AsyncExitStack) -> ConnectCall:
-        """Once the router is there: over a local socket if it is on this machine, else over gRPC, whose threads a
-        process does not have until it needs a channel: they wake up several times a second all their lives."""
+        """Wait for the router and connect: over a local socket if the router is on this machine, otherwise over gRPC.
+        The gRPC channel is only made when it is needed, because its threads wake up several times a second."""
         local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
         if local is not None:
             return local
@@ -224,7 +224,7 @@ class GrpcRouterLink:
     def _take_frame(self) -> router_service_pb2.RouterServiceConnectRequest | None:
         submits, self._submits = self._submits, []
         cancels, self._cancels = self._cancels, []
-        losses = self.identity.take_unsaid() if self._connected else []
+        losses = self.identity.take_unsent() if self._connected else []
         if not (submits or cancels or losses):
             return None
         return router_service_pb2.RouterServiceConnectRequest(submits=submits, cancel_slots=cancels, lost=losses)
@@ -238,18 +238,18 @@ class GrpcRouterLink:
             if not self._connected:
                 self._connected = True
                 self.owner_address = "" if frame.router_address == self._address else frame.router_address
-                self.identity.note_told()  # the first frame answers the hello
+                self.identity.note_hello_read()  # the first frame answers the hello
                 self._wake_writer()
-            self._tell_fleet_changed()
+            self._signal_fleet_change()
         if frame.HasField("step"):
             self._on_step(frame.step)
 
     def _check_incarnation(self, incarnation_id: str) -> None:
-        """The port of a router that has died may be anybody's, another fabric's router's for one. Routers of an earlier
-        version do not say who they are."""
+        """Raises WrongRouterError. Another process may have taken a dead router's port, e.g. another fabric's router.
+        Routers of an earlier version do not send their incarnation."""
         expected = self.expected_incarnation_id
         if expected and incarnation_id and incarnation_id != expected:
-            raise WrongRouterError(f"another router than the one that was announced listens at {self._address}")
+            raise WrongRouterError(f"Another router than the announced one listens at {self._address}.")
 
     def _on_step(self, step: generation_pb2.StepFrame) -> None:
         choices = self._choices
@@ -264,12 +264,12 @@ class GrpcRouterLink:
             choices.fast_path.on_tokens(step.slots[:], step.token_ids[:], step.deltas[:])
         for finish in step.finishes:
             if finish.slot in self._cancels:
-                # It ended by itself: sent now, the cancel would hit whoever gets the slot next.
+                # It ended by itself. A cancel that is sent now would hit the next request on the slot.
                 self._cancels.remove(finish.slot)
             choices.on_finish(finish)
 
     def _drop_all(self, message: str) -> None:
-        """The connection is gone: its slots mean nothing any more."""
+        """The connection is gone, and its slots with it: finish everything with ROUTER_LOST."""
         self._connected = False
         self._fleet = router_service_pb2.FleetState()
         self._submits.clear()
@@ -279,16 +279,16 @@ class GrpcRouterLink:
         if self.owner_address:
             self.identity.renew()
             self.owner_address = ""
-        self._tell_fleet_changed()
+        self._signal_fleet_change()
 
-    def _tell_fleet_changed(self) -> None:
+    def _signal_fleet_change(self) -> None:
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()
         self._on_fleet_change()
 
 
 def _choices(request: LinkRequest, slots: Sequence[int]) -> list[generation_pb2.Choice]:
-    """As they are submitted, each on a slot of its own."""
+    """The choices to submit, each with its own slot."""
     if not request.partial_choices:
         return [generation_pb2.Choice(slot=slot, index=index) for index, slot in enumerate(slots)]
     return [

@@ -1,4 +1,4 @@
-"""The routers that a process knows of: one link each, and what they can serve together."""
+"""The routers that a process knows: one link to each, and what they can serve together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.router_link.choice import RouterView, pick_router, salt_of
-from kvloom.router_link.identity import MAX_SPOKEN_FOR, LinkIdentity, note_bounded
+from kvloom.router_link.identity import MAX_DELEGATED_LOSSES, LinkIdentity, note_bounded
 from kvloom.router_link.link import GrpcRouterLink
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
@@ -18,52 +18,52 @@ MAX_ROUTERS: Final = 256
 MAX_IDENTITIES: Final = 4 * MAX_ROUTERS
 
 NewLink = Callable[[str, str, Callable[[], None]], GrpcRouterLink]
-"""Of an address, our name, and what to call when the router's fleet or the connection has changed."""
+"""Makes a link from an address, the client id, and a function to call when the fleet or the connection has changed."""
 
 
 class RouterMember:
-    """One router."""
+    """One router, and the link to it."""
 
-    __slots__ = ("address", "attempts", "link", "ready_models", "salt")
+    __slots__ = ("address", "handles", "link", "ready_models", "salt")
 
     def __init__(self, address: str, link: GrpcRouterLink) -> None:
         self.address = address
         self.salt = salt_of(address)
         self.link = link
         self.ready_models: frozenset[str] = frozenset()
-        self.attempts: dict[int, int] = {}
-        """The link's handles of the requests that this router has, by the group's."""
+        self.handles: dict[int, int] = {}
+        """The requests that this router has: the link's handles, by the group's."""
 
 
 class RouterMembers:
-    """Connected to every address of `wanted`."""
+    """The routers at the addresses in `wanted`, each with a link that reconnects by itself."""
 
     def __init__(self, client_id: str, new_link: NewLink, on_change: Callable[[], None]) -> None:
         """`on_change` is called whenever something that is public here has changed."""
         self.wanted: dict[str, str] = {}
-        """Address → incarnation that listens there; "": whoever does."""
+        """By address: the incarnation that listens there; "": any."""
         self.fleet = FleetState()
         """What all of them can serve; empty while none is connected."""
         self.connected = False
-        self.takers: list[RouterMember] = []
-        """Connected and not draining."""
+        self.available: list[RouterMember] = []
+        """The routers that are connected and not draining."""
         self._client_id = client_id
         self._new_link = new_link
         self._on_change = on_change
         self._members: dict[str, RouterMember] = {}
         self._identities: dict[str, LinkIdentity] = {}
-        """By address, of routers that were here, too: one that hangs is forgotten by Redis, and may be back."""
-        self._spoken_for: dict[tuple[str, str], int] = {}
-        """See LinkIdentity; for routers that are not known here yet."""
+        """By address, including those of former routers: one that hangs expires in Redis, and may come back."""
+        self._delegated_losses: dict[tuple[str, str], int] = {}
+        """As in LinkIdentity, for routers that are not known yet."""
         self._changed = asyncio.Event()
 
     async def follow_wanted(self) -> None:
-        """Connect to those that are new. Those that are not wanted any more go when they have nothing left to do."""
+        """Connect to new routers. Those that are no longer wanted are dropped when their requests have ended."""
         for address, incarnation_id in itertools.islice(self.wanted.items(), MAX_ROUTERS):
             if address in self._members:
                 self._members[address].link.expected_incarnation_id = incarnation_id
                 continue
-            link = self._new_link(address, self._client_id, self._look_again)
+            link = self._new_link(address, self._client_id, self._refresh)
             link.identity = self._identity(address)
             link.expected_incarnation_id = incarnation_id
             self._members[address] = RouterMember(address, link)
@@ -71,14 +71,14 @@ class RouterMembers:
         for address, member in list(self._members.items()):
             if address not in self.wanted and not self._is_needed(member):
                 del self._members[address]
-                self._look_again()
+                self._refresh()
                 await member.link.close()
 
     def _identity(self, address: str) -> LinkIdentity:
         identity = self._identities.get(address)
         if identity is None:
             identity = self._identities[address] = LinkIdentity()
-            identity.delegated_losses = dict(self._spoken_for)
+            identity.delegated_losses = dict(self._delegated_losses)
         while len(self._identities) > MAX_IDENTITIES:
             del self._identities[next(iter(self._identities))]
         return identity
@@ -86,70 +86,71 @@ class RouterMembers:
     def link_ids(self) -> list[str]:
         return [identity.link_id for identity in self._identities.values()]
 
-    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
-        """Said to all routers: which one had it is not known, and the others make nothing of it."""
-        note_bounded(self._spoken_for, (link_id, request_id), num_tokens, MAX_SPOKEN_FOR)
+    def note_delegated_loss(self, link_id: str, request_id: str, num_tokens: int) -> None:
+        """Report the loss to all routers. Which one had the request is not known, and the others ignore the report."""
+        note_bounded(self._delegated_losses, (link_id, request_id), num_tokens, MAX_DELEGATED_LOSSES)
         for address, identity in self._identities.items():
-            identity.note_lost_by(link_id, request_id, num_tokens)
+            identity.note_delegated_loss(link_id, request_id, num_tokens)
             if address in self._members:
                 self._members[address].link.report_losses()
 
     def _is_needed(self, member: RouterMember) -> bool:
-        """Though it is not wanted any more."""
+        """Whether to keep a router that is no longer wanted."""
         has_successor = any(self._members[a].link.connected for a in self.wanted if a in self._members)
-        return member.link.connected and (bool(member.attempts) or not has_successor)
+        return member.link.connected and (bool(member.handles) or not has_successor)
 
     async def close(self) -> None:
         members, self._members = self._members, {}
         for member in members.values():
             await member.link.close()
-        self._look_again()
+        self._refresh()
 
     async def wait_change(self) -> None:
         """Return after the next change."""
         await self._changed.wait()
 
     def addresses(self) -> list[str]:
-        """Those that are connected, those that take requests first; then the others."""
+        """The available routers' addresses, then those of the other connected ones, then the rest."""
         connected = [member.address for member in self._members.values() if member.link.connected]
-        return list(dict.fromkeys([*(member.address for member in self.takers), *connected, *self.wanted]))
+        return list(dict.fromkeys([*(member.address for member in self.available), *connected, *self.wanted]))
 
     def pick(self, model: str, affinity_key: bytes) -> RouterMember | None:
-        """The one that takes a request."""
-        takers = self.takers
-        if len(takers) < 2:
-            return takers[0] if takers else None
+        """The router for a request; None when none is available."""
+        available = self.available
+        if len(available) < 2:
+            return available[0] if available else None
         views = [
-            RouterView(m.address, m.salt, model in m.ready_models, len(m.attempts), m.link.silent_seconds)
-            for m in takers
+            RouterView(m.address, m.salt, model in m.ready_models, len(m.handles), m.link.silent_seconds)
+            for m in available
         ]
         picked = pick_router(views, affinity_key)
         return None if picked is None else self._members[picked.address]
 
-    def no_taker(self) -> KvloomError:
-        """Why nobody takes a request."""
+    def unavailable_error(self) -> KvloomError:
+        """Why no router is available."""
         if self.connected:
             reason, message = ErrorReason.ERROR_REASON_DRAINING, "The router is stopping and takes no new requests."
         else:
             reason, message = ErrorReason.ERROR_REASON_ROUTER_LOST, "The router cannot be reached."
         return KvloomError(reason, message, retry_after_seconds=1.0)
 
-    def _look_again(self) -> None:
+    def _refresh(self) -> None:
         connected = [member for member in self._members.values() if member.link.connected]
         for member in connected:
             models = member.link.fleet.models
             member.ready_models = frozenset(model.name for model in models if model.num_ready_shards)
         self.connected = bool(connected)
-        takers = [member for member in connected if not member.link.fleet.draining]
-        self.takers = [member for member in takers if member.address in self.wanted] or takers
-        self.fleet = merged_fleet([member.link.fleet for member in self.takers or connected])
+        available = [member for member in connected if not member.link.fleet.draining]
+        self.available = [member for member in available if member.address in self.wanted] or available
+        self.fleet = merged_fleet([member.link.fleet for member in self.available or connected])
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
 
 
 def merged_fleet(fleets: Iterable[FleetState]) -> FleetState:
-    """Routers look at the same shards: of each model what the one says that sees most of them."""
+    """One state from those of several routers. All of them watch the same shards, so for each model the state of the
+    router with the most ready shards is taken."""
     best: dict[str, ModelInfo] = {}
     draining = False
     for fleet in fleets:

@@ -1,6 +1,6 @@
-"""The choices that are under way over one link to a router: which slot is whose, and the news to their sinks.
+"""The choices in flight over one link to a router: their slots, and the calls to their sinks.
 
-A sink that raises costs its own request only.
+A sink that raises fails only its own request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receives the news of one request. `index` is the choice's. After `on_finish` nothing follows for that index."""
+    """Receives the progress of one request. `index` is the choice's number. `on_finish` is the last call for an
+    index."""
 
     def on_start(self, index: int, start: SequenceStart) -> None: ...
 
@@ -31,25 +32,27 @@ class Sink(Protocol):
 
 
 class OpenChoices:
-    """Of one link."""
+    """The open choices of one link, by slot."""
 
     def __init__(self, cancel: Callable[[int], None]) -> None:
-        """`cancel`: the link's, for a request whose sink raised; it calls `cancel` here."""
+        """`cancel` is the link's method, called with the handle of a request whose sink raised; it calls `cancel`
+        here."""
         self._cancel = cancel
         self._by_slot: dict[int, OpenChoice] = {}
         self._slots_by_handle: dict[int, list[int]] = {}
-        """Of requests that have not been cancelled."""
+        """The slots of requests that have not been cancelled."""
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._handles = itertools.count(1)
         self.fast_path = LinkFastPath(self._by_slot, self._give_up)
-        """Where frames go that have one token for each of their slots and no logprobs."""
+        """Handles the frames that have one token for each of their slots and no logprobs."""
 
     def __bool__(self) -> bool:
         return bool(self._by_slot)
 
     def open(self, request: LinkRequest, sink: Sink) -> tuple[int, list[int]]:
-        """Its handle, and a slot for each of its choices: those of `request.partial_choices`, else all n."""
+        """Allocate a slot for each choice: those of `request.partial_choices`, otherwise all n. Returns the request's
+        handle and the slots."""
         handle = next(self._handles)
         indices = [choice.index for choice in request.partial_choices] if request.partial_choices else range(request.n)
         slots: list[int] = []
@@ -64,7 +67,8 @@ class OpenChoices:
         return handle, slots
 
     def cancel(self, handle: int) -> list[int]:
-        """Its sink hears no more; returns the slots, each of which waits for its finish. Repeatable."""
+        """Stop calling the request's sink. Returns its slots, each of which stays allocated until its finish arrives.
+        For an unknown handle there are none."""
         slots = self._slots_by_handle.pop(handle, [])
         for slot in slots:
             self.fast_path.end(slot)
@@ -72,11 +76,11 @@ class OpenChoices:
         return slots
 
     def is_cancelled(self, slot: int) -> bool:
-        """And waits for its finish."""
+        """Whether the slot's choice was cancelled and its finish has not arrived."""
         choice = self._by_slot.get(slot)
         return choice is not None and choice.sink is None
 
-    # -- news: of slots that are not in use, or were cancelled, nobody hears -------------------------------------------
+    # -- progress; that of slots that are not in use, or were cancelled, is dropped -----------------------------------
 
     def on_start(self, slot: int, start: SequenceStart) -> None:
         choice = self._by_slot.get(slot)
@@ -94,8 +98,9 @@ class OpenChoices:
         deltas: Sequence[str],
         logprobs: Mapping[int, Sequence[TokenLogprobs]],
     ) -> None:
-        """Any number of tokens an entry (`num_tokens` empty: one each), logprobs by slot."""
-        self.fast_path.tell()
+        """Tokens of a frame with any number of tokens per slot (`num_tokens` is empty: one each), and logprobs by
+        slot."""
+        self.fast_path.flush()
         counts = num_tokens or [1] * len(slots)
         position = 0
         for slot, count, delta in zip(slots, counts, deltas, strict=True):
@@ -109,7 +114,7 @@ class OpenChoices:
             position += count
 
     def on_finish(self, finish: SequenceFinish) -> None:
-        """The slot is free again."""
+        """Finish a choice and free its slot."""
         slot = finish.slot
         choice = self._by_slot.get(slot)
         if choice is None:
@@ -125,7 +130,7 @@ class OpenChoices:
         self._finish(choice, finish)
 
     def end_all(self, error: Error) -> None:
-        """Everything finishes with `error`, and slots begin anew."""
+        """Finish all choices with `error`, and free all slots."""
         self.fast_path.end_all()
         lost = dict(self._by_slot)
         self._by_slot.clear()
@@ -143,6 +148,6 @@ class OpenChoices:
                 self._give_up(choice)
 
     def _give_up(self, choice: OpenChoice) -> None:
-        """A sink raised: its request ends, the others on this link go on."""
-        log.exception("a sink failed; its request is cancelled")
+        """Cancel the request of a sink that raised. The other requests of the link continue."""
+        log.exception("A sink raised; its request is cancelled.")
         self._cancel(choice.handle)

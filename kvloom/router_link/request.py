@@ -1,4 +1,4 @@
-"""What a router is asked for, and how far its answer has come."""
+"""A request to a router, and the progress of its answer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from kvloom.v1 import generation_pb2, router_service_pb2
 
 
 class ChoiceProgress:
-    """What the sink has heard of one choice: another attempt goes on behind it."""
+    """What the sink has received of one choice. Another router continues after it."""
 
     __slots__ = ("index", "is_done", "num_cached_tokens", "num_chars", "token_ids")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.token_ids: array[int] = array("I")
-        """Four bytes a token: thousands of long answers are kept."""
+        """Four bytes per token, because thousands of long answers are kept."""
         self.num_chars = 0
-        """Unicode code points of their text that were delivered."""
+        """How many Unicode code points of their text were delivered."""
         self.num_cached_tokens: int | None = None
-        """Of the first attempt that started; None: it has not."""
+        """As reported when the choice started for the first time; None: it has not started."""
         self.is_done = False
 
 
 @dataclasses.dataclass(slots=True)
 class LinkRequest:
-    """A request as the caller describes it; slots are the link's own business."""
+    """A request as the caller describes it. The link adds the slots."""
 
     request_id: str
     model: str
@@ -44,5 +44,5 @@ class LinkRequest:
     tier: router_service_pb2.Tier = router_service_pb2.TIER_UNSPECIFIED
     """How urgent it is."""
     partial_choices: Sequence[ChoiceProgress] = ()
-    """What earlier attempts have delivered of the choices that are still wanted; `n` says nothing then. Empty: all n
-    choices, from their beginning."""
+    """What other routers have delivered of the choices that are still wanted; `n` is not used then. Empty: generate all
+    n choices from their beginning."""

@@ -1,4 +1,4 @@
-"""A request whose router may be lost: what was delivered of it, and what another router has to be asked for."""
+"""A request whose router may be lost: what was delivered of it, and the request that another router must get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 _R = ErrorReason
 
 LOSSES: Final = frozenset({_R.ERROR_REASON_ROUTER_LOST, _R.ERROR_REASON_DRAINING})
-"""Another router goes on with what has ended so."""
+"""Errors after which another router continues the request."""
 REFUSALS: Final = frozenset(
     {
         _R.ERROR_REASON_NO_SHARD_READY,
@@ -24,44 +24,42 @@ REFUSALS: Final = frozenset(
         _R.ERROR_REASON_DUPLICATE_REQUEST_ID,
     }
 )
-"""What a router says to a request in the middle of its answer that it might take a moment later: it has just started
-and knows no shard yet, or so much comes over from a dead one that its queue is full."""
+"""Errors with which a router rejects a partly answered request that it might accept a moment later: it has just started
+and knows no shard yet, or it takes over so many requests of a dead router that its queue is full."""
 REFUSAL_SECONDS: Final = 1.0
-"""Refusals come at once: what ends later had been taken."""
-
-
-MAX_ATTEMPTS: Final = 64
-"""Remembered of one request."""
+"""A rejection arrives at once. A request that fails later than this had been accepted."""
+MAX_ASSIGNMENTS: Final = 64
+"""How many assignments are kept of one request."""
 
 
 @dataclasses.dataclass(slots=True)
-class Attempt:
-    """What one router's link has, or had, of a request."""
+class Assignment:
+    """The part of a request's answer that one router's link delivers."""
 
     link_id: str
     first_token: int
-    """How many tokens of all choices had come before."""
+    """How many tokens of all choices had been delivered before."""
     num_tokens: int | None = None
-    """That came over it; None: it is the last, and goes on."""
+    """How many tokens this link delivered; None for the last assignment, which may still deliver more."""
 
 
 class Owner(Protocol):
-    """Who finds routers for tracked requests."""
+    """Finds routers for tracked requests."""
 
     def on_lost(self, tracked: TrackedRequest) -> None:
-        """No choice runs any more, and at least one has not ended."""
+        """Called when no choice is running any more and at least one has not ended."""
         ...
 
     def on_over(self, tracked: TrackedRequest) -> None:
-        """All choices have ended, or its sink is broken."""
+        """Called when all choices have ended, or the sink has raised."""
         ...
 
     def now(self) -> float: ...
 
 
 class TrackedRequest:
-    """The Sink that the routers' links see. The caller's sink hears of each choice one start, each token once, and one
-    end."""
+    """The Sink that the routers' links call. The caller's sink gets for each choice one start, each token once, and one
+    finish."""
 
     __slots__ = (
         "_num_running",
@@ -71,7 +69,7 @@ class TrackedRequest:
         "_submitted_at",
         "affinity_key",
         "arrived_at",
-        "attempts",
+        "assignments",
         "choices",
         "error",
         "handle",
@@ -83,17 +81,17 @@ class TrackedRequest:
     )
 
     def __init__(self, handle: int, request: LinkRequest, sink: Sink, owner: Owner, affinity_key: bytes) -> None:
-        """`request` has a seed: each attempt must draw the same numbers. With `partial_choices` it counts as one that
-        has lost its router; the progress is the request's own from now on."""
+        """`request` has a seed, because every router must draw the same random numbers. A request with
+        `partial_choices` counts as one that has lost its router; this object owns their progress from now on."""
         self.handle = handle
         self.request = request
         self.affinity_key = affinity_key
         self.choices = [ChoiceProgress(index) for index in range(request.n)]
-        self.attempts: list[Attempt] = []
+        self.assignments: list[Assignment] = []
         self.is_over = False
         self.arrived_at = owner.now()
         self.lost_at: float | None = None
-        """When it lost the last router that had taken it; None while its first one has it."""
+        """When it lost the last router that had accepted it; None while its first router has it."""
         if request.partial_choices:
             self.lost_at = self.arrived_at
             for choice in self.choices:
@@ -101,11 +99,11 @@ class TrackedRequest:
             for choice in request.partial_choices:
                 self.choices[choice.index] = choice
         self.num_losses = 0
-        """Routers that broke with it."""
+        """How many routers were lost with it."""
         self.num_refusals = 0
-        """Since `lost_at`."""
+        """How often it was rejected since `lost_at`."""
         self.error = generation_pb2.SequenceFinish().error
-        """Why it was lost, or refused, last."""
+        """The last loss or rejection."""
         self._sink = sink
         self._owner = owner
         self._num_running = 0
@@ -129,7 +127,7 @@ class TrackedRequest:
     ) -> None:
         """The hot path."""
         progress = self.choices[index]
-        if len(token_ids) == 1:  # a fifth of what `extend` costs
+        if len(token_ids) == 1:  # `append` costs a fifth of `extend`
             progress.token_ids.append(token_ids[0])
         else:
             progress.token_ids.extend(token_ids)
@@ -141,8 +139,8 @@ class TrackedRequest:
             raise
 
     def fast_writer(self, index: int) -> Callable[[str], None] | None:
-        """As FastPathSink (kvloom/router_link/fast_path.py). What happens to one choice of several may depend on the
-        others' tokens."""
+        """See FastPathSink (kvloom/router_link/fast_path.py). Not with several choices: what happens to one of them may
+        depend on the others' tokens."""
         fast_writer = getattr(self._sink, "fast_writer", None) if len(self.choices) == 1 else None
         return None if fast_writer is None else fast_writer(index)
 
@@ -154,17 +152,17 @@ class TrackedRequest:
 
     def on_finish(self, index: int, finish: generation_pb2.SequenceFinish) -> None:
         self._num_running -= 1
-        if finish.reason == generation_pb2.FINISH_REASON_ERROR and self._may_go_on(finish.error.reason):
+        if finish.reason == generation_pb2.FINISH_REASON_ERROR and self._may_continue(finish.error.reason):
             self.error = finish.error
         else:
             self._end(index, finish)
         if not self._num_running and not self.is_over:
-            self._on_attempt_ended()
+            self._on_assignment_ended()
 
-    # -- attempts ---------------------------------------------------------------------------------------------------
+    # -- assignments to routers ----------------------------------------------------------------------------------------
 
-    def next_attempt(self) -> LinkRequest:
-        """What a router is asked for now. Raises KvloomError (DEADLINE_EXCEEDED)."""
+    def next_request(self) -> LinkRequest:
+        """The request for the next router. Raises KvloomError (DEADLINE_EXCEEDED)."""
         if self.lost_at is None:
             return self.request
         timeout_seconds = self.request.timeout_seconds
@@ -176,23 +174,23 @@ class TrackedRequest:
         return dataclasses.replace(self.request, partial_choices=partial_choices, timeout_seconds=timeout_seconds)
 
     def on_submitted(self, link_id: str) -> None:
-        """A link has taken what `next_attempt` asks for."""
+        """A link has accepted the `next_request`."""
         num_tokens, num_running = 0, len(self.choices)
         if self.lost_at is not None:  # not the first one of most requests
             num_tokens = self._num_tokens
             num_running = sum(not choice.is_done for choice in self.choices)
-        if self.attempts:
-            last = self.attempts[-1]
+        if self.assignments:
+            last = self.assignments[-1]
             last.num_tokens = num_tokens - last.first_token
-        self.attempts.append(Attempt(link_id, num_tokens))
-        if len(self.attempts) > MAX_ATTEMPTS:
-            del self.attempts[0]
+        self.assignments.append(Assignment(link_id, num_tokens))
+        if len(self.assignments) > MAX_ASSIGNMENTS:
+            del self.assignments[0]
         self._num_running = num_running
         self._submitted_at = self._owner.now()
         self._num_tokens_at_submit = num_tokens
 
     def fail(self, error: KvloomError) -> None:
-        """End what has not ended."""
+        """Finish the choices that have not ended with `error`."""
         finish = generation_pb2.SequenceFinish(reason=generation_pb2.FINISH_REASON_ERROR, error=error.to_proto())
         for choice in self.choices:
             if not choice.is_done and not self.is_over:
@@ -201,7 +199,7 @@ class TrackedRequest:
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
-    def _may_go_on(self, reason: int) -> bool:
+    def _may_continue(self, reason: int) -> bool:
         if reason in LOSSES:
             return True
         return self.lost_at is not None and reason in REFUSALS and not self._was_taken
@@ -220,7 +218,7 @@ class TrackedRequest:
     def _whole_finish(
         self, progress: ChoiceProgress, finish: generation_pb2.SequenceFinish
     ) -> generation_pb2.SequenceFinish:
-        """Its counts are those of all attempts together."""
+        """The finish with the token counts of all assignments together."""
         whole = generation_pb2.SequenceFinish()
         whole.CopyFrom(finish)
         whole.num_prompt_tokens = len(self.request.prompt_token_ids)
@@ -228,7 +226,7 @@ class TrackedRequest:
         whole.num_output_tokens = len(progress.token_ids)
         return whole
 
-    def _on_attempt_ended(self) -> None:
+    def _on_assignment_ended(self) -> None:
         if all(choice.is_done for choice in self.choices):
             self._owner.on_over(self)
             return
@@ -242,13 +240,12 @@ class TrackedRequest:
 
     @property
     def _was_taken(self) -> bool:
-        """The attempt at hand was not refused."""
-        has_news = self.num_attempt_tokens > 0
-        return has_news or self._owner.now() - self._submitted_at > REFUSAL_SECONDS
+        """The router of the current assignment did not reject the request."""
+        return self.num_assignment_tokens > 0 or self._owner.now() - self._submitted_at > REFUSAL_SECONDS
 
     @property
-    def num_attempt_tokens(self) -> int:
-        """That have come over the attempt at hand."""
+    def num_assignment_tokens(self) -> int:
+        """How many tokens the current assignment has delivered."""
         return self._num_tokens - self._num_tokens_at_submit
 
     @property

@@ -1,4 +1,4 @@
-"""Chained hashes of KV blocks: the vocabulary in which routers and shards talk about cached prefixes.
+"""Chained hashes of KV blocks, by which routers and shards identify cached prefixes.
 
 block_hash = xxh3_64(the block's token ids as little-endian uint32, seed = the parent's block_hash). The first block's
 parent is `root_hash(model, adapter, cache_salt)`, so that models, adapters and tenants never share a hash. 8,192 ids
@@ -42,7 +42,7 @@ def block_hashes(token_ids: Sequence[int], block_size: int, root: int) -> list[i
     digest = xxhash.xxh3_64_intdigest
     block = _block_of(block_size)
     parent = root
-    # Nothing but the hashing itself for each block: a prompt has hundreds.
+    # Only the hashing itself is done per block, because a prompt has hundreds of them.
     return [parent := digest(ids, parent) for (ids,) in block.iter_unpack(data[: len(data) // block.size * block.size])]
 
 

@@ -1,13 +1,12 @@
-"""Chat templates: a conversation as the text that the model was trained on.
+"""Chat templates: they render a conversation as the text that the model was trained on.
 
 Templates come with the model (Jinja, Hugging Face's conventions) and run in Jinja's immutable sandbox. They see
 `messages`, `add_generation_prompt`, the special tokens by name (`bos_token`, ...), `raise_exception`, `strftime_now`
-and `tojson`; `tools` and `documents` are none.
+and `tojson`; `tools` and `documents` are None.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import re
@@ -22,21 +21,15 @@ import jinja2.parser
 import jinja2.sandbox
 
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.text.chat_message import ChatMessage
 
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 _ROLE: Final = re.compile(r"[a-z][a-z_]{0,31}")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    """"system", "user", "assistant", or what else the model's template knows."""
-    content: str
-
-
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training; here it is transparent."""
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2.ext.Extension declares it)
 
@@ -49,7 +42,8 @@ class ChatTemplate:
     """One model's template, compiled once."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
-        """`named_tokens`: e.g. {"bos_token": "<s>"}. Raises ValueError when the source is not a template."""
+        """`named_tokens`: the special tokens by name, e.g. {"bos_token": "<s>"}. Raises ValueError when the source is
+        not a template."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -58,15 +52,16 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            # Jinja's is a chain of maps, which each rendering would walk through to copy it.
+            # Jinja's own globals are a chain of maps, which each rendering would walk through to copy them.
             self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template does not compile: {error}") from error
+            raise ValueError(f"The chat template does not compile: {error}") from error
         self._named_tokens = dict(named_tokens)
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json; None when the model has no template."""
+        """Load the template from chat_template.jinja, otherwise from tokenizer_config.json. None when the model has no
+        template. Raises ValueError."""
         config = read_json(model_dir / "tokenizer_config.json")
         separate = model_dir / "chat_template.jinja"
         source = separate.read_text("utf-8") if separate.is_file() else config.get("chat_template")
@@ -77,12 +72,13 @@ class ChatTemplate:
         return cls(source, named_tokens(config))
 
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = MAX_RENDERED_CHARS) -> str:
-        """The prompt, up to where the assistant's answer begins. Raises KvloomError (INVALID_ARGUMENT)."""
+        """The prompt, up to where the assistant's answer begins. Raises KvloomError (INVALID_ARGUMENT) when the
+        template rejects the messages."""
         if not messages:
             raise invalid_argument("messages must hold at least one message.", "messages")
         for i, message in enumerate(messages):
             if not _ROLE.fullmatch(message.role):
-                raise invalid_argument(f"messages[{i}].role is not a role.", f"messages[{i}].role")
+                raise invalid_argument(f"messages[{i}].role is not a valid role name.", f"messages[{i}].role")
         variables: dict[str, Any] = {
             **self._named_tokens,
             "messages": [{"role": message.role, "content": message.content} for message in messages],
@@ -95,9 +91,9 @@ class ChatTemplate:
         except KvloomError:
             raise
         except jinja2.TemplateError as error:
-            raise invalid_argument(f"The model's chat template refuses these messages: {error}", "messages") from error
+            raise invalid_argument(f"The model's chat template rejects these messages: {error}", "messages") from error
         except Exception as error:
-            # A template may do anything with its input: whatever it stumbles over is in the messages.
+            # A template may do anything with its input, so any other exception is caused by the messages.
             raise invalid_argument("The model's chat template cannot render these messages.", "messages") from error
 
     def _render_bounded(self, variables: dict[str, Any], max_chars: int) -> str:
@@ -124,7 +120,7 @@ def named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} when there is no such file. Raises ValueError that names the file."""
+    """The JSON object in a file; {} when there is no such file. Raises ValueError that names the file."""
     if not path.is_file():
         return {}
     try:
@@ -132,12 +128,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")  # noqa: TRY004  (what is wrong is the file's content)
+        raise ValueError(f"{path}: The file is not a JSON object.")  # noqa: TRY004  (the file's content is wrong)
     return value
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    # Not Jinja's own filter: that one escapes <, > and & for HTML, which models have never seen.
+    # Jinja's own filter escapes <, > and & for HTML. Models were not trained on that.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,4 +1,5 @@
-"""Ids to text while they are generated: UTF-8 safe, stop strings, independent of how the tokens arrive."""
+"""Turns token ids into text while they are generated: safe for UTF-8, with stop strings, and independent of how the
+tokens are batched."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _new_decoder: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenText(Protocol):
-    """What is asked of a tokenizer (see ModelTokenizer)."""
+    """The part of ModelTokenizer that a detokenizer needs."""
 
     @property
     def token_texts(self) -> Sequence[str | None]: ...
@@ -21,9 +22,9 @@ class TokenText(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence. For any way of cutting the tokens into pushes, the pushed texts and the flushed one
-    add up to the same: the decoding of all bytes, special tokens left out, cut before the stop string that is the
-    first to be complete (of two that are complete at once, the longer)."""
+    """The text of one sequence. However the tokens are split into pushes, the pushed texts and the flushed one add up
+    to the same text: the decoding of all bytes without special tokens, cut before the stop string that is complete
+    first (if two are complete at once, the longer one)."""
 
     __slots__ = ("_decoder", "_has_partial", "_held", "_owed", "_stops", "_texts", "_tokenizer", "stop_string")
 
@@ -34,20 +35,21 @@ class IncrementalDetokenizer:
         output_token_ids: Sequence[int] = (),
         num_delivered_chars: int = 0,
     ) -> None:
-        """`output_token_ids` and `num_delivered_chars`: continue behind what an earlier attempt generated and
-        delivered. Raises KvloomError (INVALID_ARGUMENT) when those tokens have no such text."""
+        """`output_token_ids` and `num_delivered_chars`: continue after the tokens that an earlier attempt generated and
+        the characters that it delivered. Raises KvloomError (INVALID_ARGUMENT) when those tokens have fewer
+        characters."""
         self._tokenizer = tokenizer
         self._texts = tokenizer.token_texts
         self._decoder: codecs.IncrementalDecoder | None = None
         self._has_partial = False
-        """The decoder holds the first bytes of a character."""
+        """Whether the decoder holds the first bytes of an incomplete character."""
         self._stops = [_StopMatcher(stop) for stop in stop_strings]
         self._held = ""
-        """Text that a stop string may begin with: not shown yet."""
+        """Text that may be the beginning of a stop string; not shown yet."""
         self._owed = ""
         """Text of earlier attempts that is safe to show and was not delivered."""
         self.stop_string: str | None = None
-        """Set once one was hit; the text ends before it."""
+        """The stop string that was hit; the text ends before it."""
         if output_token_ids or num_delivered_chars:
             text = self.push(output_token_ids)
             if num_delivered_chars > len(text):
@@ -58,7 +60,7 @@ class IncrementalDetokenizer:
             self._owed = text[num_delivered_chars:]
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns new text that is safe to show. Nothing counts behind a stop string."""
+        """Append tokens; returns the new text that is safe to show. Text after a stop string is dropped."""
         if len(token_ids) == 1 and not self._has_partial:
             token_id = token_ids[0]
             text = self._texts[token_id] if token_id < len(self._texts) else ""
@@ -73,7 +75,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """At the end of the sequence: what is left. An incomplete character becomes U+FFFD."""
+        """The rest of the text, at the end of the sequence. An incomplete character becomes U+FFFD."""
         text, self._owed = self._owed, ""
         if self._has_partial and self._decoder is not None:
             self._has_partial = False
@@ -113,7 +115,7 @@ class IncrementalDetokenizer:
 
 
 class _StopMatcher:
-    """Finds one string in a text that arrives in pieces (Knuth-Morris-Pratt: linear, whatever the string)."""
+    """Finds one string in a text that arrives in pieces. Knuth-Morris-Pratt, which is linear for any string."""
 
     __slots__ = ("_borders", "num_matched", "text")
 
@@ -121,10 +123,10 @@ class _StopMatcher:
         self.text = text
         self._borders = _borders(text)
         self.num_matched = 0
-        """So many characters of it are the end of the text so far."""
+        """The length of the longest prefix of the string with which the text so far ends."""
 
     def push(self, piece: str) -> int:
-        """Where in `piece` the first occurrence is complete (1 = behind its first character), 0 if there is none."""
+        """Append a piece. Returns the index in it after the end of the first occurrence, 0 if there is none."""
         text, matched = self.text, self.num_matched
         if not matched and text[0] not in piece:
             return 0

@@ -1,12 +1,12 @@
-"""Keeps special tokens in a message's content plain text: a user must not be able to end his own turn.
+"""Keeps special tokens in a message's content plain text: a user must not be able to end their own turn.
 
-The tokenizer turns the string "<|im_end|>" into a control token wherever it stands, also in what a user typed. So
-(1) before the template runs, such strings in contents are broken by a private-use character that the conversation does
-not hold (`mark`); (2) in the rendered text, the special strings that are still whole are the template's own; they are
-exchanged for aliases that nobody can type, the marks are taken out, and the whole text goes, in one call, through a
-twin of the tokenizer that knows only the aliases (`AliasedEncoder`). Everything else of the twin (normaliser,
-pre-tokeniser, model, the tokens' strip flags) is the original, so that for contents without special strings the result
-is the plain encoding, id for id.
+The tokenizer turns the string "<|im_end|>" into a control token everywhere, including in text that a user typed.
+Therefore (1) before the template runs, such strings in contents are broken up by a private-use character that does not
+occur in the conversation (`mark`). (2) In the rendered text, the special strings that are still whole come from the
+template. They are replaced by aliases that no user can guess, the marks are removed, and the whole text is encoded in
+one call by a twin of the tokenizer that knows only the aliases (`AliasedEncoder`). The rest of the twin (normaliser,
+pre-tokeniser, model, the tokens' strip flags) equals the original, so that for contents without special strings the
+result is the plain encoding, id for id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SpecialStrings:
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._strings = sorted(filter(None, strings), key=len, reverse=True)
-        # Longest first: an alternation takes the first that fits, the tokenizer the longest.
+        # Longest first: an alternation matches the first that fits, and the tokenizer the longest.
         self._pattern = re.compile("|".join(map(re.escape, self._strings)) if self._strings else r"(?!)")
         self._max_chars = max(map(len, self._strings), default=0)
         firsts = {text[0] for text in self._strings}
@@ -38,10 +38,10 @@ class SpecialStrings:
         self._prefixes = frozenset(text[:length] for text in self._strings for length in range(1, len(text)))
 
     def mark(self, contents: Sequence[str]) -> tuple[list[str], str]:
-        """Contents with every special string broken by a mark behind its first character, and the mark.
+        """The contents with every special string broken up by a mark after its first character, and the mark.
 
-        A string that only begins at the end of a content (and might be completed by what the template puts behind) is
-        broken too. The mark is "" when nothing had to be broken.
+        A string that only begins at the end of a content, and might be completed by the template's next text, is broken
+        up too. The mark is "" when no string had to be broken up.
         """
         positions = [self._positions(content) for content in contents]
         if not any(positions):
@@ -53,18 +53,18 @@ class SpecialStrings:
         return self._pattern.sub(lambda match: aliases[match.group()], text)
 
     def _positions(self, content: str) -> list[int]:
-        if self._first.search(content) is None:  # as it is with nearly all
+        if self._first.search(content) is None:  # true for nearly all contents
             return []
         found: set[int] = set()
         match = self._pattern.search(content)
         while match is not None:
             found.add(match.start() + 1)
-            # From the next character on: an overlapping one would become whole once this one is broken.
+            # Search from the next character on: an overlapping string would survive the break of this one.
             match = self._pattern.search(content, match.start() + 1)
-        stripped = content.rstrip()  # templates like to trim
+        stripped = content.rstrip()  # many templates trim contents
         for text in (content, stripped):
             if self._first.search(text, max(0, len(text) - self._max_chars)) is None:
-                continue  # none begins so late
+                continue  # no string begins so close to the end
             for length in range(1, min(self._max_chars, len(text) + 1)):
                 if text[len(text) - length :] in self._prefixes:
                     found.add(len(text) - length + 1)
@@ -72,8 +72,8 @@ class SpecialStrings:
 
 
 class AliasedEncoder:
-    """A twin of a tokenizer that recognises special tokens by secret aliases only. Building it loads the tokenizer
-    once more: made when first needed."""
+    """A twin of a tokenizer that recognises special tokens only by secret aliases. Building it loads the tokenizer once
+    more, so it is made when first needed."""
 
     def __init__(self, tokenizer: Tokenizer, strings: SpecialStrings) -> None:
         self._strings = strings
@@ -88,18 +88,19 @@ class AliasedEncoder:
                 entry["content"] = self._aliases[content]
             real_ids[entry["content"]] = entry["id"]
         self._twin = Tokenizer.from_str(json.dumps(description))
-        # The twin numbers its added tokens anew where the model's own vocabulary does not know them.
+        # The twin renumbers its added tokens where the model's own vocabulary does not contain them.
         self._real_ids = {self._twin.token_to_id(content): real_id for content, real_id in real_ids.items()}
         special_ids = frozenset(real_ids[alias] for alias in self._aliases.values())
         self._spelled_out_ids = special_ids - self._real_ids.keys()
-        """Control tokens that come out as such can only come from the twin's model, that is from ordinary text."""
+        """Control tokens with their real ids. The twin can only produce them from ordinary text, by its model."""
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Ids of a rendered text in which `mark` breaks what is not to be a special token."""
+        """The ids of a rendered text, in which `mark` breaks up the strings that are not special tokens. Raises
+        KvloomError (INVALID_ARGUMENT)."""
         aliased = self._strings.replace(text, self._aliases).replace(mark, "")
         ids: list[int] = self._twin.encode_batch_fast([aliased], add_special_tokens=False)[0].ids
         if not self._spelled_out_ids.isdisjoint(ids):
-            # A vocabulary that spells a control token out as an ordinary piece: there is no plain way to write it.
+            # This vocabulary has the control token as an ordinary piece, so it cannot be encoded as plain text.
             raise invalid_argument("The content holds a control token of the model.", "messages")
         real_ids = self._real_ids
         return [real_ids.get(token_id, token_id) for token_id in ids]

@@ -1,4 +1,4 @@
-"""The exact bytes of every token: what makes incremental detokenising independent of a tokenizer's decoder."""
+"""The exact bytes of every token. They make incremental detokenizing independent of a tokenizer's decoder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _METASPACE: Final = "▁"
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's map of characters to bytes: printable bytes stand for themselves, the others for characters from U+0100
-    on (https://github.com/openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    """GPT-2's map of characters to bytes: printable bytes are represented by themselves, the others by characters from
+    U+0100 on (https://github.com/openai/gpt-2, encoder.py, bytes_to_unicode)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -24,7 +24,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Tables by token id, made when first used. Reads the kinds of decoder from the tokenizer's own description:
+    """Tables by token id, made on first use. The kind of decoder is read from the tokenizer's own description:
     ByteLevel (GPT-2, Llama 3, Qwen, SmolLM), or pieces with "▁" for spaces and <0xNN> for bytes (Llama 2, Mistral)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,7 +39,7 @@ class TokenBytes:
 
     @cached_property
     def texts(self) -> list[str | None]:
-        """What each token shows, None where its bytes alone are no whole characters."""
+        """The text of each token; None where its bytes alone are not whole characters."""
         return [_whole_text(self.shown(token_id)) for token_id in range(len(self._exact))]
 
     @cached_property
@@ -76,7 +76,7 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> frozenset[str]:
 def _byte_level_bytes(piece: str, alphabet: dict[str, int]) -> bytes:
     try:
         return bytes(map(alphabet.__getitem__, piece))
-    except KeyError:  # not written in the alphabet: it stands for itself
+    except KeyError:  # not written in the alphabet: the piece represents itself
         return piece.encode()
 
 

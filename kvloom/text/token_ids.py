@@ -1,5 +1,5 @@
-"""Token ids as processes hand them on: packed, four bytes each. A long prompt is then copied as a whole; as a list it
-would be thousands of objects, made and converted at every step of its way."""
+"""Token ids as processes pass them on: packed, four bytes each. A long prompt is then copied as a whole. As a list it
+would be thousands of objects, which every process on its path would have to make and convert."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _IS_BIG_ENDIAN: Final = sys.byteorder == "big"
 
 
 def token_array(ids: Iterable[int] = ()) -> array[int]:
-    """In memory. Raises OverflowError for ids outside [0, 2**32)."""
+    """The ids as an array in memory. Raises OverflowError for ids outside [0, 2**32)."""
     return array("I", ids)
 
 
 def pack_token_ids(ids: Iterable[int]) -> bytes:
-    """For the wire: little-endian. Raises OverflowError for ids outside [0, 2**32)."""
+    """The ids as the wire has them: little-endian. Raises OverflowError for ids outside [0, 2**32)."""
     packed = ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
     if _IS_BIG_ENDIAN:
         packed = packed[:]
@@ -30,7 +30,7 @@ def pack_token_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> array[int]:
-    """From the wire. Raises ValueError when bytes are missing."""
+    """The ids from the wire's bytes. Raises ValueError when bytes are missing."""
     ids = array("I", packed)
     if _IS_BIG_ENDIAN:
         ids.byteswap()
@@ -38,16 +38,17 @@ def unpack_token_ids(packed: bytes) -> array[int]:
 
 
 def prompt_fields(ids: Iterable[int], *, packed: bool) -> dict[str, Any]:
-    """The prompt of a Submit or ShardSubmit, as its reader understands it."""
+    """The prompt's field of a Submit or ShardSubmit, in the form that its reader supports."""
     return {"packed_prompt_token_ids": pack_token_ids(ids)} if packed else {"prompt_token_ids": ids}
 
 
 def are_below(ids: array[int], limit: int) -> bool:
-    """Whether all ids are below `limit`, which is at least 1 and at most 2**31. No object is made of each: a third of
-    the time that `max(ids)` takes.
+    """Whether all ids are below `limit`, which is at least 1 and at most 2**31. This makes no object per id, and takes
+    a third of the time of `max(ids)`.
 
-    1,024 ids at a time are one large number, whose lanes of 32 bits are tested together: adding 2**31 - limit to each
-    sets its highest bit where the id is too large, and carries into no other as long as no id has that bit itself.
+    1,024 ids at a time are read as one large number, whose lanes of 32 bits are tested together. Adding 2**31 - limit
+    to each lane sets its highest bit if the id is too large. It carries into no other lane unless an id has that bit
+    itself, which is tested too.
     """
     packed = memoryview(ids).cast("B")
     offsets = _offsets(limit)

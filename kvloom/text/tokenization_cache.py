@@ -1,17 +1,17 @@
-"""Tokenizing by pieces: the ids of a long text from those of its words and paragraphs, exactly, and mostly from memory.
+"""Piecewise tokenizing: the exact ids of a long text from the ids of its words and paragraphs, mostly from a cache.
 
 A Hugging Face tokenizer first cuts out its added tokens, then cuts the text between them into pre-tokens, and encodes
-each of those for itself. So where a cut is certain the two sides can be encoded apart (`PieceRules` says where, and for
-which tokenizers that is known):
+each pre-token separately. So wherever a cut is certain, the two sides can be encoded separately. `PieceRules` knows
+where, and for which tokenizers:
 
-* before a special token that takes no whitespace along;
-* before a space that stands between two visible ASCII characters: every pre-tokenizer of the GPT-2 kind begins a
-  pre-token there, whatever else the text holds, as its expression looks ahead only and no alternative of it has
-  a space behind anything else;
-* between a digit and a visible ASCII character, where the tokenizer takes digits one by one.
+* before a special token that does not absorb whitespace;
+* before a space between two visible ASCII characters: every pre-tokenizer of the GPT-2 kind begins a pre-token there,
+  whatever else the text holds, because its expression only looks ahead and no alternative of it has a space after
+  anything else;
+* between a digit and a visible ASCII character, if the tokenizer encodes digits one by one.
 
-Texts that others have sent (system prompts, documents, the conversation so far) are found as blocks of some 2,000
-characters, new ones as words, new numbers as digits. What is not known is encoded by the tokenizer itself.
+Texts that were seen before (system prompts, documents, the conversation so far) are found as blocks of some 2,000
+characters; new texts are found as words, and new numbers as digits. The tokenizer itself encodes what is not found.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvloom.text.token_ids import token_array
 MAX_WORDS: Final = 200_000
 MAX_WORD_CHARS: Final = 48
 MAX_BLOCK_BYTES: Final = 64 * 2**20
-"""Of the blocks' texts and ids together."""
+"""The size of all blocks' texts and ids together."""
 BLOCK_CHARS: Final = 2048
 MIN_PIECEWISE_CHARS: Final = 256
-"""Shorter texts are encoded whole: that costs no more."""
+"""Shorter texts are encoded whole, which costs no more."""
 BLOCKS_PER_TURN: Final = 8
 _BLOCK_OVERHEAD_BYTES: Final = 250
-"""What a remembered block costs beside its text and ids."""
+"""The memory that a cached block takes besides its text and ids."""
 
 _CUT: Final = re.compile(r"(?<=[!-~]) (?=[!-~])")
 _FUSING: Final = re.compile(r"[!-~] ")
@@ -54,7 +54,7 @@ _KNOWN_SPLITS: Final = frozenset(
 
 
 class PieceRules:
-    """Where a tokenizer's texts can be cut. Raises nothing: what is not known to be safe is not cut."""
+    """Where a tokenizer's texts can be cut. A text is never cut where that is not known to be safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         description: dict[str, Any] = json.loads(tokenizer.to_str())
@@ -65,7 +65,8 @@ class PieceRules:
         self._special: re.Pattern[str] | None = None
         self._cuts = frozenset(cuts)
         if is_plain and cuts:
-            # All raw tokens, longest first, find the same matches as the tokenizer's own leftmost-longest search.
+            # With all raw tokens, longest first, this finds the same matches as the tokenizer's leftmost-longest
+            # search.
             contents = sorted((token["content"] for token in raw), key=len, reverse=True)
             self._special = re.compile(f"({'|'.join(map(re.escape, contents))})")
         self.cuts_words = (
@@ -82,15 +83,15 @@ class PieceRules:
         )
 
     def blocks(self, text: str) -> list[str]:
-        """Parts that can be encoded apart: cut before special tokens, and into about BLOCK_CHARS where words are. The
-        same beginning gives the same blocks."""
+        """The parts of a text that can be encoded separately: it is cut before special tokens, and between words into
+        blocks of about BLOCK_CHARS. Texts with the same beginning have the same first blocks."""
         sections = self._sections(text)
         if not self.cuts_words or len(text) <= BLOCK_CHARS:
             return sections
         return [block for section in sections for block in _word_blocks(section)]
 
     def _sections(self, text: str) -> list[str]:
-        """Each but the first begins with a special token."""
+        """The text cut before special tokens. Each section but the first begins with one."""
         if self._special is None:
             return [text]
         parts = self._special.split(text)
@@ -104,8 +105,8 @@ class PieceRules:
 
 
 class PieceCache:
-    """Ids of blocks and words that were seen, packed (kvloom/text/token_ids.py). Not thread-safe: it lives on the
-    event loop. `encode` of the tokenizer gets what is not known."""
+    """The ids of blocks and words that were seen before, packed (kvloom/text/token_ids.py). Not thread-safe: use it on
+    the event loop."""
 
     def __init__(self, rules: PieceRules, max_bytes: int = MAX_BLOCK_BYTES, max_words: int = MAX_WORDS) -> None:
         self._rules = rules
@@ -114,39 +115,39 @@ class PieceCache:
         self._blocks: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
         self._words: dict[str, bytes] = {}
-        """Without the space before them, which counts as theirs."""
+        """By word. The space before a word belongs to its ids, and is left out of the key."""
         self._others: dict[str, bytes] = {}
-        """Short pieces that begin with no space: of a section, or of a number behind its first digit."""
+        """Short pieces that begin with no space: the first of a section, and the digits of a number after the first."""
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def plan(self, text: str) -> Plan:
-        """What is known of a text, and what has to be encoded."""
-        plan = Plan(self)
-        for _ in self.fill(plan, text):
+    def look_up(self, text: str) -> TextEncoding:
+        """The parts of a text that are in the cache, and those that must be encoded."""
+        encoding = TextEncoding(self)
+        for _ in self.fill(encoding, text):
             pass
-        return plan
+        return encoding
 
-    def fill(self, plan: Plan, text: str) -> Iterator[None]:
-        """Make a plan in turns of some 100 microseconds."""
-        blocks, parts = self._blocks, plan.parts
+    def fill(self, encoding: TextEncoding, text: str) -> Iterator[None]:
+        """Fill in `encoding` for `text`. Yields after every 100 microseconds or so, to let the event loop run."""
+        blocks, parts = self._blocks, encoding.parts
         for number, block in enumerate(self._rules.blocks(text), 1):
             known = blocks.get(block)
             if known is not None:
                 blocks.move_to_end(block)
                 parts.append((block, known, ()))
             elif self._rules.cuts_words:
-                parts.append((block, None, self._pieces(block, plan)))
+                parts.append((block, None, self._pieces(block, encoding)))
             else:
-                plan.miss(block)
+                encoding.miss(block)
                 parts.append((block, None, (block,)))
             if not number % BLOCKS_PER_TURN:
                 yield
 
     def note(self, block: str, ids: bytes) -> None:
-        """Remember a block, and forget the ones that were not used for longest if there are too many."""
+        """Add a block, and evict the least recently used ones if the cache is full."""
         if block in self._blocks:
             return
         self._blocks[block] = ids
@@ -165,14 +166,14 @@ class PieceCache:
 
     def _remember(self, pieces: dict[str, bytes], piece: str, ids: bytes) -> None:
         if len(pieces) >= self._max_words:
-            pieces.clear()  # rare, and the common ones are back at once
+            pieces.clear()  # rare, and the common words return at once
         pieces[piece] = ids
 
-    def _pieces(self, block: str, plan: Plan) -> list[str | bytes]:
-        """Known words' ids, and texts to be encoded, in order."""
+    def _pieces(self, block: str, encoding: TextEncoding) -> list[str | bytes]:
+        """The ids of known words, and the texts to be encoded, in order."""
         words = block.split(" ")
         known: list[bytes | None] = list(map(self._words.get, words))
-        known[0] = None  # no space before it: no word
+        known[0] = None  # it has no space before it, so it is not a word
         found: list[str | bytes] = []
         begin, num_words = int(not words[0]), len(words)
         # Known words begin and end with a visible character: there is a cut between two of them.
@@ -187,31 +188,31 @@ class PieceCache:
                 ):
                     end += 1
                 piece = " ".join(words[begin:end])
-                found += self._split_unknown(piece if begin == 0 else " " + piece, plan)
+                found += self._split_unknown(piece if begin == 0 else " " + piece, encoding)
             begin = end
         return found
 
-    def _split_unknown(self, piece: str, plan: Plan) -> Iterator[str | bytes]:
-        """No word that is known, but perhaps made of digits, or of a section's usual beginning."""
+    def _split_unknown(self, piece: str, encoding: TextEncoding) -> Iterator[str | bytes]:
+        """A piece that is not a known word may still consist of digits, or be the usual beginning of a section."""
         parts = _DIGIT_CUT.split(piece) if self._rules.cuts_digits else [piece]
         known = list(map(self._others.get, parts))
         if piece[0] == " ":
             known[0] = self._words.get(parts[0][1:])
         for part, ids in zip(parts, known, strict=True):
             if ids is None:
-                plan.miss(part)
+                encoding.miss(part)
                 yield part
             else:
                 yield ids
 
 
-class Plan:
-    """A text on its way to ids: encode `misses`, hand the result to `ids`."""
+class TextEncoding:
+    """A text that is being encoded. The caller encodes `misses` and passes the result to `ids`."""
 
     def __init__(self, cache: PieceCache) -> None:
         self._cache = cache
         self.parts: list[tuple[str, bytes | None, Sequence[str | bytes]]] = []
-        """(block, its ids if known, its pieces)."""
+        """(block, its ids if they are cached, its pieces)."""
         self.misses: dict[str, None] = {}
         self.num_missing_chars = 0
 
@@ -221,7 +222,7 @@ class Plan:
             self.num_missing_chars += len(piece)
 
     def ids(self, encoded: Sequence[Sequence[int]]) -> array[int]:
-        """All ids of the text, which is remembered. `encoded`: ids of each of the misses."""
+        """All ids of the text, which is added to the cache. `encoded`: the ids of each of the misses."""
         new: dict[str | bytes, bytes] = {}
         for piece, its_ids in zip(self.misses, encoded, strict=True):
             new[piece] = packed = token_array(its_ids).tobytes()
@@ -229,7 +230,7 @@ class Plan:
         found: list[bytes] = []
         for block, known, pieces in self.parts:
             if known is None:
-                # What is not new is ids itself.
+                # A piece that was not encoded just now is its packed ids already.
                 known = b"".join(map(new.get, pieces, pieces))  # pyright: ignore[reportArgumentType]
                 self._cache.note(block, known)
             found.append(known)
@@ -237,7 +238,7 @@ class Plan:
 
 
 def _index_of_none(known: Sequence[bytes | None], begin: int) -> int:
-    """The first from there on; the end if there is none."""
+    """The index of the first None from `begin` on; the length if there is none."""
     try:
         return known.index(None, begin)
     except ValueError:
@@ -272,7 +273,7 @@ def _size_bytes(block: str, ids: bytes) -> int:
 
 
 def _is_byte_preserving(normalizer: dict[str, Any] | None) -> bool:
-    """It changes no visible ASCII character and no space, and looks across none."""
+    """Whether it changes no visible ASCII character and no space, and combines no text across one."""
     if normalizer is None:
         return True
     if normalizer["type"] == "Sequence":

@@ -1,4 +1,5 @@
-"""A model's tokenizer: text to ids off the event loop, ids to exact bytes, conversations to prompts."""
+"""A model's tokenizer: it turns text into ids off the event loop, ids into exact bytes, and conversations into
+prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from kvloom.text.chat_template import ChatMessage, ChatTemplate, named_tokens, r
 from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings
 from kvloom.text.token_bytes import TokenBytes
 from kvloom.text.token_ids import token_array
-from kvloom.text.tokenization_cache import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, Plan
+from kvloom.text.tokenization_cache import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, TextEncoding
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 __all__ = ["ChatMessage", "ModelTokenizer"]
@@ -28,15 +29,17 @@ T = TypeVar("T")
 ENCODE_THREADS: Final = 2
 MAX_PENDING_ENCODES: Final = 1024
 MAX_INLINE_CHARS: Final = 1024
-"""Encoding takes about 0.2 µs a character and a trip through the thread pool 0.1 ms: a text of up to this size is
-encoded at once, which keeps the event loop for about 0.2 ms."""
+"""A text of up to this size is encoded on the event loop, which blocks it for about 0.2 ms. Encoding takes about 0.2 µs
+per character, and the thread pool adds 0.1 ms."""
 MAX_INLINE_MISSES: Final = 32
-"""Words that are encoded at once."""
+"""At most this many words are encoded on the event loop."""
 MAX_ONE_BY_ONE: Final = 32
+"""More pieces than this are encoded as a batch."""
 
 
 class ModelTokenizer:
-    """Thread-safe but for `encode` and `encode_chat`, which belong to the event loop. One per model and process."""
+    """The tokenizer of one model; each process makes one. Thread-safe, except for `encode` and `encode_chat`, which
+    must be called on the event loop."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelTokenizer:
-        """From a directory with tokenizer.json, and what there is of tokenizer_config.json, chat_template.jinja,
+        """Load from a directory with tokenizer.json and, optionally, tokenizer_config.json, chat_template.jinja,
         generation_config.json and config.json. Raises ValueError that names the file which cannot be used."""
         path = model_dir / "tokenizer.json"
         try:
@@ -72,22 +75,22 @@ class ModelTokenizer:
             raise ValueError(f"{path}: {error}") from error
         template = ChatTemplate.load(model_dir)
         loaded = cls(tokenizer, template=template, eos_token_ids=_eos_token_ids(model_dir, tokenizer))
-        len(loaded.token_texts)  # builds the tables now and not, on the event loop, with the first request
+        len(loaded.token_texts)  # builds the tables now, not on the event loop during the first request
         return loaded
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this; added tokens included."""
+        """The number of ids, including added tokens: all ids are below it."""
         return self._vocab_size
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """The tokens that end an answer."""
         return self._eos_token_ids
 
     @property
     def token_texts(self) -> Sequence[str | None]:
-        """By id: what a token adds to the text, None where its bytes are no whole characters; "" for special tokens."""
+        """By id: the text that a token adds; None where its bytes are not whole characters, "" for special tokens."""
         return self._token_bytes.texts
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
@@ -97,38 +100,39 @@ class ModelTokenizer:
         return self._template.render(messages)
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
-        """Ids of `text`, in which special-token strings become special tokens. Raises KvloomError."""
+        """The ids of `text`, in which special-token strings become special tokens. Raises KvloomError
+        (INVALID_ARGUMENT, QUEUE_FULL)."""
         if len(text) < MIN_PIECEWISE_CHARS or (add_special_tokens and self._adds_tokens):
             if len(text) <= MAX_INLINE_CHARS:
                 return token_array(self.encode_now(text, add_special_tokens=add_special_tokens))
             encode = self.encode_now
             return token_array(await self._in_thread(lambda: encode(text, add_special_tokens=add_special_tokens)))
-        plan = Plan(self._pieces)
-        for _ in self._pieces.fill(plan, text):
+        encoding = TextEncoding(self._pieces)
+        for _ in self._pieces.fill(encoding, text):
             await asyncio.sleep(0)
-        misses = list(plan.misses)
-        if plan.num_missing_chars <= MAX_INLINE_CHARS and len(misses) <= MAX_INLINE_MISSES:
-            return plan.ids(self._encode_pieces(misses))
-        return plan.ids(await self._in_thread(lambda: self._encode_pieces(misses)))
+        misses = list(encoding.misses)
+        if encoding.num_missing_chars <= MAX_INLINE_CHARS and len(misses) <= MAX_INLINE_MISSES:
+            return encoding.ids(self._encode_pieces(misses))
+        return encoding.ids(await self._in_thread(lambda: self._encode_pieces(misses)))
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         encode = self._tokenizer.encode_batch_fast
         try:
-            if len(pieces) <= MAX_ONE_BY_ONE:  # for a batch the library wakes threads of its own
+            if len(pieces) <= MAX_ONE_BY_ONE:  # for a batch the library would wake its own threads
                 return [encode([piece], add_special_tokens=False)[0].ids for piece in pieces]
             return [encoding.ids for encoding in encode(pieces, add_special_tokens=False)]
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise invalid_argument("The text is not valid Unicode.") from error
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """As `encode`, in the calling thread (the GIL is released meanwhile)."""
+        """Like `encode`, in the calling thread. The GIL is released meanwhile."""
         try:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise invalid_argument("The text is not valid Unicode.") from error
 
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[array[int], str]:
-        """(ids, text) of a conversation's prompt. Special-token strings inside a message's content stay plain text
+        """The (ids, text) of a conversation's prompt. Special-token strings in a message's content stay plain text
         (see kvloom/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, QUEUE_FULL)."""
         contents, mark = self._special_strings.mark([message.content for message in messages])
         if not mark:
@@ -140,22 +144,22 @@ class ModelTokenizer:
         return token_array(ids), text.replace(mark, "")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of whole sequences; bytes that are not UTF-8 become U+FFFD."""
+        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD."""
         table = self._token_bytes
         get = table.shown if skip_special_tokens else table.exact
         return b"".join(map(get, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token stands for; of a special token, its name. b"" for ids that the tokenizer does
+        """The exact bytes that a token represents; for a special token, its name. b"" for ids that the tokenizer does
         not know (models pad their vocabulary)."""
         return self._token_bytes.exact(token_id)
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """As `token_bytes`, but b"" for special tokens, whose names are never shown."""
+        """Like `token_bytes`, but b"" for special tokens, whose names are never shown."""
         return self._token_bytes.shown(token_id)
 
     def close(self) -> None:
-        """Ends the threads; what they are at is finished. Repeatable."""
+        """End the threads after the work that is running. Calling it again is safe."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -179,7 +183,7 @@ class ModelTokenizer:
 
 
 def _eos_token_ids(model_dir: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """generation_config.json rules over config.json; the tokenizer's own eos_token always counts."""
+    """generation_config.json has precedence over config.json. The tokenizer's own eos_token is always included."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value: Any = read_json(model_dir / name).get("eos_token_id")

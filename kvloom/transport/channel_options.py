@@ -1,4 +1,4 @@
-"""How clients connect to routers over gRPC."""
+"""The options of gRPC channels to routers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ CHANNEL_OPTIONS: Final = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Without this, channels to one address share a connection, and one stalled stream could stall another process's.
     ("grpc.use_local_subchannel_pool", 1),
-    # So long a router has to say something to a new connection; without it, 20 seconds. Of several that share a port
-    # one may hang, and only the next try may come to another. Later tries wait longer, up to the second.
+    # A router must answer a new connection within this time; gRPC's default is 20 seconds. If one of several routers on
+    # a port hangs, only the next try can reach another one. Later tries wait longer, up to the second value.
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Find out that the other machine is gone without a word, or that its process hangs.
+    # Detect that the other machine has vanished without closing the connection, or that its process hangs.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # What a ping really waits for; without it, a minute.
+    # This is the time for which a ping really waits; the default is a minute.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]

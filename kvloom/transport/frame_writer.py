@@ -1,8 +1,8 @@
-"""Writes to one stream what has piled up for it, once a turn of the event loop.
+"""Writes the pending messages of one stream, once per iteration of the event loop.
 
-On a local socket that takes a callback and no task: nobody has to be woken. Where the peer does not read, and on gRPC's
-streams, `run` waits for it; what comes meanwhile piles up with its owner, and leaves as one. So does what comes within
-`interval_seconds` after a write: whoever reads is then woken once for all of it.
+On a local socket that takes a callback, and no task has to be woken. Where the peer does not read, and on gRPC's
+streams, `run` waits for it. Messages that arrive meanwhile accumulate with their owner, and are sent as one. So do
+those that arrive within `interval_seconds` after a write: the reader is then woken once for all of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Out = TypeVar("Out", bound=Message)
 
 
 class FrameWriter(Generic[Out]):
-    """`take` returns all that waits, and None when nothing does. If that is more than one message may have, it returns
-    some of it, and calls `wake` for the rest."""
+    """Calls `take` for the pending messages, merged into one; it returns None when there are none. If they are too much
+    for one message, `take` returns a part of them, and calls `wake` for the rest."""
 
     def __init__(self, stream: Any, take: Callable[[], Out | None], interval_seconds: float = 0.0) -> None:
-        """`stream`: a LocalStream, or a stream of gRPC's, on either side. What comes less than `interval_seconds` after
-        a write leaves when they have passed, anything else at once."""
+        """`stream`: a LocalStream, or a gRPC stream of either side. Messages that arrive less than `interval_seconds`
+        after a write are sent when that time has passed, all others at once."""
         self._stream = stream
         self._local: LocalStream[Any, Out] | None = stream if isinstance(stream, LocalStream) else None
         self._take = take
@@ -33,13 +33,13 @@ class FrameWriter(Generic[Out]):
         self._rests_until = 0.0
         self._loop = asyncio.get_running_loop()
         self._is_due = False
-        """What waits will be taken without another `wake`."""
+        """A write is scheduled; another `wake` is not needed."""
         self._is_finishing = False
         self._fault: Exception | None = None
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Something waits. Cheap to call again."""
+        """Schedule a write. Calling it again is cheap."""
         if self._is_due:
             return
         self._is_due = True
@@ -58,11 +58,12 @@ class FrameWriter(Generic[Out]):
         self._wake.set()
 
     def give_up(self) -> None:
-        """Break the stream off: too much waits."""
+        """Cancel the stream, because too much is pending."""
         self._stream.cancel()
 
     async def run(self) -> None:
-        """Until `finish`. Raises AioRpcError and InvalidStateError when the stream breaks, and what `take` raises."""
+        """Run until `finish`. Raises AioRpcError or InvalidStateError when the stream breaks, and what `take`
+        raises."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -86,7 +87,7 @@ class FrameWriter(Generic[Out]):
         try:
             message = self._take()
             if message is not None:
-                local.write_now(message)  # should the stream be broken, whoever reads from it hears of that
+                local.write_now(message)  # if the stream is broken, its reader gets the error
         except Exception as error:  # `run` raises it
             self._fault = error
             self._wake.set()

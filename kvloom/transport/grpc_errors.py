@@ -1,4 +1,5 @@
-"""Errors of the catalogue as gRPC statuses (AIP-193: google.rpc.Status with ErrorInfo and RetryInfo), and back."""
+"""Converts errors of the catalogue to gRPC statuses (AIP-193: google.rpc.Status with ErrorInfo and RetryInfo), and
+back."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ DOMAIN: Final = "kvloom"
 
 
 def to_grpc_status(error: KvloomError) -> grpc.Status:
-    """For `context.abort_with_status`."""
+    """The status for `context.abort_with_status`."""
     info = error_details_pb2.ErrorInfo(reason=error.reason_name, domain=DOMAIN)
     if error.field:
         info.metadata["field"] = error.field
@@ -38,18 +39,19 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvloomError)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvloomError:
-    """What a caller makes of a failed RPC: the catalogue's error if the status carries one."""
-    told = told_error(error)
-    if told is not None:
-        return told
+    """The KvloomError of a failed RPC: the peer's own error if the status carries one, otherwise ROUTER_LOST or
+    INTERNAL."""
+    peer_error = error_from_peer(error)
+    if peer_error is not None:
+        return peer_error
     code = error.code()
     unavailable = code is grpc.StatusCode.UNAVAILABLE
     reason = ErrorReason.ERROR_REASON_ROUTER_LOST if unavailable else ErrorReason.ERROR_REASON_INTERNAL
     return KvloomError(reason, f"{code.name}: {error.details()}")
 
 
-def told_error(error: grpc.aio.AioRpcError) -> KvloomError | None:
-    """The catalogue's error that the peer sent; None when gRPC made the status by itself, e.g. of a lost connection."""
+def error_from_peer(error: grpc.aio.AioRpcError) -> KvloomError | None:
+    """The catalogue's error that the peer sent; None when gRPC itself made the status, e.g. for a lost connection."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)

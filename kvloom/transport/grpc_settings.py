@@ -1,8 +1,8 @@
 """Settings that gRPC reads from the environment when it is imported. Each service's package imports this module first;
 the SDK does not, since its process is the user's.
 
-gRPC's event engine reads sockets with a pool of threads of its own. Without it the thread that waits for completions
-reads them, and a message takes two thread switches fewer (docs/performance.md).
+gRPC's event engine reads sockets with its own pool of threads. Without it, the thread that waits for completions reads
+them, and a message takes two thread switches fewer (docs/performance.md).
 """
 
 from __future__ import annotations

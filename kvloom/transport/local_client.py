@@ -15,14 +15,15 @@ In = TypeVar("In", bound=Message)
 
 
 async def connect_local(address: str, in_type: type[In]) -> LocalStream[In, Any] | None:
-    """A stream to the service at a gRPC address, if it is on this machine and listens there; None otherwise."""
+    """A stream to the service at a gRPC address, if that is on this machine and listens on a local socket; None
+    otherwise."""
     name = local_socket_name(address)
     if name is None:
         return None
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        connection.connect(name)  # at once or not at all (uvloop does not take abstract names)
+        connection.connect(name)  # succeeds or fails at once (uvloop does not accept abstract names)
         _, stream = await loop.create_unix_connection(lambda: LocalStream[In, Any](in_type), sock=connection)
     except OSError:
         connection.close()

@@ -1,7 +1,7 @@
-"""What is on the wire of a local stream (kvloom/transport/local_stream.py).
+"""The wire format of local streams (kvloom/transport/local_stream.py).
 
-A frame is its size (4 bytes, little-endian), its kind (1 byte), and its bytes: a serialized message, or for the end of
-the stream a google.rpc.Status. Pings and their answers have none.
+A frame consists of its size (4 bytes, little-endian), its kind (1 byte), and its payload: a serialized message, or a
+google.rpc.Status at the end of the stream. The payload of PING and PONG is empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def is_whole(unparsed: bytearray) -> bool:
-    """The first frame is all there, or too large to ever be."""
+    """Whether the first frame is complete, or is larger than allowed."""
     if len(unparsed) < HEAD.size:
         return False
     length, _ = HEAD.unpack_from(unparsed)
@@ -41,9 +41,10 @@ def unavailable(message: str) -> status_pb2.Status:
 
 
 def error_of(status: status_pb2.Status) -> grpc.aio.AioRpcError:
-    """As gRPC raises it when a stream has ended like that; one in good order is UNAVAILABLE to who wants more of it."""
+    """The error that gRPC raises when a stream has ended with this status. A stream that has ended cleanly is
+    UNAVAILABLE for further reads and writes."""
     if not status.code:
-        status = unavailable("the stream has ended")
+        status = unavailable("The stream has ended.")
     trailers = grpc.aio.Metadata()
     if status.details:
         trailers.add(STATUS_DETAILS, status.SerializeToString())

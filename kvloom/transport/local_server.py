@@ -1,4 +1,4 @@
-"""The service's side of local streams: see kvloom/transport/local_stream.py."""
+"""The server side of local streams (kvloom/transport/local_stream.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RETRY_SECONDS: Final = 0.1
 
 
 class LocalServer(Generic[In]):
-    """Serves one streaming RPC: `handler` is called with each stream, in a task, and the stream ends when it returns.
-    As with gRPC, the task is cancelled when its client goes."""
+    """Serves one streaming RPC: `handler` is called in a task for each stream, and the stream ends when it returns. As
+    with gRPC, the task is cancelled when its client disconnects."""
 
     def __init__(self, handler: Callable[[Any], Awaitable[None]], in_type: type[In]) -> None:
         self._handler = handler
@@ -35,17 +35,17 @@ class LocalServer(Generic[In]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, address: str) -> None:
-        """Listen beside a gRPC address; does nothing where only other machines can reach it. To be called before the
-        gRPC server starts: clients look here first."""
+        """Listen on the local socket of a gRPC address; does nothing if only other machines can reach the address. Call
+        it before the gRPC server starts, because clients try the local socket first."""
         name = local_socket_name(address)
         if name is None:
             return
         try:
             await self._listen(name)
         except OSError as error:
-            # Held by the process that this one succeeds and shares its port with, or by a squatter. Until it is free,
-            # everybody takes gRPC.
-            log.info("cannot listen on the local socket of %s yet: %s", address, error)
+            # The name is held by this process's predecessor, with which it shares its port, or by a foreign process.
+            # Until it is free, all clients use gRPC.
+            log.info("The local socket of %s is not free yet: %s", address, error)
             self._waiting = asyncio.create_task(self._wait_for(name), name="local socket")
 
     async def _listen(self, name: str) -> None:
@@ -65,7 +65,7 @@ class LocalServer(Generic[In]):
                 await self._listen(name)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take no more clients; streams that have not ended after the grace are cancelled. Repeatable."""
+        """Stop listening. Streams that have not ended after `grace_seconds` are cancelled. Calling it again is safe."""
         if self._waiting is not None:
             self._waiting.cancel()
             await asyncio.gather(self._waiting, return_exceptions=True)
@@ -102,6 +102,6 @@ class LocalServer(Generic[In]):
                 raise
         except Exception:
             if not stream.closed.done():
-                log.exception("a local stream failed")
+                log.exception("A local stream failed.")
         finally:
             stream.cancel()

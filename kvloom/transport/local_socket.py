@@ -1,4 +1,4 @@
-"""Where a service's Unix socket is, and who may talk over it: see kvloom/transport/local_stream.py."""
+"""The name of a service's Unix socket, and which peers are trusted on it (kvloom/transport/local_stream.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def local_socket_name(address: str) -> str | None:
-    """The abstract socket beside a gRPC address; None for other machines' addresses and outside Linux."""
+    """The abstract socket of a gRPC address; None for addresses of other machines, and outside Linux."""
     host, _, port = address.rpartition(":")
     if not sys.platform.startswith("linux") or host not in _LOOPBACK or not port.isdigit():
         return None
@@ -21,7 +21,7 @@ def local_socket_name(address: str) -> str | None:
 
 
 def is_trusted(connection: Any) -> bool:
-    """The peer is a process of this user, or root's. `connection`: the socket; None: it is gone."""
+    """Whether the peer is a process of this user or of root. `connection`: the socket; None if it is gone."""
     if connection is None:
         return False
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -1,12 +1,12 @@
-"""Frames between two processes of one machine, over a Unix socket: the same messages as over gRPC, a fifth of its cost.
+"""Streams between two processes of one machine, over a Unix socket: gRPC's messages at a fifth of its cost.
 
 A service that listens for gRPC on a port of the loopback interface also listens on an abstract Unix socket that is
-named after that address (`LocalServer`). A client that is given such an address looks there first (`connect_local`) and
-takes gRPC when nobody answers. Both ends behave as gRPC's own stream does, so that what uses them is the same code:
-`read`, `write`, `cancel`, a status at the end, AioRpcError when it breaks.
+named after that address (`LocalServer`). A client that is given such an address tries the socket first
+(`connect_local`), and uses gRPC when nothing listens there. Both ends behave like gRPC's own streams, so that the same
+code uses either: `read`, `write`, `cancel`, a status at the end, AioRpcError when the stream breaks.
 
-What is on the wire: kvloom/transport/local_frames.py. Only processes of the same user (or root's) are talked to. See
-ADR 9.
+The wire format is in kvloom/transport/local_frames.py. Only processes of the same user, or of root, are accepted as
+peers. See ADR 9.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ In = TypeVar("In", bound=Message)
 Out = TypeVar("Out", bound=Message)
 
 MAX_WAITING_BYTES: Final = 4 * 2**20
-"""Unread frames beyond this make the socket wait."""
+"""With more unread frames than this, reading from the socket is paused."""
 MAX_UNSENT_BYTES: Final = 256 * 2**10
-"""Beyond this a write waits for the peer."""
+"""With more unsent bytes than this, `write` waits for the peer."""
 PING_AFTER_SECONDS: Final = 10.0
 PING_TIMEOUT_SECONDS: Final = 5.0
-"""A peer that has been silent for both together hangs: the stream breaks."""
+"""A peer that has been silent for the sum of both hangs: the stream breaks."""
 LINGER_SECONDS: Final = 2.0
-"""How long what was written before the end may take."""
+"""How long the delivery of messages that were written before the end may take."""
 
 
 class LocalStream(asyncio.Protocol, Generic[In, Out]):
-    """One end of a stream. Reads `In`, writes `Out`; one reader and one writer at a time."""
+    """One end of a stream, which reads `In` and writes `Out`. There may be one reader and one writer at a time."""
 
     def __init__(self, in_type: type[In], on_open: Callable[[LocalStream[In, Out]], None] | None = None) -> None:
         self._parse = in_type.FromString
@@ -63,24 +63,24 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._is_paused = False
         self._reader: asyncio.Future[None] | None = None
         self._on_message: Callable[[In], None] | None = None
-        """Who takes messages the moment they are here."""
+        """The callback of `deliver`, while that runs."""
         self._writer: asyncio.Future[None] | None = None
         self.is_choked = False
-        """The peer does not read: what is written now is kept here."""
+        """The peer does not read; messages that are written now are buffered here."""
         self._status: status_pb2.Status | None = None
-        """How the stream ended; None while it has not."""
+        """The status with which the stream ended; None while it is open."""
         self._heard_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
-        """Set when the socket is gone."""
+        """Done when the socket is closed."""
 
-    # -- as gRPC's calls and contexts have it -------------------------------------------------------------------------
+    # -- the methods of gRPC's calls and contexts ---------------------------------------------------------------------
 
     async def read(self) -> In | None:
-        """The next message; None when the peer has ended the stream in good order. Raises AioRpcError."""
+        """The next message; None when the peer has ended the stream cleanly. Raises AioRpcError."""
         while not self._frames:
             if self._status is not None:
-                # A server's end says no more than this; its handler is cancelled besides.
+                # On a server a broken stream reads as ended, as in gRPC; its handler is cancelled as well.
                 if self._status.code and self._on_open is None:
                     raise self._error()
                 return None
@@ -97,13 +97,13 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         try:
             return self._parse(frame)
         except DecodeError as error:
-            self._break("a frame is no message")
+            self._break("A frame could not be parsed.")
             raise self._error() from error
 
     async def deliver(self, on_message: Callable[[In], None]) -> None:
-        """Instead of `read`, without a task to be woken: each message goes to `on_message` the moment it is here, until
-        the peer has ended the stream in good order. Raises AioRpcError, and what `on_message` raises; nothing is
-        delivered behind that."""
+        """Call `on_message` with each message as soon as it arrives, until the peer has ended the stream cleanly.
+        Replaces `read`, and wakes no task per message. Raises AioRpcError, and what `on_message` raises; nothing is
+        delivered after that."""
         over = self._reader = self._loop.create_future()
         self._on_message = on_message
         try:
@@ -124,7 +124,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             raise self._error()
 
     async def write(self, message: Out) -> None:
-        """Returns once the message is on its way, or in a bounded buffer. Raises AioRpcError."""
+        """Return once the message is sent, or in a bounded buffer. Raises AioRpcError."""
         if not self.write_now(message):
             raise self._error()
         if self.is_choked:
@@ -137,7 +137,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
                 raise self._error()
 
     def write_now(self, message: Out) -> bool:
-        """Whether the stream takes messages. The caller looks at `is_choked` and waits."""
+        """Write without waiting; returns False if the stream has ended. The caller checks `is_choked` and waits."""
         transport = self._transport
         if self._status is not None or transport is None:
             return False
@@ -146,31 +146,32 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         return True
 
     def cancel(self) -> bool:
-        """Break it off. Repeatable."""
-        self._break("cancelled", grpc.StatusCode.CANCELLED)
+        """Break the stream. Calling it again is safe."""
+        self._break("The stream was cancelled.", grpc.StatusCode.CANCELLED)
         return True
 
     def invocation_metadata(self) -> tuple[()]:
-        """There is none."""
+        """A local stream has no metadata."""
         return ()
 
     async def abort_with_status(self, status: grpc.Status) -> None:
-        """End it with an error. Raises AbortError, as gRPC's own does."""
+        """End the stream with an error. Raises AbortError, as gRPC's own method does."""
         details = dict(status.trailing_metadata or ()).get(STATUS_DETAILS)
-        said = status_pb2.Status(code=status.code.value[0], message=status.details)
+        whole_status = status_pb2.Status(code=status.code.value[0], message=status.details)
         if isinstance(details, bytes):
-            said.MergeFromString(details)
-        self.end(said)
+            whole_status.MergeFromString(details)
+        self.end(whole_status)
         raise grpc.aio.AbortError
 
     def end(self, status: status_pb2.Status | None = None) -> None:
-        """End it in good order, or with `status`; what was written is delivered. Repeatable."""
+        """End the stream cleanly, or with `status`. Messages that were written are still delivered. Calling it again is
+        safe."""
         if self._status is None and self._transport is not None:
             payload = (status or status_pb2.Status()).SerializeToString()
             self._transport.write(HEAD.pack(len(payload), END) + payload)
             self._finish(status or status_pb2.Status())
             self._transport.close()
-            self._loop.call_later(LINGER_SECONDS, self._transport.abort)  # nobody may read it
+            self._loop.call_later(LINGER_SECONDS, self._transport.abort)  # the peer may never read the rest
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         if not is_trusted(transport.get_extra_info("socket")):
-            self._break("the peer is another user's process", grpc.StatusCode.PERMISSION_DENIED)
+            self._break("The peer is another user's process.", grpc.StatusCode.PERMISSION_DENIED)
             return
         self._timer = self._loop.call_later(PING_AFTER_SECONDS, self._on_timer)
         if self._on_open is not None:
@@ -188,7 +189,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()
-        self._finish(unavailable("the connection was lost"))
+        self._finish(unavailable("The connection was lost."))
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -213,7 +214,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         while size - position >= HEAD.size:
             length, kind = HEAD.unpack_from(data, position)
             if length > MAX_MESSAGE_BYTES:
-                self._break("a frame is too large")
+                self._break("A frame is too large.")
                 return
             end = position + HEAD.size + length
             if end > size:
@@ -232,18 +233,19 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _hand_over(self, payload: bytes, on_message: Callable[[In], None]) -> None:
-        """A message to whoever `deliver`s. Once that is over, or cancelled, messages are dropped."""
+        """Pass a message to the callback of `deliver`. Once that has returned or was cancelled, messages are
+        dropped."""
         over = self._reader
         if over is None or over.done():
             return
         try:
             message = self._parse(payload)
         except DecodeError:
-            self._break("a frame is no message")
+            self._break("A frame could not be parsed.")
             return
         try:
             on_message(message)
-        except Exception as error:  # the deliverer's, not the event loop's
+        except Exception as error:  # `deliver` raises it, not the event loop
             if not over.done():
                 over.set_exception(error)
 
@@ -261,19 +263,19 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             try:
                 status = status_pb2.Status.FromString(payload)
             except DecodeError:
-                status = unavailable("the end of the stream is no status")
+                status = unavailable("The status at the end of the stream could not be parsed.")
             self._finish(status)
             if self._transport is not None:
                 self._transport.close()
 
     def _on_timer(self) -> None:
-        """Silence for a while asks for a sign of life; no answer to that ends the stream. A peer that waits for us to
-        read is not silent."""
+        """After some silence, send a ping; if it is not answered, break the stream. A peer that waits for this process
+        to read is not silent."""
         if self._transport is None:
             return
         silent_seconds = self._loop.time() - self._heard_at
         if silent_seconds >= PING_AFTER_SECONDS + PING_TIMEOUT_SECONDS and not self._is_paused:
-            self._break("the peer does not answer")
+            self._break("The peer does not answer.")
             return
         if silent_seconds >= PING_AFTER_SECONDS:
             self._transport.write(HEAD.pack(0, PING))
@@ -283,7 +285,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         self._timer = self._loop.call_later(max(pause_seconds, 0.1), self._on_timer)
 
     def _finish(self, status: status_pb2.Status) -> None:
-        """Nothing more will come; what has come can still be read."""
+        """Nothing more will arrive. Frames that have arrived can still be read."""
         if self._status is None:
             self._status = status
         for waiter in (self._reader, self._writer):
@@ -292,17 +294,17 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
 
     def _break(self, message: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         if self._status is not None:
-            return  # it has ended: what is on its way may arrive
+            return  # it has ended already: what was written may still arrive
         self._finish(status_of(code, message))
         if self._transport is not None:
             self._transport.abort()
 
     def _error(self) -> grpc.aio.AioRpcError:
-        return error_of(self._status or unavailable("not connected"))
+        return error_of(self._status or unavailable("The stream is not connected."))
 
 
 async def deliver(stream: Any, kind: type[In], on_message: Callable[[In], None]) -> None:
-    """`LocalStream.deliver` for gRPC's streams as well."""
+    """Like `LocalStream.deliver`, for gRPC's streams too."""
     if isinstance(stream, LocalStream):
         await cast(LocalStream[In, Any], stream).deliver(on_message)
         return

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import grpc
 
-from kvloom.client.resumed_call import CARRIED_KEY
+from kvloom.client.resumed_call import CONTINUES_KEY
 from kvloom.client.router_routes import ADDRESS_KEY
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -157,7 +157,7 @@ def _settled() -> KvloomError:
 def owner_metadata(address: str) -> tuple[tuple[str, str], ...]:
     """Returns initial metadata with the address of the router that has the request. It also states that this router can
     resume requests that another one has begun."""
-    return ((ADDRESS_KEY, quote(address, safe=":[]")), (CARRIED_KEY, "1"))
+    return ((ADDRESS_KEY, quote(address, safe=":[]")), (CONTINUES_KEY, "1"))
 
 
 def caller_of(context: Context) -> str:

@@ -12,7 +12,7 @@ import structlog
 from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.process.cancellation import raise_if_cancelled
 from router.core_driver import CoreDriver
-from router.links.reconnect import Backoff
+from router.links.reconnect import reconnect_backoff
 from router.links.shard_link import ShardLink
 
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class FleetWatcher:
             await untried[0].tried.wait()
 
     async def _watch(self, links: asyncio.TaskGroup) -> None:
-        backoff = Backoff()
+        backoff = reconnect_backoff()
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()

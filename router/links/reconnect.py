@@ -6,6 +6,7 @@ from typing import Final
 
 import grpc
 
+from kvloom.process.backoff import Backoff
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 
 FIRST_SECONDS: Final = 0.1
@@ -26,19 +27,9 @@ class LinkError(Exception):
     """This connection cannot be used any more; the message gives the reason."""
 
 
-class Backoff:
-    """The pause doubles from FIRST_SECONDS to `longest_seconds`, and starts over after a connection that lasted longer
-    than LONGEST_SECONDS."""
-
-    def __init__(self, longest_seconds: float = LONGEST_SECONDS) -> None:
-        self._longest_seconds = longest_seconds
-        self._seconds = FIRST_SECONDS
-
-    def next_seconds(self, connected_seconds: float) -> float:
-        """Returns the pause after a failed attempt that took, or a connection that lasted, `connected_seconds`."""
-        seconds = FIRST_SECONDS if connected_seconds > LONGEST_SECONDS else self._seconds
-        self._seconds = min(seconds * 2, self._longest_seconds)
-        return seconds
+def reconnect_backoff(max_seconds: float = LONGEST_SECONDS) -> Backoff:
+    """Returns the pauses of one link. They start over after a connection that lasted for LONGEST_SECONDS."""
+    return Backoff(FIRST_SECONDS, max_seconds, stable_seconds=LONGEST_SECONDS)
 
 
 def cause_of(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import SafetyDown, SafetyUp
 from router.core_driver import CoreDriver
 from router.links.prompt_filter import PromptFilter
-from router.links.reconnect import Backoff, LinkError, cause_of
+from router.links.reconnect import LinkError, cause_of, reconnect_backoff
 from router.links.safety_stream import SafetyStream
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class SafetyLink:
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        backoff = Backoff(LONGEST_PAUSE_SECONDS)
+        backoff = reconnect_backoff(LONGEST_PAUSE_SECONDS)
         while True:
             started = self._driver.now()
             try:
@@ -133,7 +133,7 @@ class SafetyLink:
     async def _open_successor(self) -> SafetyStream:
         await self._drain_announced.wait()
         self._drain_announced.clear()
-        backoff = Backoff()
+        backoff = reconnect_backoff()
         while True:
             try:
                 return await SafetyStream.open(self._address)

@@ -34,7 +34,7 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core_driver import CoreDriver
-from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, Backoff, LinkError, cause_of
+from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, LinkError, cause_of, reconnect_backoff
 
 log = structlog.get_logger()
 
@@ -83,7 +83,7 @@ class ShardLink:
 
     async def run(self) -> None:
         """Connects, serves and reconnects with backoff, until the shard is neither registered nor connected."""
-        backoff = Backoff()
+        backoff = reconnect_backoff()
         while self.registered:
             started = self._driver.now()
             try:

@@ -118,7 +118,7 @@ class RouterProcesses:
 
 
 def ready_routers(group: RouterGroup) -> list[str]:
-    return [member.address for member in group._members.takers if MODEL in member.ready_models]
+    return [member.address for member in group._members.available if MODEL in member.ready_models]
 
 
 @contextlib.asynccontextmanager

@@ -226,7 +226,7 @@ async def test_bills_add_up_when_routers_that_live_are_left(
         first.send(signal.SIGSTOP)
         await check(readers, "hung")
         first.send(signal.SIGCONT)
-        await eventually(lambda: not client._lost.num_waiting, "the settlements")
+        await eventually(lambda: not client._cancel_notifier.num_waiting, "the settlements")
     async with Client([second.address, first.address]) as client:
         readers = Readers(client, asked, "stopped")
         await readers.half_way()

@@ -12,7 +12,7 @@ import pytest
 
 from edge_http.recovery.edge_membership import EdgeMembership
 from edge_http.resume.commit_gate import CommitGate
-from kvloom.router_link.tracked_request import Attempt
+from kvloom.router_link.tracked_request import Assignment
 from tests.fakes.edge_peers import edges, published, until
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.redis_server import redis_server
@@ -223,12 +223,12 @@ class Ledger:
     def link_ids(self) -> list[str]:
         return [self._link_id]
 
-    def attempts(self, handle: int) -> list[Attempt]:
+    def assignments(self, handle: int) -> list[Assignment]:
         if not self._is_told:
             return []
-        return [Attempt(self._link_id, 3 if self._link_id == "link-2" else 5 if self._link_id == "link-3" else 0)]
+        return [Assignment(self._link_id, 3 if self._link_id == "link-2" else 5 if self._link_id == "link-3" else 0)]
 
-    def note_lost_by(self, link_id: str, request_id: str, num_tokens: int) -> None:
+    def note_delegated_loss(self, link_id: str, request_id: str, num_tokens: int) -> None:
         self.reported.append((link_id, request_id, num_tokens))
 
 

@@ -154,7 +154,7 @@ async def test_a_router_at_a_shared_address_is_told_at_its_own_what_it_lost() ->
         assert second.hello.lost == [LostRequest(request_id="r", num_received_tokens=2)]
         router.tokens(second, (submit.choices[0].slot, [9]))
         await eventually(lambda: len(answer.token_ids[0]) == 3, "another token")
-        assert not fabric.group._lost.num_waiting
+        assert not fabric.group._cancel_notifier.num_waiting
         lose(second)
         _, third, _ = await fabric.taken("r", 3)
         link_id = second.hello.link_id
@@ -162,7 +162,7 @@ async def test_a_router_at_a_shared_address_is_told_at_its_own_what_it_lost() ->
         assert third.hello.lost == [LostRequest(request_id="r", num_received_tokens=1, link_id=link_id)]
         await eventually(lambda: owner.cancels, "the settlement")
         assert owner.cancels == [CancelRequest(request_id="r", num_received_tokens=1, link_id=link_id)]
-        await eventually(lambda: not fabric.group._lost.num_waiting, "its answer")
+        await eventually(lambda: not fabric.group._cancel_notifier.num_waiting, "its answer")
 
 
 async def test_nobody_takes_it_within_the_bound() -> None:
@@ -232,7 +232,7 @@ async def test_a_draining_router_keeps_what_it_runs_and_gets_nothing_new() -> No
         router, connection, submit = await fabric.taken("old")
         fabric.tell_fleet(router, draining=True)
         other = next(r for r in fabric.routers if r is not router)
-        await eventually(lambda: len(fabric.group._members.takers) == 1, "the drain is known")
+        await eventually(lambda: len(fabric.group._members.available) == 1, "the drain is known")
         for i in range(5):
             fabric.group.submit(request([1], name=f"new-{i}"), Answer())
             assert (await fabric.taken(f"new-{i}"))[0] is other
@@ -389,7 +389,7 @@ async def test_routers_come_and_go_by_their_addresses() -> None:
             second.answers = False
             fabric.routers.append(second)
             fabric.group.set_routers({address: ""})
-            await eventually(lambda: [m.address for m in fabric.group._members.takers] == [address], "the change")
+            await eventually(lambda: [m.address for m in fabric.group._members.available] == [address], "the change")
             fabric.group.submit(request([1], name="new"), Answer())
             assert (await fabric.taken("new"))[0] is second
             assert first.address in fabric.group.addresses

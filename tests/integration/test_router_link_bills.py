@@ -71,9 +71,9 @@ async def test_bills_add_up_at_an_address_that_routers_share(tmp_path: Path, mod
         await eventually(lambda: all(answer.done for answer in answers), "all ends", 60.0)
         assert all(len(ids) == NUM_TOKENS for answer in answers for ids in answer.token_ids)
         assert group.num_reattached == NUM_REQUESTS
-        assert group._lost.num_waiting == NUM_REQUESTS
+        assert group._cancel_notifier.num_waiting == NUM_REQUESTS
         hung.send(signal.SIGCONT)
-        await eventually(lambda: not group._lost.num_waiting, "the settlements", 20.0)
+        await eventually(lambda: not group._cancel_notifier.num_waiting, "the settlements", 20.0)
         # Where its next connection is one to the router that it had lost, the same names are other attempts.
         again = _submit(group, "again")
         await eventually(lambda: all(answer.token_ids[0] for answer in again), "first tokens", 20.0)

@@ -107,7 +107,7 @@ async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) ->
     hung.submit(link_request([2], 60, request_id="not taken"), other)
     await eventually(lambda: len(lost.token_ids[0]) >= 5, "tokens")
     for _ in range(2):
-        heir.identity.note_lost_by(hung.identity.link_id, "taken", 3)
+        heir.identity.note_delegated_loss(hung.identity.link_id, "taken", 3)
         heir.report_losses()
     partial_choices = ChoiceProgress(0)
     partial_choices.token_ids.extend(expected_tokens([1], 0, 3))

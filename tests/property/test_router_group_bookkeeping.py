@@ -84,7 +84,7 @@ class Group:
         self.num_over += 1
 
 
-class Attempt:
+class Assignment:
     """A router that answers `request` in frames as a test draws them."""
 
     def __init__(self, request: LinkRequest, lengths: Sequence[int]) -> None:
@@ -165,7 +165,7 @@ def test_any_losses_leave_the_undisturbed_answer(
     for sent, reason in disturbed:
         if sent is None and not num_moves:
             continue  # a first attempt that is refused is not tried again
-        attempt = Attempt(tracked.next_attempt(), lengths)
+        attempt = Assignment(tracked.next_request(), lengths)
         tracked.on_submitted("link")
         group.time += 0.001 if sent is None else 10.0
         attempt.play(tracked, heard, sent or [])
@@ -174,7 +174,7 @@ def test_any_losses_leave_the_undisturbed_answer(
         attempt.end(tracked, reason)
         num_moves += 1
     if not tracked.is_over:
-        attempt = Attempt(tracked.next_attempt(), lengths)
+        attempt = Assignment(tracked.next_request(), lengths)
         tracked.on_submitted("link")
         attempt.play(tracked, heard, [(0, 5)] * 50)
     assert (group.num_over, group.num_lost) == (1, num_moves)

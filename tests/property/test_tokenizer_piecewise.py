@@ -61,8 +61,8 @@ def built_in(model_dir: Path) -> tuple[Tokenizer, PieceRules]:
 
 
 def ids_by_pieces(cache: PieceCache, tokenizer: Tokenizer, text: str) -> list[int]:
-    plan = cache.plan(text)
-    return plan.ids([tokenizer.encode(piece, add_special_tokens=False).ids for piece in plan.misses]).tolist()
+    encoding = cache.look_up(text)
+    return encoding.ids([tokenizer.encode(piece, add_special_tokens=False).ids for piece in encoding.misses]).tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +103,8 @@ def test_a_repeated_prefix_is_not_encoded_again(model_dir: Path) -> None:
     cache = PieceCache(rules)
     prefix = "<|im_start|>user\n" + "Some words that everybody sends. " * 20
     ids_by_pieces(cache, tokenizer, prefix + "one")
-    plan = cache.plan(prefix + "unheard")
-    assert sum(map(len, plan.misses)) < 40
+    encoding = cache.look_up(prefix + "unheard")
+    assert sum(map(len, encoding.misses)) < 40
 
 
 def test_a_new_number_is_not_encoded(model_dir: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_new_number_is_not_encoded(model_dir: Path) -> None:
     tokenizer, rules = built_in(model_dir)
     cache = PieceCache(rules)
     ids_by_pieces(cache, tokenizer, "<|im_start|>user\n1234567890 and 10 20 30")
-    assert not cache.plan("<|im_start|>user\n1750936428 and 2073 and 10385").misses
+    assert not cache.look_up("<|im_start|>user\n1750936428 and 2073 and 10385").misses
 
 
 @pytest.mark.parametrize(

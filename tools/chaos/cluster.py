@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Final
 
 from kvloom.config import KvloomConfig, dump_config
+from kvloom.process.backoff import Backoff
 from tools.chaos.clients.http_client import Doorway
 from tools.chaos.injection.proxy import FaultProxy
 from tools.failures import CommandError
-from tools.supervisor.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.processes import STOP_ORDER, pick_free_ports, plan_stages
 from tools.supervisor.readiness import is_complete, router_address
@@ -74,7 +74,7 @@ class Cluster:
             log_dir=self.folder.log_dir,
             on_change=lambda: None,
             on_event=self._on_event,
-            make_backoff=lambda: Backoff(max_seconds=1.0, stable_seconds=3.0),
+            make_backoff=lambda: Backoff(0.2, max_seconds=1.0, stable_seconds=3.0),
         )
         try:
             await self._supervisor.start()

@@ -11,10 +11,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvloom.process.backoff import Backoff
 from kvloom.process.service import ReadyLine
-from tools.supervisor.backoff import Backoff
 from tools.supervisor.bounded_log import BoundedLog
 from tools.supervisor.child import Child, ChildFailedError, ChildSpec
+
+
+def restart_backoff() -> Backoff:
+    """The delays before one process is restarted. They start again once a run has lasted for 30 seconds."""
+    return Backoff(0.2, max_seconds=15.0, stable_seconds=30.0)
 
 
 class ProcessState(enum.StrEnum):
@@ -59,7 +64,7 @@ class SupervisedProcess:
         self._log = BoundedLog(log_path)
         self._on_change = on_change
         self._on_event = on_event
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or restart_backoff()
         self._child: Child | None = None
         self._state = ProcessState.STOPPED
         self._listener: socket.socket | None = None
@@ -154,7 +159,7 @@ class SupervisedProcess:
 
     async def _restart(self, reason: str, ran_seconds: float) -> None:
         while True:
-            delay = self._backoff.next_delay_seconds(ran_seconds)
+            delay = self._backoff.next_seconds(ran_seconds)
             self._restarts += 1
             self._enter(ProcessState.RESTARTING)
             self._on_event(f"{reason}\n  restarting {self.spec.name} in {delay:.1f} s")

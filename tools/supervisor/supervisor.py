@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.supervisor.backoff import Backoff
+from kvloom.process.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.supervised import ProcessStatus, SupervisedProcess
+from tools.supervisor.supervised import ProcessStatus, SupervisedProcess, restart_backoff
 
 
 class Supervisor:
@@ -23,7 +23,7 @@ class Supervisor:
         log_dir: Path,
         on_change: Callable[[], None],
         on_event: Callable[[str], None],
-        make_backoff: Callable[[], Backoff] = Backoff,
+        make_backoff: Callable[[], Backoff] = restart_backoff,
     ) -> None:
         self._stop_order = stop_order
         self._on_event = on_event

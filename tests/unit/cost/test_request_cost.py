@@ -195,7 +195,7 @@ def edge_half() -> Callable[[], None]:
     members._new_link = lambda *_args: link
     link.start = _start  # pyright: ignore[reportAttributeAccessIssue]
     _finish_now(members.follow_wanted())
-    members._look_again()
+    members._refresh()
     edge = Edge(KvloomConfig().edge, group, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
     dispatcher = HttpRouter(edge)
     transport = CountingTransport()

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.supervisor.backoff import Backoff
+from kvloom.process.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.supervised import ProcessStatus
 from tools.supervisor.supervisor import Supervisor
@@ -53,7 +53,7 @@ class World:
             log_dir=tmp_path,
             on_change=self._changed.set,
             on_event=self.events.append,
-            make_backoff=lambda: Backoff(first_seconds=0.01, max_seconds=0.05),
+            make_backoff=lambda: Backoff(0.01, max_seconds=0.05, stable_seconds=30.0),
         )
 
     async def until(self, holds: Callable[[list[ProcessStatus]], bool]) -> None:

@@ -16,8 +16,8 @@ from kvloom.process.cpu_affinity import (
     MAX_WAITING_SHARE,
     MIN_PAUSE_SECONDS,
     CpuChoice,
-    number_of,
-    staying_on_a_cpu,
+    instance_number,
+    kept_on_one_cpu,
     use_every_cpu,
 )
 
@@ -65,7 +65,7 @@ def test_pauses_grow_while_no_cpu_is_free_and_begin_anew_after_a_long_stay():
 
 def test_a_process_is_numbered_by_the_end_of_its_name():
     """The supervisor calls an only one by its role."""
-    assert [number_of(name) for name in ("edge", "edge-0", "edge-12", "router-3")] == [0, 0, 12, 3]
+    assert [instance_number(name) for name in ("edge", "edge-0", "edge-12", "router-3")] == [0, 0, 12, 3]
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_the_loop_stays_and_threads_that_it_starts_need_not():
     """A tokenizer's thread on the loop's CPU would hold up every token."""
     every = os.sched_getaffinity(0)
-    with staying_on_a_cpu(-1, look_seconds=0.01):
+    with kept_on_one_cpu(-1, check_seconds=0.01):
         await until(lambda: os.sched_getaffinity(0) == {max(every)})
         seen: list[set[int]] = []
         thread = threading.Thread(target=lambda: (use_every_cpu(), seen.append(os.sched_getaffinity(0))))
@@ -99,7 +99,7 @@ async def test_the_loop_leaves_a_cpu_that_another_process_keeps_busy():
     try:
         assert process.stdout is not None
         await asyncio.wait_for(process.stdout.readline(), TIMEOUT_SECONDS)
-        with staying_on_a_cpu(0, look_seconds=0.1):
+        with kept_on_one_cpu(0, check_seconds=0.1):
             await until(lambda: os.sched_getaffinity(0) == {first})
             await until(lambda: os.sched_getaffinity(0) == every)
     finally:
@@ -110,6 +110,6 @@ async def test_the_loop_leaves_a_cpu_that_another_process_keeps_busy():
 async def test_nothing_is_done_unless_it_is_wanted():
     """Operators may have placed the processes themselves."""
     every = os.sched_getaffinity(0)
-    with staying_on_a_cpu(0, wanted=False, look_seconds=0.0):
+    with kept_on_one_cpu(0, wanted=False, check_seconds=0.0):
         await asyncio.sleep(0.01)
         assert os.sched_getaffinity(0) == every

@@ -8,7 +8,7 @@ from typing import Final
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from kvloom.process.fast_metrics import CountFamily, DistributionFamily
+from kvloom.process.fast_metrics import CounterFamily, HistogramFamily
 
 BOUNDS: Final = (0.005, 0.01, 1, 2.5, 1024)
 VALUES: Final = (0, 0.004, 0.005, 0.0051, 1, 1.0, 3.25, 1024, 5000.5)
@@ -25,8 +25,8 @@ def test_counts_and_distributions_read_as_prometheus_clients_own() -> None:
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     counter = Counter("kvloom_things", "Things.", ("kind", "size"), registry=theirs)
     histogram = Histogram("kvloom_seconds", "Seconds.", ("kind",), buckets=BOUNDS, registry=theirs)
-    counts = CountFamily("kvloom_things", "Things.", ("kind", "size"), ours)
-    distributions = DistributionFamily("kvloom_seconds", "Seconds.", ("kind",), BOUNDS, ours)
+    counts = CounterFamily("kvloom_things", "Things.", ("kind", "size"), ours)
+    distributions = HistogramFamily("kvloom_seconds", "Seconds.", ("kind",), BOUNDS, ours)
     assert exposition(ours) == exposition(theirs)
     for kind, size in (("a", "1"), ("b", ""), ("a", "1")):
         counter.labels(kind, size).inc(3)
@@ -42,6 +42,6 @@ def test_a_counter_without_labels_is_there_from_the_beginning() -> None:
     """A scraper that sees it only after the first count cannot tell a rate."""
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     Counter("kvloom_events", "Events.", registry=theirs)
-    CountFamily("kvloom_events", "Events.", (), ours).labels()
+    CounterFamily("kvloom_events", "Events.", (), ours).labels()
     assert exposition(ours) == exposition(theirs)
     assert "kvloom_events_total 0.0" in exposition(ours)

@@ -59,10 +59,10 @@ class FastPathAnswer:
 
 class Owner:
     def __init__(self) -> None:
-        self.num_attempt_tokens: list[int] = []
+        self.num_assignment_tokens: list[int] = []
 
     def on_lost(self, tracked: TrackedRequest) -> None:
-        self.num_attempt_tokens.append(tracked.num_attempt_tokens)
+        self.num_assignment_tokens.append(tracked.num_assignment_tokens)
 
     def on_over(self, tracked: TrackedRequest) -> None: ...
 
@@ -158,12 +158,12 @@ async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way:
     for number in range(NUM_TOKENS):
         tell(router, number, [1, 2])
     await router.lose()
-    assert owner.num_attempt_tokens == [NUM_TOKENS, NUM_TOKENS]
+    assert owner.num_assignment_tokens == [NUM_TOKENS, NUM_TOKENS]
     for slot, (request, answer) in enumerate(zip(requests, answers, strict=True), 1):
         assert answer.num_pushed > NUM_TOKENS // 2
         assert answer.text == "".join(f"<{number}>" for number in range(NUM_TOKENS))
         assert request.error.reason == ErrorReason.ERROR_REASON_ROUTER_LOST
-        [begun] = request.next_attempt().partial_choices
+        [begun] = request.next_request().partial_choices
         assert begun.token_ids.tolist() == [100 * slot + number for number in range(NUM_TOKENS)]
         assert begun.num_chars == len(answer.text)
 
@@ -207,7 +207,7 @@ async def test_tokens_of_frames_with_several_an_entry_come_behind_those_that_flo
     router.tell([1], [7, 8], ["ab"], [2])
     tell(router, 4, [1])
     await router.lose()
-    [begun] = requests[0].next_attempt().partial_choices
+    [begun] = requests[0].next_request().partial_choices
     assert begun.token_ids.tolist() == [100, 101, 102, 103, 7, 8, 104]
     assert answers[0].text == "<0><1><2><3>ab<4>"
 

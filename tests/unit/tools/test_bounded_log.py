@@ -1,32 +1,10 @@
-"""The two small bounded things the supervisor rests on: the wait before a restart, the size of a log."""
+"""A log that is bounded: what the supervisor writes of its children."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tools.supervisor.backoff import Backoff
 from tools.supervisor.bounded_log import BoundedLog
-
-
-def test_delays_double_up_to_the_maximum():
-    """A process that cannot run must not be started in a busy loop, nor be forgotten."""
-    backoff = Backoff(first_seconds=1, max_seconds=5, stable_seconds=30)
-    assert [backoff.next_delay_seconds(0.1) for _ in range(5)] == [1, 2, 4, 5, 5]
-
-
-def test_a_stable_run_makes_the_next_delay_short_again():
-    """One crash a day must cost the first delay each time, not the longest."""
-    backoff = Backoff(first_seconds=1, max_seconds=5, stable_seconds=30)
-    for _ in range(4):
-        backoff.next_delay_seconds(0)
-    assert backoff.next_delay_seconds(30) == 1
-    assert backoff.next_delay_seconds(0) == 2
-
-
-def test_the_delay_stays_bounded_after_any_number_of_failures():
-    """Weeks of failing must not overflow the exponent."""
-    backoff = Backoff(num_failures=10**6)
-    assert backoff.next_delay_seconds(0) == backoff.max_seconds
 
 
 def test_a_log_keeps_at_most_two_files_of_the_limit(tmp_path: Path):
