@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import abort
-from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from kvloom.v1 import router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.router_service_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    ExplainRequest,
+    ExplainResponse,
+    GenerateRequest,
+    ListModelsRequest,
+    ListModelsResponse,
+    PlanRequest,
+    PlanResponse,
+    ResumeRequest,
+    RouterServiceConnectRequest,
+)
 from router import convert
 from router.answers.generate import GenerateCall, caller_of
 from router.answers.named_calls import NamedCalls, name_of
@@ -29,7 +41,9 @@ from router.links.link_sessions import LinkSessions
 
 log = structlog.get_logger()
 
-PLAN_CLIENT_ID = "plan"
+PLAN_CLIENT_ID: Final = "plan"
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
@@ -53,13 +67,8 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self._link_sessions = link_sessions
         self._incarnation_id = incarnation_id
         self._links: set[ClientLink] = set()
-        self._calls: set[asyncio.Task[Any]] = set()
 
-    async def Generate(
-        self,
-        request: router_service_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[router_service_pb2.GenerateRequest, router_service_pb2.GenerateResponse],
-    ) -> None:
+    async def Generate(self, request: GenerateRequest, context: Context) -> None:
         try:
             if self._answers.is_wanted(request):
                 await serve_generate(self._answers, request, context)
@@ -71,9 +80,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         except Exception:
             await _abort_internal(context, "Generate")
 
-    async def Resume(
-        self, request: router_service_pb2.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def Resume(self, request: ResumeRequest, context: Context) -> None:
         try:
             await serve_resume(self._answers, request, context)
         except KvloomError as error:
@@ -81,13 +88,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         except Exception:
             await _abort_internal(context, "Resume")
 
-    async def Connect(
-        self,
-        request_iterator: AsyncIterator[router_service_pb2.RouterServiceConnectRequest],
-        context: grpc.aio.ServicerContext[
-            router_service_pb2.RouterServiceConnectRequest, router_service_pb2.RouterServiceConnectResponse
-        ],
-    ) -> None:
+    async def Connect(self, request_iterator: AsyncIterator[RouterServiceConnectRequest], context: Context) -> None:
         address, incarnation_id = self._answers.address, self._incarnation_id
         link = ClientLink(self._driver, self._intake, context, self._link_sessions, address, incarnation_id)
         self._links.add(link)
@@ -96,9 +97,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         finally:
             self._links.discard(link)
 
-    async def Plan(
-        self, request: router_service_pb2.PlanRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> router_service_pb2.PlanResponse:
+    async def Plan(self, request: PlanRequest, context: Context) -> PlanResponse:
         try:
             planned = await self._intake.request_from_generate(request.request, PLAN_CLIENT_ID)
             return plan_to_proto(self._core.plan(planned, self._driver.now()))
@@ -110,9 +109,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         except Exception:
             await _abort_internal(context, "Plan")
 
-    async def Explain(
-        self, request: router_service_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> router_service_pb2.ExplainResponse:
+    async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
         if not request.request_id:
             await abort(context, invalid_argument("request_id is required.", "request_id"))
         remembered = self._decisions.find(request.request_id)
@@ -123,30 +120,25 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         except Exception:
             await _abort_internal(context, "Explain")
 
-    async def Cancel(
-        self, request: router_service_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> router_service_pb2.CancelResponse:
+    async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
         if not request.request_id:
-            error = invalid_argument("request_id is required.", "request_id")
-            await abort(context, error)
+            await abort(context, invalid_argument("request_id is required.", "request_id"))
         if request.resume_token:
             name = name_of(request.request_id, request.resume_token, caller_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
             found = self._named_calls.settle(name, request.request_id, num_tokens)
-            return router_service_pb2.CancelResponse(found=found)
+            return CancelResponse(found=found)
         if request.link_id:
             link_id = request.link_id[:MAX_NAME_CHARS]
             found = self._link_sessions.settle(link_id, request.request_id, request.num_received_tokens)
-            return router_service_pb2.CancelResponse(found=found)
+            return CancelResponse(found=found)
         found = self._core.has_request(request.request_id)
         if found:
             self._driver.dispatch(RequestCancelled(request.request_id))
-        return router_service_pb2.CancelResponse(found=found)
+        return CancelResponse(found=found)
 
-    async def ListModels(
-        self, request: router_service_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> router_service_pb2.ListModelsResponse:
-        return router_service_pb2.ListModelsResponse(models=convert.fleet_to_proto(self._core.fleet).models)
+    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+        return ListModelsResponse(models=convert.fleet_to_proto(self._core.fleet).models)
 
     def end_streams(self) -> None:
         """Closes every client's stream cleanly because the router stops."""
@@ -155,7 +147,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             link.end()
 
 
-async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any], rpc: str) -> NoReturn:
+async def _abort_internal(context: Context, rpc: str) -> NoReturn:
     """Handles a bug of the router: the stack trace goes to the log, never to the caller."""
     log.exception("rpc failed", rpc=rpc)
     error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request.")

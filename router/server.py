@@ -83,9 +83,9 @@ class RouterServer:
         self._watcher = FleetWatcher(self._registry, router_id, self._driver)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
         self._intake = intake
-        self._decision_writer = self._new_decision_writer()
-        journal = self._new_decision_journal(self._decision_writer, router_id) if self._decision_writer else None
-        self._decisions = DecisionLog(config.router.decision_log.max_remembered, journal)
+        self._decision_writer: DecisionWriter | None = None
+        """None when the decision log has no file."""
+        self._decisions = DecisionLog(config.router.decision_log.max_remembered, self._new_decision_journal())
         self._usage_records = UsageRecords()
         named_calls = NamedCalls(self._driver, self._usage_records)
         self._answers = ResumableAnswers(
@@ -101,7 +101,6 @@ class RouterServer:
             LinkSessions(self._driver, self._usage_records),
             self._incarnation_id,
         )
-        self._shares_port = shares_port
         options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
         options = [*options, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
@@ -191,20 +190,15 @@ class RouterServer:
         self._servicer.end_streams()
         await asyncio.gather(self._server.stop(CLOSE_GRACE_SECONDS), self._local_server.stop(CLOSE_GRACE_SECONDS))
 
-    def _new_decision_writer(self) -> DecisionWriter | None:
-        """Returns None when the decision log has no file."""
+    def _new_decision_journal(self) -> DecisionJournal | None:
         settings = self._config.router.decision_log
         if not settings.path:
             return None
-        return DecisionWriter(RotatingFile(Path(settings.path), settings.max_bytes), self._metrics.decisions_dropped)
-
-    def _new_decision_journal(self, writer: DecisionWriter, router_id: str) -> DecisionJournal:
+        on_dropped = self._metrics.decisions_dropped
+        self._decision_writer = DecisionWriter(RotatingFile(Path(settings.path), settings.max_bytes), on_dropped)
+        policy = self._config.router.placement.policy
         return DecisionJournal(
-            writer,
-            self._metrics.decisions_dropped,
-            lambda: self._core.shards,
-            policy=self._config.router.placement.policy,
-            router_id=router_id,
+            self._decision_writer, on_dropped, lambda: self._core.shards, policy=policy, router_id=self._router_id
         )
 
     # -- Observer -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from router.core.events import ClientGone, Request, RequestArrived
 from router.core.frames import Finish, Start, Step
 from router.core_driver import CoreDriver
 from router.intake import Intake, new_request_id, seed_of
-from router.links.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
+from router.links.step_outbox import StepOutbox
 from router.partial_choices import named_for_callers
 
 EXPLAIN_KEY: Final = "kvloom-explain"
@@ -43,7 +43,6 @@ class GenerateCall:
         named_calls: NamedCalls,
         context: Context,
         address: str,
-        max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
         """`address` is one where this router listens and no other does."""
         self._driver = driver
@@ -52,7 +51,7 @@ class GenerateCall:
         self._context = context
         self._address = address
         self._client_id = f"generate#{next(_numbers)}"
-        self._outbox = StepOutbox(max_waiting_entries)
+        self._outbox = StepOutbox()
         self._too_slow = False
         self._is_settled = False
         """The client has resumed the request elsewhere, so nothing may be metered here any more."""

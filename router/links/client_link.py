@@ -33,7 +33,7 @@ from router.core.frames import Finish, Step
 from router.core_driver import CoreDriver
 from router.intake import MAX_NAME_CHARS, Intake
 from router.links.link_sessions import LinkSessions
-from router.links.step_outbox import MAX_WAITING_ENTRIES, StepOutbox
+from router.links.step_outbox import StepOutbox
 from router.links.submit_queue import SubmitQueue
 
 log = structlog.get_logger()
@@ -60,7 +60,6 @@ class ClientLink:
         link_sessions: LinkSessions,
         router_address: str = "",
         incarnation_id: str = "",
-        max_waiting_entries: int = MAX_WAITING_ENTRIES,
     ) -> None:
         """`router_address` is one where this router listens and no other does. `incarnation_id` is the one that the
         router announces in the registry."""
@@ -72,7 +71,7 @@ class ClientLink:
         self._incarnation_id = incarnation_id
         self._link_id = ""
         self._client_id = ""
-        self._outbox = StepOutbox(max_waiting_entries)
+        self._outbox = StepOutbox()
         self._fleet: FleetChanged | None = None
         self._open_slots: set[int] = set()
         self._submit_queue = SubmitQueue(self._on_submit, self._on_cancel, self._end_with, self._finish_if_done)

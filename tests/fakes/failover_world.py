@@ -14,15 +14,12 @@ from kvloom.config import KvloomConfig, ShardConfig
 from kvloom.discovery.registry import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StopConditions, TokenLogprobs
-from router.core.core import RouterCore
-from router.core_config import core_config
-from router.server import RouterServer
+from kvloom.v1.generation_pb2 import SequenceFinish, StopConditions, TokenLogprobs
 from shard_server.engines.base import Engine
 from shard_server.server import ShardServer
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.failing_engine import FailingEngine
-from tests.fakes.router_world import RouterWorld, num_ready_shards
+from tests.fakes.router_world import Answer, RouterWorld
 
 MODEL = "model"
 TIMEOUT_SECONDS = 60.0
@@ -30,7 +27,7 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """All that a client is told of one choice, but for what depends on the cache and on time."""
+    """Everything that a client receives for one choice, except what depends on the cache and on time."""
 
     token_ids: Sequence[int]
     text: str
@@ -42,44 +39,34 @@ class Ended:
     error_reason: int
 
 
-class Collected:
-    """A sink that keeps what it hears, and lets a test wait for it."""
+class Collected(Answer):
+    """An answer that also keeps the top logprobs, and that a test can wait for."""
 
     def __init__(self, n: int) -> None:
-        self.token_ids: list[list[int]] = [[] for _ in range(n)]
-        self.texts = [""] * n
-        self.logprobs: list[list[tuple[float, Sequence[int], Sequence[float]]]] = [[] for _ in range(n)]
-        self.starts: list[SequenceStart | None] = [None] * n
-        self.finishes: list[SequenceFinish | None] = [None] * n
+        super().__init__(n)
+        self._top_logprobs: list[list[tuple[float, Sequence[int], Sequence[float]]]] = [[] for _ in range(n)]
         self._changed = asyncio.Event()
 
-    def on_start(self, index: int, start: SequenceStart) -> None:
-        assert self.starts[index] is None, "started twice"
-        self.starts[index] = start
-
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        assert self.finishes[index] is None, "news after the end"
-        self.token_ids[index].extend(token_ids)
-        self.texts[index] += delta
-        self.logprobs[index].extend((x.logprob, tuple(x.top_token_ids), tuple(x.top_logprobs)) for x in logprobs)
+        super().on_tokens(index, delta, token_ids, logprobs)
+        self._top_logprobs[index].extend((x.logprob, tuple(x.top_token_ids), tuple(x.top_logprobs)) for x in logprobs)
         self._changed.set()
 
     def on_finish(self, index: int, finish: SequenceFinish) -> None:
-        assert self.finishes[index] is None, "finished twice"
-        self.finishes[index] = finish
+        super().on_finish(index, finish)
         self._changed.set()
 
     async def has_tokens(self, count: int) -> None:
-        """Every choice has as many, or has ended."""
+        """Returns once every choice has `count` tokens or has ended."""
         await self._until(lambda: all(f or len(t) >= count for f, t in zip(self.finishes, self.token_ids, strict=True)))
 
     async def ended(self) -> list[Ended]:
-        await self._until(lambda: all(self.finishes))
+        await self._until(lambda: self.done)
         return [
             Ended(
                 tuple(self.token_ids[index]),
                 self.texts[index],
-                tuple(self.logprobs[index]),
+                tuple(self._top_logprobs[index]),
                 finish.reason,
                 finish.stop_string,
                 finish.num_prompt_tokens,
@@ -113,27 +100,23 @@ class Member:
 
 
 class FailoverWorld(RouterWorld):
-    """`tokenizer`: of the shards and of the router."""
+    """The router and the shards share one tokenizer."""
 
     def __init__(self, redis_url: str, tokenizer: ModelTokenizer) -> None:
         super().__init__(redis_url)
         self.tokenizer = tokenizer
         self.config.model.name = MODEL
-        self.config.router.health.enabled = False  # each fault shows by itself
+        self.config.router.health.enabled = False  # The router notices each of these faults without health checks.
         self.config.router.overload.outage_patience_seconds = 0.0
         self.members: dict[str, Member] = {}
         self.link: GrpcRouterLink
 
     async def start_router(self) -> None:
-        core = RouterCore(core_config(self.config))
-        server = RouterServer(self.config, core, self.tokenizer, "router-0", self.metrics)
-        self.address = await server.start("127.0.0.1", 0)
-        self.served = asyncio.create_task(server.serve(self.stop))
-        self._cleanup.push_async_callback(self._stop_router)
+        await super().start_router()
         self.link = await self.connect()
 
     async def add_shard(self, shard_id: str, engine: Engine, config: ShardConfig) -> Member:
-        """Serves, and is announced under its proxy's address."""
+        """Starts a shard and registers it under its proxy's address."""
         served = KvloomConfig(model=self.config.model, shard=config)
         failing = FailingEngine(engine)
         metrics = CollectorRegistry()
@@ -158,13 +141,8 @@ class FailoverWorld(RouterWorld):
         request = LinkRequest("", MODEL, prompt, "", fields.pop("sampling"), stop, **fields)
         return self.link.submit(request, answer)
 
-    async def fleet_is(self, num_shards: int) -> None:
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            while num_ready_shards(self.link) != num_shards:
-                await self.link.wait_fleet_change()
-
-    def billed(self) -> Mapping[str, float]:
-        """What metering has counted so far."""
+    def metered(self) -> Mapping[str, float]:
+        """Returns the usage that has been metered so far."""
         counts = {"requests": 0.0, "output_tokens": 0.0, "attempts": 0.0}
         for metric in self.metrics.collect():
             for sample in metric.samples:

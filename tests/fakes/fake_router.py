@@ -1,4 +1,4 @@
-"""A router without a fleet: it answers with the prompt's own tokens, one per frame, as fast as a test lets it."""
+"""A router without a fleet, which answers with the prompt's own tokens, one per frame, as fast as a test lets it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Connection:
     frames: asyncio.Queue[router_service_pb2.RouterServiceConnectResponse | None] = dataclasses.field(
         default_factory=asyncio.Queue
     )
-    """What to send; None ends the stream."""
+    """The frames to send; None ends the stream."""
 
     @property
     def client_id(self) -> str:
@@ -39,33 +39,33 @@ class Connection:
 
 
 class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
-    """`answers` True: a request is answered at once with its prompt's tokens (at most max_tokens). False: it waits for
-    the test to send frames, and a cancel is answered by a finish."""
+    """While `answers` is True, a request is answered at once with its prompt's tokens (at most max_tokens). While it is
+    False, the test sends the frames, and a cancel is answered by a finish."""
 
     def __init__(self) -> None:
         self.answers = True
         self.fail_with: KvloomError | None = None
-        """How every choice (or Generate RPC) ends instead."""
+        """If set, every choice (or Generate RPC) ends with this error."""
         self.refuses = False
-        """New streams end at once, as if nobody listened."""
+        """If set, new streams end at once, as if no process listened."""
         self.address = ""
         self.own_address = ""
-        """What it says of where it listens alone."""
+        """The address that it sends as the one where only this router listens."""
         self.incarnation_id = ""
         self.connections: list[Connection] = []
         self.generate_requests: list[router_service_pb2.GenerateRequest] = []
         self.cancelled_rpcs = 0
         self.cancels: list[router_service_pb2.CancelRequest] = []
         self.fleet = router_service_pb2.FleetState(models=[router_service_pb2.ModelInfo(name="m", num_ready_shards=1)])
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_SECONDS), self._news:
-            await self._news.wait_for(condition)
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._changed:
+            await self._changed.wait_for(condition)
 
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def Connect(self, request_iterator, context):
         connection: Connection | None = None
@@ -78,7 +78,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             fleet=self.fleet, router_address=self.own_address, incarnation_id=self.incarnation_id
         )
         connection.frames.put_nowait(first)
-        await self._tell()
+        await self._notify()
         reader = asyncio.create_task(self._read(connection, context))
         try:
             while True:
@@ -103,7 +103,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             if not self.answers:
                 for slot in frame.cancel_slots:
                     self.finish(connection, slot, generation_pb2.FINISH_REASON_CANCELLED)
-            await self._tell()
+            await self._notify()
 
     def answer(self, connection: Connection, submit: router_service_pb2.Submit) -> None:
         ids = list(submit.prompt_token_ids)
@@ -121,10 +121,12 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         for slot in slots:
             self.finish(connection, slot, num_output_tokens=len(ids))
 
-    def tokens(self, connection: Connection, *news: tuple[int, list[int]]) -> None:
-        """Send one frame: (slot, new tokens) for each sequence."""
-        step = generation_pb2.StepFrame(slots=[slot for slot, _ in news], num_tokens=[len(ids) for _, ids in news])
-        for _, ids in news:
+    def tokens(self, connection: Connection, *entries: tuple[int, list[int]]) -> None:
+        """Sends one frame with (slot, new tokens) for each sequence."""
+        step = generation_pb2.StepFrame(
+            slots=[slot for slot, _ in entries], num_tokens=[len(ids) for _, ids in entries]
+        )
+        for _, ids in entries:
             step.token_ids.extend(ids)
             step.deltas.append("".join(map(text_of, ids)))
         connection.frames.put_nowait(router_service_pb2.RouterServiceConnectResponse(step=step))
@@ -138,7 +140,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         error: KvloomError | None = None,
         num_output_tokens: int = 0,
     ) -> None:
-        """The default reason is ERROR with an error and STOP without."""
+        """The default reason is ERROR with an error and STOP without one."""
         if reason is None:
             reason = generation_pb2.FINISH_REASON_STOP if error is None else generation_pb2.FINISH_REASON_ERROR
         finish = generation_pb2.SequenceFinish(slot=slot, reason=reason, num_output_tokens=num_output_tokens)
@@ -149,7 +151,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
 
     async def Generate(self, request, context):
         self.generate_requests.append(request)
-        await self._tell()
+        await self._notify()
         if self.fail_with is not None:
             await context.abort_with_status(to_grpc_status(self.fail_with))
         words = (request.text or " ".join(m.content for m in request.conversation.messages)).split()
@@ -162,12 +164,12 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             yield self._generated(request, finish=finish)
         except asyncio.CancelledError:
             self.cancelled_rpcs += 1
-            await self._tell()
+            await self._notify()
             raise
 
     @staticmethod
-    def _generated(request, **news) -> router_service_pb2.GenerateResponse:
-        deltas = [router_service_pb2.ChoiceDelta(index=i, **news) for i in range(max(1, request.n))]
+    def _generated(request, **fields) -> router_service_pb2.GenerateResponse:
+        deltas = [router_service_pb2.ChoiceDelta(index=i, **fields) for i in range(max(1, request.n))]
         return router_service_pb2.GenerateResponse(request_id=request.request_id, deltas=deltas)
 
     async def Plan(self, request, context):
@@ -186,7 +188,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
 
 @contextlib.asynccontextmanager
 async def serve_fake_router(port: int = 0) -> AsyncIterator[tuple[FakeRouter, str]]:
-    """A FakeRouter on a loopback socket, and its address."""
+    """Yields a FakeRouter on a loopback socket, and its address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     router = FakeRouter()
     router_service_pb2_grpc.add_RouterServiceServicer_to_server(router, server)

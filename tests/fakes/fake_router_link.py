@@ -1,4 +1,4 @@
-"""A RouterLink without a router: tests script the news that its sinks hear."""
+"""A RouterLink without a router: tests script what its sinks receive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ERROR = generation_pb2.FINISH_REASON_ERROR
 
 
 class FakeRequest:
-    """A submitted request; its methods are the router's news. As on the real link, a cancelled sink hears no more."""
+    """A submitted request, whose methods act as the router. As on the real link, a cancelled sink is not called any
+    more."""
 
     def __init__(self, handle: int, request: LinkRequest, sink: Sink) -> None:
         self.handle = handle
@@ -77,7 +78,7 @@ class FakeRequest:
         self.finish(ERROR, index, error=KvloomError(reason, message, **more))  # pyright: ignore[reportArgumentType]
 
     def lose(self) -> None:
-        """The link is closed: what has not ended ends so."""
+        """Ends the choices that still run as a closed link does."""
         for index in list(self._open):
             self.fail(ErrorReason.ERROR_REASON_ROUTER_LOST, index=index)
 
@@ -86,7 +87,7 @@ Script = Callable[[FakeRequest], None]
 
 
 def answer(*deltas: str, reason: generation_pb2.FinishReason.ValueType = STOP, **start: object) -> Script:
-    """Every choice gets these deltas, one token each, all in one frame."""
+    """Returns a script that sends every choice these deltas, one token each, all in one frame."""
 
     def play(request: FakeRequest) -> None:
         for index in range(request.request.n):
@@ -111,10 +112,10 @@ class FakeRouterLink:
         self._submitted: asyncio.Queue[FakeRequest] = asyncio.Queue()
         self._fleet_changed = asyncio.Event()
         self.num_waits = 0
-        """How often somebody began to wait for a change of the fleet."""
+        """How often `wait_fleet_change` was called."""
 
     def tell(self, fleet: FleetState, *, connected: bool = True) -> None:
-        """The router's news of its shards, or of the connection."""
+        """Changes the state of the fleet or of the connection."""
         self.fleet, self.connected = fleet, connected
         self._fleet_changed.set()
         self._fleet_changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A safety service with one rule, over real gRPC: texts that hold the word `FORBIDDEN` are blocked."""
+"""A safety service with one rule, over real gRPC: prompts that contain `FORBIDDEN` are blocked."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
     def __init__(
         self, *, screens_answers: bool = False, beginnings: Sequence[str] = (), shares_port: bool = False
     ) -> None:
-        """`beginnings`: announced as a prefilter, if there are any. `shares_port`: with a successor (see `drain`)."""
+        """`beginnings`, if there are any, are announced as a prefilter. With `shares_port` a successor can listen on
+        the same port (see `drain`)."""
         self.policy = safety_service_pb2.PolicyState(
             revision="1", screens_prompts=True, screens_answers=screens_answers
         )
         if beginnings:
             self.policy.answer_prefilter.beginnings.extend(beginnings)
         self.sent: list[tuple[str, str]] = []
-        """Answers' texts as they came, each with the last of the characters that were skipped before it."""
+        """The answers' texts as they arrived, each preceded by the last of the characters that were skipped before
+        it."""
         self.prompts: list[str] = []
         self.address = ""
         self.num_streams = 0
@@ -46,9 +48,9 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
             await self._stopping
 
     async def drain(self) -> None:
-        """As the real one: no new streams, and those that there are hear that there should be others."""
+        """Accepts no new streams and announces the drain on the open ones, as the real service does."""
         self._stopping = asyncio.create_task(self._server.stop(30))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # The task now begins to refuse new streams.
         for context in self._contexts:
             async with self._writing:
                 await context.write(safety_service_pb2.ScreenResponse(draining=True))

@@ -1,7 +1,7 @@
 """A shard without an engine, over real gRPC: token p of an answer is a fixed function of the prompt and p.
 
-So any shard continues an answer exactly as another would have, and a test can tell by content that nothing was lost
-or mixed up. One task makes a step every `step_seconds`; `pause` and `resume` hold it.
+Any shard therefore continues an answer exactly as another would have, and a test can check by content that nothing was
+lost or mixed up. One task makes a step every `step_seconds`; `pause` suspends it and `resume` continues it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOCABULARY = 1000
 
 
 def expected_tokens(prompt: Sequence[int], index: int, count: int) -> list[int]:
-    """What every fake shard answers."""
+    """Returns the tokens that every fake shard generates."""
     return [(sum(prompt) + 31 * index + 7 * position) % VOCABULARY for position in range(count)]
 
 
@@ -35,7 +35,7 @@ class _Sequence:
     submit: shard_service_pb2.ShardSubmit
     index: int
     num_tokens: int
-    """Generated so far, those of earlier attempts included."""
+    """The number of tokens generated so far, including those of earlier attempts."""
     first: bool = True
 
 
@@ -85,7 +85,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
         return self.address
 
     async def stop(self) -> None:
-        """At once: running streams break."""
+        """Stops at once, so that running streams break."""
         await self._server.stop(0)
 
     def pause(self) -> None:
@@ -111,7 +111,7 @@ class FakeShard(shard_service_pb2_grpc.ShardServiceServicer):
             while isinstance(frame := await context.read(), shard_service_pb2.ShardServiceConnectRequest):
                 self._on_frame(frame)
         finally:
-            # Before anything is awaited: this task may be cancelled once more.
+            # This comes before any await because this task may be cancelled once more.
             self._running.clear()
             self.num_streams -= 1
             stepper.cancel()

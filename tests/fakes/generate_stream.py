@@ -1,4 +1,4 @@
-"""A client of one resumable answer, which loses its RPC as often as a test wants."""
+"""A client of one resumable answer, which a test can disconnect at any time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wanted(max_tokens: int = 30, **fields: Any) -> GenerateRequest:
 
 
 class Stream:
-    """A client of one answer, which loses its RPC as often as the test wants."""
+    """A client of one answer, which a test can disconnect at any time."""
 
     def __init__(self, world: RouterWorld, **fields: Any) -> None:
         self._world = world
@@ -92,8 +92,8 @@ class Stream:
         assert self.responses[-1].deltas[0].finish.num_output_tokens == max_tokens
 
 
-def billed(world: RouterWorld) -> tuple[float, float]:
-    """(requests that ended, output tokens)"""
+def metered(world: RouterWorld) -> tuple[float, float]:
+    """Returns (number of ended requests, number of output tokens)."""
     tokens = world.metric("kvloom_router_tokens_total", gen_ai_request_model=MODEL, gen_ai_token_type="output")
     outcomes = ("length", "cancelled", "error")
     ended = sum(

@@ -12,7 +12,7 @@ from tests.fakes.router_world import RouterWorld, router_world
 
 @pytest.fixture(scope="session")
 def router_redis_url() -> Iterator[str]:
-    """A real server; tests keep apart by key prefix."""
+    """A real Redis server; tests use different key prefixes."""
     with redis_server() as server:
         yield server.connection_url
 

@@ -1,4 +1,4 @@
-"""Real router processes between simulated shards and whoever asks: for tests that kill routers."""
+"""Real router processes in front of simulated shards, for tests that kill routers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _prefixes = itertools.count(1)
 
 
 class SplitCharacters:
-    """What shards decode with: characters whose bytes lie in two tokens, and some that never become whole."""
+    """The shards' tokenizer: some characters' bytes are split over two tokens, and some never become complete."""
 
     _pieces = (b" w", b"\xf0\x9f", b"\x99\x82", "é".encode())
 
@@ -53,7 +53,7 @@ class RouterProcess:
         return int(self.address.rpartition(":")[2])
 
     async def kill(self) -> None:
-        """As kill -9."""
+        """Kills the process with SIGKILL."""
         if self._process.returncode is None:
             self._process.kill()
         await asyncio.wait_for(self._process.communicate(), TIMEOUT_SECONDS)
@@ -62,7 +62,7 @@ class RouterProcess:
         self._process.send_signal(signum)
 
     async def wait(self) -> tuple[int, str]:
-        """(exit status, what it wrote to stderr)"""
+        """Returns (exit status, stderr)."""
         _, errors = await asyncio.wait_for(self._process.communicate(), TIMEOUT_SECONDS)
         return self._process.returncode or 0, errors.decode()
 
@@ -111,7 +111,7 @@ class RouterProcesses:
         return router
 
     async def link(self, num_routers: int) -> RouterGroup:
-        """As an edge is linked: all routers are found in the registry and know the shards."""
+        """Returns a link as an edge has it, once all routers have been found in the registry and know the shards."""
         group = await self.cleanup.enter_async_context(linked_routers(self.config, "test"))
         await eventually(lambda: len(ready_routers(group)) == num_routers, f"{num_routers} routers")
         return group
@@ -123,7 +123,7 @@ def ready_routers(group: RouterGroup) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def router_processes(folder: Path, model_dir: Path, redis_url: str) -> AsyncIterator[RouterProcesses]:
-    """With two shards."""
+    """Starts two shards; tests start the routers."""
     world = RouterProcesses(folder, model_dir, redis_url)
     try:
         await world.start_shard("shard-0")

@@ -23,6 +23,7 @@ from tests.fakes.tiny_tokenizer import model_tokenizer
 
 MODEL = "tiny"
 TIMEOUT_SECONDS = 10.0
+FLEET_TIMEOUT_SECONDS = 30.0
 
 _prefixes = itertools.count(1)
 
@@ -30,17 +31,17 @@ _prefixes = itertools.count(1)
 async def eventually(
     condition: Callable[[], object], what: str = "the condition", timeout_seconds: float = TIMEOUT_SECONDS
 ) -> None:
-    """Wait until it holds; fail by name when it does not come true."""
+    """Waits until the condition holds. Raises AssertionError, with `what` was waited for, when it does not in time."""
     try:
         async with asyncio.timeout(timeout_seconds):
-            while not condition():  # noqa: ASYNC110  (what is waited for has no event)
+            while not condition():  # noqa: ASYNC110  (The condition has no event.)
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"{what} did not come true") from None
 
 
 class Answer:
-    """A sink that keeps all it hears, by choice."""
+    """A sink that keeps everything it receives, by choice."""
 
     def __init__(self, n: int = 1) -> None:
         self.token_ids: list[list[int]] = [[] for _ in range(n)]
@@ -56,7 +57,7 @@ class Answer:
     def on_tokens(
         self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[generation_pb2.TokenLogprobs]
     ) -> None:
-        assert self.finishes[index] is None, "news after the end"
+        assert self.finishes[index] is None, "tokens after the finish"
         self.token_ids[index].extend(token_ids)
         self.texts[index] += delta
         self.logprobs[index].extend(entry.logprob for entry in logprobs)
@@ -71,7 +72,7 @@ class Answer:
 
     @property
     def finish(self) -> generation_pb2.SequenceFinish:
-        """The first choice's."""
+        """The finish of the first choice."""
         assert self.finishes[0] is not None
         return self.finishes[0]
 
@@ -83,7 +84,7 @@ def link_request(prompt: Sequence[int], max_tokens: int, **fields) -> LinkReques
 
 
 class RouterWorld:
-    """Everything that a test of the router touches; `router_world` makes and ends it."""
+    """Everything that a test of the router touches; `router_world` creates and closes it."""
 
     def __init__(self, redis_url: str) -> None:
         self.config = KvloomConfig()
@@ -92,6 +93,7 @@ class RouterWorld:
         self.config.redis.key_prefix = f"router-test-{next(_prefixes)}"
         self.config.router.drain_timeout_seconds = 5.0
         self.config.safety.on_unavailable = "allow"
+        self.tokenizer = model_tokenizer()
         self.metrics = CollectorRegistry()
         self.registry = ShardRegistry(redis_url, self.config.redis.key_prefix)
         self.address = ""
@@ -101,24 +103,15 @@ class RouterWorld:
         self._cleanup = contextlib.AsyncExitStack()
 
     async def start_safety(self, **options) -> FakeSafety:
-        """Before the router: requests are then refused without it."""
-        safety = FakeSafety(**options)
-        self.config.safety.port = await safety.start()
+        """Starts a safety service, without which requests are refused. Call this before the router starts."""
         self.config.safety.on_unavailable = "refuse"
-        self._cleanup.push_async_callback(safety.stop)
-        return safety
+        self.config.safety.port = 0
+        return await self.start_another_safety(**options)
 
-    async def restart_safety(self) -> FakeSafety:
-        """On the same port, after the first one was stopped."""
-        safety = FakeSafety()
-        await safety.start(self.config.safety.port)
-        self._cleanup.push_async_callback(safety.stop)
-        return safety
-
-    async def succeed_safety(self, **options) -> FakeSafety:
-        """One that listens on the same port, while the first one still does."""
+    async def start_another_safety(self, **options) -> FakeSafety:
+        """Starts a safety service at the port of the first one, which has been stopped or shares its port."""
         safety = FakeSafety(**options)
-        await safety.start(self.config.safety.port)
+        self.config.safety.port = await safety.start(self.config.safety.port)
         self._cleanup.push_async_callback(safety.stop)
         return safety
 
@@ -138,10 +131,9 @@ class RouterWorld:
         self.serve_router()
 
     async def bind_router(self) -> None:
-        """It has its port and has not opened it yet."""
-        self.server = RouterServer(
-            self.config, RouterCore(core_config(self.config)), model_tokenizer(), "router-0", self.metrics
-        )
+        """Makes a router that has its port and has not opened it yet."""
+        core = RouterCore(core_config(self.config))
+        self.server = RouterServer(self.config, core, self.tokenizer, "router-0", self.metrics)
         self.address = await self.server.start("127.0.0.1", 0)
 
     def serve_router(self) -> None:
@@ -167,7 +159,9 @@ class RouterWorld:
         return answer
 
     async def wait_for_shards(self, link: GrpcRouterLink, count: int) -> None:
-        await eventually(lambda: num_ready_shards(link) == count, f"{count} ready shards")
+        async with asyncio.timeout(FLEET_TIMEOUT_SECONDS):
+            while num_ready_shards(link) != count:
+                await link.wait_fleet_change()
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.get_sample_value(name, labels) or 0.0

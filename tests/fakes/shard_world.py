@@ -1,4 +1,4 @@
-"""A shard server on a loopback port, and a router's end of its stream that keeps the books."""
+"""A shard server on a loopback port, and a router's end of its stream that records and checks every frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 20.0
 
 
 class WordTokenizer:
-    """Every token is a word of its own; end-of-sequence is special and has no text."""
+    """A tokenizer in which every token is a word of its own, and end-of-sequence is special and has no text."""
 
     token_texts: Sequence[str | None] = ["" if i == EOS else f" w{i}" for i in range(VOCABULARY)]
 
@@ -51,7 +51,7 @@ class ShardWorld:
     metrics: CollectorRegistry
 
     async def router(self, name: str = "router") -> RouterEnd:
-        """A new stream that has got its hello."""
+        """Returns a new stream that has received its hello."""
         router = RouterEnd(self.stub)
         await router.write(hello=shard_service_pb2.RouterHello(router_id=name))
         await router.read()
@@ -83,7 +83,7 @@ async def shard_world(
 
 
 class RouterEnd:
-    """What a router sees of one shard. Asserts what must hold for every frame."""
+    """A router's view of one shard. It asserts what must hold for every frame."""
 
     def __init__(self, stub: shard_service_pb2_grpc.ShardServiceStub) -> None:
         self.call = stub.Connect()
@@ -121,7 +121,7 @@ class RouterEnd:
         return self.finishes[slot]
 
     def forget(self, slot: int) -> None:
-        """The slot is free again, and about to be used."""
+        """Forgets the slot's earlier sequence because the slot is about to be reused."""
         for kept in (self.tokens, self.text, self.starts, self.finishes, self.logprobs):
             kept.pop(slot, None)  # pyright: ignore[reportArgumentType]
 
@@ -165,7 +165,7 @@ class RouterEnd:
             self.starts[start.slot] = start
         position = 0
         for slot, count, delta in zip(step.slots, num_tokens, step.deltas, strict=True):
-            assert slot not in self.finishes, "news behind the finish"
+            assert slot not in self.finishes, "tokens after the finish"
             self.tokens.setdefault(slot, []).extend(step.token_ids[position : position + count])
             self.text[slot] = self.text.get(slot, "") + delta
             position += count
@@ -177,7 +177,7 @@ class RouterEnd:
 
 
 def submit_of(slot: int, prompt: Sequence[int], max_tokens: int = 8, seed: int = 7, **fields: Any) -> Any:
-    """A submit of one choice; fields of ShardSubmit, StopConditions and SamplingParams by name override."""
+    """Returns a submit of one choice; keywords override fields of ShardSubmit, StopConditions and SamplingParams."""
     choice = generation_pb2.Choice(
         slot=slot,
         output_token_ids=fields.pop("output_token_ids", ()),

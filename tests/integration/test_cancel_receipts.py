@@ -1,4 +1,4 @@
-"""What a cancelled request costs: tokens generated, but delivered to nobody; at most two engine steps a request."""
+"""The cost of a cancelled request, in tokens that are generated but not delivered: at most two engine steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def world(
     async with failover_world(router_redis_url, tokenizer) as started:
         await started.start_router()
         await started.add_shard("shard-0", engine, config)
-        await started.fleet_is(1)
+        await started.wait_for_shards(started.link, 1)
         yield started
 
 
@@ -62,7 +62,8 @@ def per_cancel(world: FailoverWorld, part: str, **labels: str) -> float:
 
 
 async def check_receipts(world: FailoverWorld, num_cancelled: int, max_step_tokens: int) -> None:
-    """Each cancel cost at most two steps; and all that was generated was either billed or counted as wasted."""
+    """Asserts that each cancel cost at most two steps, and that all generated tokens were metered or counted as
+    wasted."""
     await eventually(lambda: per_cancel(world, "count") == num_cancelled, "the receipts")
     limit = {1: "2.0", 4: "8.0"}[max_step_tokens]
     assert per_cancel(world, "bucket", le=limit) == num_cancelled, per_cancel(world, "sum")
@@ -70,7 +71,7 @@ async def check_receipts(world: FailoverWorld, num_cancelled: int, max_step_toke
     wasted = shard.metric("kvloom_wasted_tokens_total")
     assert wasted == per_cancel(world, "sum")
     generated = shard.metric("vllm:generation_tokens_total") + shard.metric("kvloom_shard_discarded_tokens_total")
-    assert generated - world.billed()["output_tokens"] == wasted
+    assert generated - world.metered()["output_tokens"] == wasted
 
 
 def max_step_tokens(request: pytest.FixtureRequest) -> int:
@@ -78,7 +79,7 @@ def max_step_tokens(request: pytest.FixtureRequest) -> int:
 
 
 async def test_an_edge_cancels(world: FailoverWorld, request: pytest.FixtureRequest) -> None:
-    """As when an HTTP client disconnects: the edge's link cancels, with others beside it that go on."""
+    """When an HTTP client disconnects the edge's link cancels its request, while others continue."""
     staying = world.begin(PROMPT, 30, sampling=SamplingParams(seed=9))
     for number in range(4):
         answer = Collected(2)
@@ -92,7 +93,7 @@ async def test_an_edge_cancels(world: FailoverWorld, request: pytest.FixtureRequ
 
 
 async def test_grpc_clients_cancel(world: FailoverWorld, request: pytest.FixtureRequest) -> None:
-    """A Generate that is broken off, and the Cancel RPC for a running request."""
+    """A client either cancels its Generate RPC or calls Cancel for a running request."""
     async with grpc.aio.insecure_channel(world.address) as channel:
         stub = RouterServiceStub(channel)
         for number, by_name in enumerate((False, True, False, True)):
@@ -116,7 +117,7 @@ async def test_grpc_clients_cancel(world: FailoverWorld, request: pytest.Fixture
 
 
 async def test_a_cancel_before_the_first_token_is_free(world: FailoverWorld, request: pytest.FixtureRequest) -> None:
-    """A client that leaves while its prompt is computed costs no more than the step at hand."""
+    """A client that leaves during the prefill costs no more than the current step."""
     for number in range(3):
         handle = world.submit([*PROMPT * 20, number], MAX_TOKENS, Collected(1), sampling=SamplingParams(seed=1))
         await eventually(lambda n=number: world.members["shard-0"].engine.num_submitted == n + 1, "its arrival")

@@ -17,7 +17,7 @@ from router.core_config import core_config
 from router.server import RouterServer
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.fake_shard import expected_text, expected_tokens
-from tests.fakes.generate_stream import PROMPT, billed, start
+from tests.fakes.generate_stream import PROMPT, metered, start
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, RouterWorld, eventually
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -50,7 +50,7 @@ async def test_the_sdk_mends_lost_connections(world: RouterWorld) -> None:
         await asyncio.gather(*answers)
     await proxy.stop()
     assert proxy.num_connections > 2
-    assert billed(world) == (8, 8 * 120)
+    assert metered(world) == (8, 8 * 120)
 
 
 async def test_the_sdk_mends_a_connection_that_breaks_before_anything_was_heard(world: RouterWorld) -> None:
@@ -73,7 +73,7 @@ async def test_the_sdk_mends_a_connection_that_breaks_before_anything_was_heard(
             shard.resume()
             assert await answer == expected_tokens(PROMPT, 0, 20)
     await proxy.stop()
-    assert billed(world) == (2, 40)
+    assert metered(world) == (2, 40)
 
 
 async def test_the_sdk_cancels_what_it_leaves(world: RouterWorld) -> None:
@@ -114,7 +114,7 @@ async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorl
     await proxy.stop()
     credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
     assert credited > 0
-    assert billed(world)[1] - credited == len(token_ids)
+    assert metered(world)[1] - credited == len(token_ids)
 
 
 async def _collect(client: Client, **options: Any) -> list[int]:
@@ -140,7 +140,7 @@ async def test_the_sdk_finds_the_router_among_several_at_one_address(world: Rout
                 proxy.reset()
             token_ids += delta.token_ids
     assert token_ids == expected_tokens(PROMPT, 0, 60)
-    assert billed(world) == (1, 60)
+    assert metered(world) == (1, 60)
     await proxy.stop()
     stop.set()
     await asyncio.wait_for(serving, TIMEOUT_SECONDS)

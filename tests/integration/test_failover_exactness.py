@@ -1,6 +1,6 @@
-"""Faults in the middle of answers: what the client gets, and what is billed, is what it would have been without.
+"""Faults in the middle of answers change neither what the client receives nor what is metered.
 
-Real router, real shard servers with the simulated engine; every case under every fault.
+These tests use a real router and real shard servers with the simulated engine, and run every case under every fault.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 MAX_TOKENS = 24
 CUE = 9999
 RECITAL = "Grüße 👩‍👩‍👧‍👦 aus 東京… 🏳️‍🌈 naïve ﷽ 𝔘𝔫𝔦 "
-"""Characters of one to four bytes, many of them in pieces on several tokens."""
+"""Characters of one to four bytes, many of them split over several tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ async def add_shards(world: FailoverWorld, count: int, step_ms: float = 2.0) -> 
     config = ShardConfig(engine="sim", sim=SimConfig(step_ms=step_ms, prefill_tokens_per_second=1e6))
     for number in range(count):
         await world.add_shard(f"shard-{number}", engine(world.tokenizer, config), config)
-    await world.fleet_is(count)
+    await world.wait_for_shards(world.link, count)
 
 
 def begin(world: FailoverWorld, case: Case) -> Collected:
@@ -96,7 +96,7 @@ def begin(world: FailoverWorld, case: Case) -> Collected:
 
 
 async def undisturbed(world: FailoverWorld, wanted: dict[str, Case]) -> dict[str, list[Ended]]:
-    """And that it was nothing of the kind that would make the comparison empty."""
+    """Returns the answers without a fault, and asserts that they contain enough for a comparison."""
     answers = {name: begin(world, case) for name, case in wanted.items()}
     ended = {name: await answer.ended() for name, answer in answers.items()}
     for name, case in wanted.items():
@@ -114,8 +114,8 @@ def at_first_attempt(position: int, request: EngineRequest) -> int | None:
 
 
 async def test_an_engine_fails_a_request_behind_any_token(world: FailoverWorld, tokenizer: ModelTokenizer) -> None:
-    """Exhaustive: each case fails once behind each of its tokens, in particular inside characters and stop strings, and
-    before the first. Billed are each answer's tokens, once."""
+    """This is exhaustive: each case fails once before its first token and once behind each of its tokens, in particular
+    inside characters and stop strings. Each answer's tokens are metered once."""
     await add_shards(world, 2)
     wanted = cases(tokenizer)
     expected = await undisturbed(world, wanted)
@@ -124,12 +124,12 @@ async def test_an_engine_fails_a_request_behind_any_token(world: FailoverWorld, 
         for member in world.members.values():
             member.engine.fails_at = partial(at_first_attempt, position)
         now = {name: case for name, case in wanted.items() if position < case.max_tokens}
-        before = world.billed()
+        before = world.metered()
         answers = {name: begin(world, case) for name, case in now.items()}
         for name, answer in answers.items():
             if await answer.ended() != expected[name]:
                 differing.append(f"{name} at {position}: {await answer.ended()} instead of {expected[name]}")
-        after = world.billed()
+        after = world.metered()
         assert after["requests"] - before["requests"] == len(now)
         num_tokens = sum(choice.num_output_tokens for name in now for choice in expected[name])
         assert after["output_tokens"] - before["output_tokens"] == num_tokens
@@ -141,17 +141,17 @@ Fault = Callable[[FailoverWorld, str], Any]
 
 
 def reset(world: FailoverWorld, shard_id: str) -> None:
-    """The network's fault: the shard itself is well, and must let go of what it ran for this connection."""
+    """Resets the connection. The shard itself is healthy, and must release the sequences of this connection."""
     assert world.members[shard_id].proxy.reset()
 
 
 def end_engine(world: FailoverWorld, shard_id: str) -> None:
-    """The engine dies in a process that lives on for a moment, and says so."""
+    """Ends the engine in a process that lives on for a moment and reports it."""
     world.members[shard_id].engine.die()
 
 
 def stop_for_good(world: FailoverWorld, shard_id: str) -> None:
-    """As reset, and nobody answers at that address any more."""
+    """Resets the connection and refuses new ones."""
     world.members[shard_id].proxy.refuse(True)
     world.members[shard_id].proxy.reset()
 
@@ -161,17 +161,17 @@ def stop_for_good(world: FailoverWorld, shard_id: str) -> None:
 async def test_a_shard_fails_in_the_middle_of_answers(
     world: FailoverWorld, tokenizer: ModelTokenizer, fault: Fault, num_tokens: int
 ) -> None:
-    """All cases run; the shard of some of them fails. Nobody notices, and the fault was one."""
+    """All cases run, and the shard of some of them fails. The clients do not notice, although attempts did fail."""
     await add_shards(world, 3, step_ms=4.0)
     wanted = cases(tokenizer)
     expected = await undisturbed(world, wanted)
-    before = world.billed()
+    before = world.metered()
     answers = {name: begin(world, case) for name, case in wanted.items()}
     await asyncio.gather(*(answer.has_tokens(num_tokens) for answer in answers.values()))
     served = Counter(answer.starts[0].shard_id for answer in answers.values() if answer.starts[0] is not None)
     fault(world, served.most_common(1)[0][0])
     assert {name: await answer.ended() for name, answer in answers.items()} == expected
-    after = world.billed()
+    after = world.metered()
     assert after["attempts"] - before["attempts"] > len(wanted)
     assert after["requests"] - before["requests"] == len(wanted)
     assert after["output_tokens"] - before["output_tokens"] == sum(
@@ -180,7 +180,7 @@ async def test_a_shard_fails_in_the_middle_of_answers(
 
 
 async def test_shards_fail_one_after_the_other(world: FailoverWorld, tokenizer: ModelTokenizer) -> None:
-    """A request may lose its shard more than once; what the first attempts delivered counts for the third too."""
+    """A request may lose its shard more than once; the third attempt continues what the first two delivered."""
     await add_shards(world, 3, step_ms=4.0)
     wanted = cases(tokenizer)
     expected = await undisturbed(world, wanted)
@@ -194,7 +194,7 @@ async def test_shards_fail_one_after_the_other(world: FailoverWorld, tokenizer: 
 async def test_a_shard_process_is_killed(
     world: FailoverWorld, tokenizer: ModelTokenizer, tmp_path: Path, model_dir: Path
 ) -> None:
-    """kill -9 of a real process, with all that lies in its buffers."""
+    """kill -9 of a real process loses everything in its buffers."""
     await add_shards(world, 1, step_ms=20.0)
     sim = SimConfig(step_ms=20.0, prefill_tokens_per_second=1e6)
     config = KvloomConfig(
@@ -203,7 +203,7 @@ async def test_a_shard_process_is_killed(
         redis=world.config.redis,
     )
     dump_config(config, tmp_path / "config.json")
-    # What is recited is not known to a shard that has nothing but its configuration.
+    # A shard that has only its configuration does not know the recital.
     wanted = {name: case for name, case in cases(tokenizer).items() if case.prompt[0] != CUE}
     expected = await undisturbed(world, wanted)
     process = await asyncio.create_subprocess_exec(
@@ -214,8 +214,8 @@ async def test_a_shard_process_is_killed(
     try:
         assert process.stdout is not None
         assert json.loads(await asyncio.wait_for(process.stdout.readline(), 60))["address"]
-        await world.fleet_is(2)
-        before = world.billed()
+        await world.wait_for_shards(world.link, 2)
+        before = world.metered()
         names = [(copy, name) for copy in range(3) for name in wanted]
         answers = [begin(world, wanted[name]) for _, name in names]
         await asyncio.gather(*(answer.has_tokens(5) for answer in answers))
@@ -224,7 +224,7 @@ async def test_a_shard_process_is_killed(
         process.kill()
         for (_, name), answer in zip(names, answers, strict=True):
             assert await answer.ended() == expected[name], name
-        after = world.billed()
+        after = world.metered()
         assert after["requests"] - before["requests"] == len(names)
         assert after["attempts"] - before["attempts"] > len(names)
         assert after["output_tokens"] - before["output_tokens"] == sum(
@@ -236,12 +236,12 @@ async def test_a_shard_process_is_killed(
         await process.wait()
 
 
-# -- what it may cost -------------------------------------------------------------------------------------------------
+# -- limits -----------------------------------------------------------------------------------------------------------
 
 
 async def test_attempts_are_bounded(world: FailoverWorld) -> None:
-    """A request that every engine fails must not wander for ever: it ends with the reason, behind what was delivered,
-    which is billed once."""
+    """A request that every engine fails must not be retried for ever: it ends with the reason after the delivered
+    tokens, which are metered once."""
     await add_shards(world, 4)
     for member in world.members.values():
         member.engine.fails_at = lambda request: len(request.output_token_ids) + 3
@@ -255,12 +255,12 @@ async def test_attempts_are_bounded(world: FailoverWorld) -> None:
         if choice is choices[0]:
             assert list(choice.token_ids) == expected
     assert sum(member.engine.num_submitted for member in world.members.values()) == 6
-    billed = world.billed()
-    assert (billed["requests"], billed["output_tokens"]) == (1, 18)
+    usage = world.metered()
+    assert (usage["requests"], usage["output_tokens"]) == (1, 18)
 
 
-async def test_with_nobody_left_a_stream_ends_in_an_error(world: FailoverWorld) -> None:
-    """The last shard dies: a clear reason at once, usage of what was delivered, billed once."""
+async def test_without_a_shard_left_a_stream_ends_in_an_error(world: FailoverWorld) -> None:
+    """When the last shard dies a request ends at once with a clear reason, and delivered tokens are metered once."""
     await add_shards(world, 1, step_ms=10.0)
     answers = [begin(world, Case([5, i], SamplingParams(seed=i), n=2, max_tokens=500)) for i in range(3)]
     await asyncio.gather(*(answer.has_tokens(4) for answer in answers))
@@ -272,12 +272,12 @@ async def test_with_nobody_left_a_stream_ends_in_an_error(world: FailoverWorld) 
             assert reason_name(choice.error_reason) == "SHARD_LOST"
             assert choice.num_output_tokens == len(choice.token_ids) >= 4
             num_tokens += len(choice.token_ids)
-    billed = world.billed()
-    assert (billed["requests"], billed["output_tokens"]) == (3, num_tokens)
+    usage = world.metered()
+    assert (usage["requests"], usage["output_tokens"]) == (3, num_tokens)
 
 
 async def test_the_requests_of_a_dead_shard_spread(router_redis_url: str) -> None:
-    """30 requests of a shard that dies must not fall upon one other: each of the three left takes its share."""
+    """The 30 requests of a dead shard must not all be placed on one other: each of the three left takes its share."""
     async with router_world(router_redis_url) as world:
         shards = [await world.start_shard(f"shard-{number}", step_seconds=0.02) for number in range(4)]
         await world.start_router()
@@ -292,7 +292,7 @@ async def test_the_requests_of_a_dead_shard_spread(router_redis_url: str) -> Non
         num_lost = dead.num_running
         assert num_lost >= 20
         await dead.stop()
-        await eventually(lambda: sum(_taken_over(shard) for shard in shards) >= num_lost, "all to go on")
+        await eventually(lambda: sum(_taken_over(shard) for shard in shards) >= num_lost, "all second attempts")
         shares = [_taken_over(shard) for shard in shards if shard is not dead]
         assert sum(shares) == num_lost
         assert max(shares) <= num_lost // 2, shares

@@ -93,7 +93,7 @@ async def world(
             await started.add_shard(f"shard-{number}", engine, config)
             if Capability.BATCH_INVARIANT not in engine.info.capabilities:
                 pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")
-        await started.fleet_is(2)
+        await started.wait_for_shards(started.link, 2)
         yield started
 
 
@@ -119,19 +119,19 @@ async def test_real_answers_go_on_as_they_would_have(world: FailoverWorld) -> No
     for position in (0, 1, 4, 7):
         for member in world.members.values():
             member.engine.fails_at = partial(at_first_attempt, position)
-        before = world.billed()
+        before = world.metered()
         assert await all_ended({name: begin(world, case) for name, case in CASES.items()}) == expected, position
-        after = world.billed()
+        after = world.metered()
         assert after["requests"] - before["requests"] == len(CASES)
         num_tokens = sum(choice.num_output_tokens for choices in expected.values() for choice in choices)
         assert after["output_tokens"] - before["output_tokens"] == num_tokens
     for member in world.members.values():
         member.engine.fails_at = lambda _: None
-    before = world.billed()
+    before = world.metered()
     answers = {name: begin(world, case) for name, case in CASES.items()}
     await asyncio.gather(*(answer.has_tokens(3) for answer in answers.values()))
     lost = next(answer for answer in answers.values() if not all(answer.finishes))
     assert lost.starts[0] is not None
     world.members[lost.starts[0].shard_id].proxy.reset()
     assert await all_ended(answers) == expected
-    assert world.billed()["attempts"] - before["attempts"] > len(CASES)
+    assert world.metered()["attempts"] - before["attempts"] > len(CASES)

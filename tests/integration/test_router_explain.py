@@ -1,4 +1,4 @@
-"""Explain over real sockets: after a request, while it runs, after a failover; trailers; the decision file."""
+"""`Explain` over real sockets: after a request, while it runs, after a failover; trailers; the decision file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = list(range(40))
 
 
 async def start(world: RouterWorld, num_shards: int = 2, **options):
-    """(a connected link, the shards)"""
+    """Returns (a connected link, the shards)."""
     shards = [await world.start_shard(f"shard-{number}", **options) for number in range(num_shards)]
     await world.start_router()
     link = await world.connect()
@@ -45,7 +45,7 @@ async def explain_error(world: RouterWorld, request_id: str) -> tuple[grpc.Statu
 
 
 async def test_a_request_is_explained_after_it_ran(world: RouterWorld) -> None:
-    """Why did it go there, and was the prediction right? With every shard's score as of then."""
+    """An explanation has every shard's score at the time of the placement, and how accurate the prediction was."""
     link, _ = await start(world)
     answer = await world.ask(link, PROMPT, 5, request_id="mine", n=2)
     explained = await explain(world, "mine")
@@ -71,7 +71,7 @@ async def test_a_request_is_explained_after_it_ran(world: RouterWorld) -> None:
 
 
 async def test_a_running_request_is_explained_without_an_outcome(world: RouterWorld) -> None:
-    """The question often comes up while the answer does not."""
+    """A request that does not get its answer can be explained while it runs."""
     link, (shard,) = await start(world, num_shards=1)
     shard.pause()
     link.submit(link_request(PROMPT, 5, request_id="mine"), Answer())
@@ -83,7 +83,7 @@ async def test_a_running_request_is_explained_without_an_outcome(world: RouterWo
 
 
 async def test_every_attempt_of_a_failover_is_explained(world: RouterWorld) -> None:
-    """Each shard was chosen for a reason; the second time the first one was out of the question."""
+    """Each attempt has its own scores; the second one excludes the first one's shard."""
     shards: dict[str, FakeShard] = {f"shard-{i}": await world.start_shard(f"shard-{i}") for i in range(2)}
     await world.start_router()
     link = await world.connect()
@@ -105,7 +105,7 @@ async def test_every_attempt_of_a_failover_is_explained(world: RouterWorld) -> N
 
 
 async def test_what_is_not_remembered_is_not_found(world: RouterWorld) -> None:
-    """Unknown ids, no id, requests that were never placed and those that others have pushed out: one clear answer."""
+    """Unknown ids, requests that were never placed, and forgotten requests all give NOT_FOUND."""
     world.config.router.decision_log.max_remembered = 2
     link, _ = await start(world, num_shards=1)
     for request_id in ("first", "second", "third"):
@@ -123,15 +123,15 @@ async def test_what_is_not_remembered_is_not_found(world: RouterWorld) -> None:
 
 
 async def test_nothing_is_remembered_without_a_sample(world: RouterWorld) -> None:
-    """An operator who needs the CPU switches it off."""
+    """Operators can switch the log off to save CPU."""
     world.config.router.decision_log.sample_share = 0.0
     link, _ = await start(world, num_shards=1)
     await world.ask(link, PROMPT, 2, request_id="mine")
     assert (await explain_error(world, "mine"))[0] is grpc.StatusCode.NOT_FOUND
 
 
-async def test_plan_says_what_its_pick_gives_up(world: RouterWorld) -> None:
-    """The regret is part of a plan as of an explanation; without a pick there is none."""
+async def test_plan_has_the_regret_of_its_pick(world: RouterWorld) -> None:
+    """A plan has a regret as an explanation does, unless no shard was picked."""
     await start(world)
     stub = await world.stub()
     request = GenerateRequest(model=MODEL, token_ids=TokenIds(ids=PROMPT))
@@ -146,7 +146,7 @@ async def test_plan_says_what_its_pick_gives_up(world: RouterWorld) -> None:
 
 @pytest.mark.parametrize(("metadata", "is_asked_for"), [((("kvloom-explain", "1"),), True), ((), False)])
 async def test_trailers_name_shard_and_cached_tokens_when_asked_for(world: RouterWorld, metadata, is_asked_for) -> None:
-    """For callers that want a number in their own logs and nothing else."""
+    """Callers that only want these values for their own logs need no second RPC."""
     await start(world, num_shards=1)
     request = GenerateRequest(model=MODEL, token_ids=TokenIds(ids=PROMPT), stop=StopConditions(max_tokens=3), n=2)
     call = (await world.stub()).Generate(request, metadata=metadata)
@@ -160,7 +160,7 @@ async def test_trailers_name_shard_and_cached_tokens_when_asked_for(world: Route
 
 
 async def test_the_sdk_explains(world: RouterWorld) -> None:
-    """The same through the Python client, its errors included; a delta's start names the shard without asking."""
+    """The Python client can explain, too, including errors, and a delta's start names the shard anyway."""
     await start(world, num_shards=1)
     async with Client(world.address) as client:
         options = {"model": MODEL, "token_ids": PROMPT, "max_tokens": 2, "session_key": "chat-17"}
@@ -175,7 +175,7 @@ async def test_the_sdk_explains(world: RouterWorld) -> None:
 
 
 async def test_the_file_gets_a_line_for_each_request_that_ended(world: RouterWorld, tmp_path: Path) -> None:
-    """What `kvloom simulate --decisions` replays: the fleet first, and nothing lost in a graceful stop."""
+    """`kvloom simulate --decisions` replays this file: it starts with the fleet, and a graceful stop loses no line."""
     path = tmp_path / "decisions.jsonl"
     world.config.router.decision_log.path = str(path)
     link, _ = await start(world)
@@ -204,7 +204,7 @@ async def test_the_file_gets_a_line_for_each_request_that_ended(world: RouterWor
 async def test_a_router_whose_decision_file_cannot_be_written_does_not_start(
     world: RouterWorld, tmp_path: Path
 ) -> None:
-    """The reason is told before any request comes in."""
+    """The reason is reported before any request arrives."""
     world.config.router.decision_log.path = str(tmp_path / "missing" / "decisions.jsonl")
     with pytest.raises(StartError, match="missing"):
         await world.start_router()

@@ -1,4 +1,4 @@
-"""Shards that come, go, die and return while the router runs."""
+"""Shards that appear, leave, die and return while the router runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
 async def test_shards_are_picked_up_and_dropped_at_run_time(world: RouterWorld) -> None:
-    """A fleet grows and shrinks without a restart, and clients are told."""
+    """A fleet grows and shrinks without a restart, and clients are notified."""
     await world.start_router()
     link = await world.connect()
     await world.wait_for_shards(link, 0)
@@ -33,8 +33,8 @@ async def test_shards_are_picked_up_and_dropped_at_run_time(world: RouterWorld) 
     assert answer.starts[0].shard_id == "shard-1"
 
 
-async def test_an_answer_goes_on_identically_when_its_shard_dies(world: RouterWorld) -> None:
-    """The client must not notice: no break, no lost and no doubled token."""
+async def test_an_answer_continues_identically_when_its_shard_dies(world: RouterWorld) -> None:
+    """The client must not notice: the stream does not break, and no token is lost or repeated."""
     shards = {name: await world.start_shard(name, step_seconds=0.004) for name in ("shard-0", "shard-1")}
     await world.start_router()
     link = await world.connect()
@@ -69,7 +69,8 @@ async def test_a_shard_that_returns_is_used_again(world: RouterWorld) -> None:
 
 
 async def test_a_shard_that_takes_a_name_over_replaces_its_holder(world: RouterWorld) -> None:
-    """The old process may hang with its connection open: the newest announcement says who the shard is."""
+    """The old process may hang with its connection open, so the latest registration decides which process is the
+    shard."""
     old = await world.start_shard("shard-0")
     await world.start_router()
     link = await world.connect()
@@ -82,7 +83,7 @@ async def test_a_shard_that_takes_a_name_over_replaces_its_holder(world: RouterW
 
 
 async def test_a_shard_under_a_wrong_name_is_not_used(world: RouterWorld) -> None:
-    """An address that another shard has taken over meanwhile must not answer in the old one's name."""
+    """If another shard has taken over an address, it must not answer in the old shard's name."""
     impostor = await world.start_shard("shard-9", announced_as="shard-0")
     await world.start_router()
     link = await world.connect()
@@ -91,8 +92,8 @@ async def test_a_shard_under_a_wrong_name_is_not_used(world: RouterWorld) -> Non
 
 
 async def test_another_fabrics_shard_of_the_same_name_is_not_used(world: RouterWorld) -> None:
-    """Every fabric has a shard-0, and one may get the port of another's that has died. Once it is announced in its own
-    name it is used, at once."""
+    """Every fabric has a shard-0, and one may get the port of a dead one of another fabric. It is used as soon as it is
+    registered itself."""
     impostor = await world.start_shard("shard-0", announced_incarnation_id="the one that died", incarnation_id="2")
     await world.start_router()
     link = await world.connect()
@@ -102,8 +103,9 @@ async def test_another_fabrics_shard_of_the_same_name_is_not_used(world: RouterW
     await world.wait_for_shards(link, 1)
 
 
-async def test_without_a_registry_a_shards_next_life_is_taken_by_its_name() -> None:
-    """It is started anew at its old address while Redis is away: nobody can know who it is, and it is needed."""
+async def test_without_a_registry_a_new_incarnation_is_accepted_by_its_name() -> None:
+    """A shard restarts at its old address while Redis is unreachable. Its incarnation cannot be checked, but the shard
+    is needed."""
     redis = redis_server()
     await asyncio.to_thread(redis.start)
     async with router_world(redis.connection_url) as world:
@@ -123,7 +125,8 @@ async def test_without_a_registry_a_shards_next_life_is_taken_by_its_name() -> N
 
 
 async def test_connected_shards_outlive_their_registry() -> None:
-    """Redis only says whom to connect to: its outage must not stop what runs, and new shards are found after it."""
+    """Redis only tells routers where to connect. Its outage must not interrupt requests, and new shards are found after
+    it."""
     redis = redis_server()
     await asyncio.to_thread(redis.start)
     port = redis.port
@@ -136,13 +139,13 @@ async def test_connected_shards_outlive_their_registry() -> None:
         for i in range(3):
             assert (await world.ask(link, [i], 8)).token_ids[0] == expected_tokens([i], 0, 8)
         with ValkeyServer(port=port):
-            await world.registry.close()  # its connections are of before the outage
+            await world.registry.close()  # Its connections are from before the outage.
             await world.start_shard("shard-1")
             await world.wait_for_shards(link, 2)
 
 
-async def test_without_a_shard_requests_wait_or_are_told(world: RouterWorld) -> None:
-    """A request that nobody can take must end in a reason, never hang."""
+async def test_without_a_shard_requests_end_with_a_reason(world: RouterWorld) -> None:
+    """A request that no shard can take must end with a reason and never hang."""
     world.config.router.max_queue_seconds = 0.2
     await world.start_router()
     link = await world.connect()

@@ -39,7 +39,7 @@ async def start(world: RouterWorld, **options) -> FakeShard:
 
 
 async def generate(world: RouterWorld, **fields) -> list:
-    """All responses to one Generate."""
+    """Returns all responses to one Generate."""
     request = GenerateRequest(**{"model": MODEL, "stop": StopConditions(max_tokens=12), **fields})
     async with asyncio.timeout(TIMEOUT_SECONDS):
         return [response async for response in (await world.stub()).Generate(request)]
@@ -52,7 +52,7 @@ async def generate_error(world: RouterWorld, **fields) -> grpc.aio.AioRpcError:
 
 
 async def _read_to_end(call) -> None:
-    """Raises the status of the RPC unless it is OK."""
+    """Reads to the end of the RPC. Raises AioRpcError unless its status is OK."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -97,7 +97,7 @@ CONVERSATION = Conversation(
     ids=["text", "token_ids", "conversation"],
 )
 async def test_generate_takes_text_messages_and_ids(world: RouterWorld, fields, prompt) -> None:
-    """A client in any language needs no tokenizer, and may bring its own."""
+    """A client in any language needs no tokenizer, but may use its own."""
     shard = await start(world)
     responses = await generate(world, request_id="my-request", **fields)
     assert shard.submits[0].prompt_token_ids == prompt()
@@ -111,7 +111,7 @@ async def test_generate_takes_text_messages_and_ids(world: RouterWorld, fields, 
 
 
 async def test_generate_streams_several_choices_with_logprobs(world: RouterWorld) -> None:
-    """n answers come over one RPC, each under its index."""
+    """One RPC streams n answers, each with its index."""
     await start(world)
     responses = await generate(world, token_ids=TokenIds(ids=[3]), n=3, sampling=SamplingParams(logprobs=0))
     for index in range(3):
@@ -119,7 +119,7 @@ async def test_generate_streams_several_choices_with_logprobs(world: RouterWorld
         assert tokens_of(responses, index) == tokens
         deltas = [delta for response in responses for delta in response.deltas if delta.index == index]
         assert [entry.logprob for delta in deltas for entry in delta.logprobs] == [-float(token) for token in tokens]
-    assert responses[0].request_id, "the router names what has no name"
+    assert responses[0].request_id, "the router gives a request without an id one"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ async def test_generate_streams_several_choices_with_logprobs(world: RouterWorld
     ],
 )
 async def test_a_refusal_names_its_reason_and_field(world: RouterWorld, fields, code, reason, field) -> None:
-    """Callers act on google.rpc.ErrorInfo; and the router is still there afterwards."""
+    """Callers act on google.rpc.ErrorInfo, and the router still serves afterwards."""
     world.config.router.max_prompt_tokens = 100
     await start(world, max_model_len=64)
     error = await generate_error(world, **fields)
@@ -171,7 +171,7 @@ async def test_a_refusal_names_its_reason_and_field(world: RouterWorld, fields, 
 
 
 async def test_an_id_that_is_in_use_is_refused(world: RouterWorld) -> None:
-    """Cancel goes by name, so a name must mean one request."""
+    """Requests are cancelled by id, so an id must be unique."""
     shard = await start(world)
     shard.pause()
     call = (await world.stub()).Generate(
@@ -187,7 +187,7 @@ async def test_an_id_that_is_in_use_is_refused(world: RouterWorld) -> None:
 
 
 async def test_a_cancelled_rpc_stops_the_shard(world: RouterWorld) -> None:
-    """A caller that hangs up must not keep an engine busy."""
+    """A caller that disconnects must not keep an engine busy."""
     shard = await start(world, step_seconds=0.005)
     request = GenerateRequest(
         model=MODEL, token_ids=TokenIds(ids=[1]), stop=StopConditions(max_tokens=4000), request_id="long"
@@ -217,7 +217,7 @@ async def test_cancel_ends_a_request_by_name_from_any_client(world: RouterWorld)
 
 
 async def test_a_failure_after_the_first_token_is_the_status_of_the_rpc(world: RouterWorld) -> None:
-    """A stream that just ends would look complete: the loss must be told, behind what was delivered."""
+    """A stream that just ends would look complete, so the loss must be reported after the delivered tokens."""
     world.config.router.max_attempts = 1
     shard = await start(world, step_seconds=0.005)
     call = (await world.stub()).Generate(
@@ -232,7 +232,7 @@ async def test_a_failure_after_the_first_token_is_the_status_of_the_rpc(world: R
 
 
 async def test_a_blocked_prompt_is_an_error_of_generate(world: RouterWorld) -> None:
-    """Nothing was answered, so there is nothing that a finish could end."""
+    """Nothing of the answer was sent, so the RPC fails instead of finishing."""
     safety = await world.start_safety()
     await start(world)
     await eventually(lambda: safety.num_streams == 1, "the safety link")
@@ -242,7 +242,7 @@ async def test_a_blocked_prompt_is_an_error_of_generate(world: RouterWorld) -> N
 
 
 async def test_plan_explains_and_places_nothing(world: RouterWorld) -> None:
-    """Routing is explainable: every shard with its cost, and the pick that a real request then gets."""
+    """A plan has every shard with its cost, and the pick that a real request would get."""
     shards = [await start(world), await world.start_shard("shard-1")]
     await world.wait_for_shards(await world.connect(), 2)
     stub = await world.stub()
@@ -264,15 +264,15 @@ async def test_plan_explains_and_places_nothing(world: RouterWorld) -> None:
 
 
 async def test_models_are_listed_with_what_the_fleet_can_do(world: RouterWorld) -> None:
-    """Clients choose from what is really there."""
+    """Clients choose among the models that the fleet really serves."""
     await start(world)
     models = (await (await world.stub()).ListModels(ListModelsRequest())).models
     assert [(model.name, model.num_ready_shards, model.max_model_len) for model in models] == [(MODEL, 1, 4096)]
     assert "seeded_resume" in models[0].capabilities
 
 
-async def test_health_says_whether_a_request_could_be_answered(world: RouterWorld) -> None:
-    """Balancers and supervisors look at it: a router without a shard is up, but serves nothing."""
+async def test_health_shows_whether_a_request_could_be_answered(world: RouterWorld) -> None:
+    """Load balancers and supervisors use it: a router without a shard is up, but cannot serve."""
     await world.start_router()
     channel = grpc.aio.insecure_channel(world.address)
     async with channel:
@@ -292,7 +292,7 @@ async def test_health_says_whether_a_request_could_be_answered(world: RouterWorl
 
 
 async def test_metrics_count_what_was_delivered(world: RouterWorld) -> None:
-    """Operators scale and bill by these."""
+    """Operators scale and charge by these."""
     await start(world)
     await generate(world, token_ids=TokenIds(ids=[1, 2, 3]))
     await generate_error(world, text="a", n=99)
@@ -314,7 +314,7 @@ async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new(world:
     link.submit(link_request([1], 60), answer)
     await eventually(lambda: shard.num_running, "the request")
     world.stop.set()
-    await eventually(lambda: link.fleet.draining, "the news")
+    await eventually(lambda: link.fleet.draining, "the announcement of the drain")
     error = await generate_error(world, token_ids=TokenIds(ids=[1]))
     assert from_rpc_error(error).reason_name == "DRAINING"
     await eventually(lambda: answer.done, "the answer")

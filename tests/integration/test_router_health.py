@@ -1,4 +1,4 @@
-"""Shards that hang behind an open connection, over real sockets: their answers go on elsewhere, and they come back."""
+"""Shards that hang behind an open connection, over real sockets: their answers migrate, and the shards return."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def health(world: RouterWorld, shard_id: str, state: str) -> bool:
     return world.metric("kvloom_router_shard_health", shard_id=shard_id, state=state) == 1.0
 
 
-async def test_answers_leave_a_hung_shard_and_it_is_taken_back(world: RouterWorld) -> None:
-    """A shard that accepts and produces nothing must not hold answers: they go on elsewhere, token for token; awake
-    again, what it says late changes nothing, and it gets work once its probes are answered."""
+async def test_answers_migrate_from_a_hung_shard_and_it_is_used_again(world: RouterWorld) -> None:
+    """A shard that accepts work and produces nothing must not hold answers: they continue elsewhere, token for token.
+    When the shard wakes up its late tokens change nothing, and it gets work once it has answered its probes."""
     shards = await start(world)
     link = await world.connect()
     await world.wait_for_shards(link, 3)
@@ -48,7 +48,7 @@ async def test_answers_leave_a_hung_shard_and_it_is_taken_back(world: RouterWorl
     assert num_hung
     hung.pause()
     await eventually(lambda: health(world, hung_id, "suspected"), "suspicion")
-    # Also those that come now find a shard that is well.
+    # New requests are placed on healthy shards as well.
     late = await world.ask(link, [77], 20)
     assert late.starts[0] is not None
     assert late.starts[0].shard_id != hung_id
@@ -67,8 +67,8 @@ async def test_answers_leave_a_hung_shard_and_it_is_taken_back(world: RouterWorl
     assert any(len(submit.prompt_token_ids) == 2 for submit in hung.submits)
 
 
-async def test_probes_are_nobodys_requests(world: RouterWorld) -> None:
-    """What the router asks for itself is neither metered nor told to a client."""
+async def test_probes_are_not_metered(world: RouterWorld) -> None:
+    """The router's own probes are neither metered nor sent to a client."""
     shards = await start(world, 2)
     link = await world.connect()
     await world.wait_for_shards(link, 2)
@@ -87,7 +87,8 @@ async def test_probes_are_nobodys_requests(world: RouterWorld) -> None:
 
 
 async def test_the_only_shard_is_not_suspected(world: RouterWorld) -> None:
-    """With nowhere to go, waiting is better than giving up: what hangs for a while goes on when it wakes."""
+    """Without another shard waiting is better than failing: the answers of a shard that hangs for a while continue when
+    it wakes up."""
     (shard,) = await start(world, 1)
     link = await world.connect()
     await world.wait_for_shards(link, 1)
@@ -95,7 +96,7 @@ async def test_the_only_shard_is_not_suspected(world: RouterWorld) -> None:
     link.submit(link_request([4], NUM_TOKENS), answer)
     await eventually(lambda: answer.token_ids[0], "the first token")
     shard.pause()
-    await asyncio.sleep(3 * STALL_SECONDS)  # what must not happen has no event
+    await asyncio.sleep(3 * STALL_SECONDS)  # The absence of a suspicion has no event to wait for.
     assert health(world, "shard-0", "healthy")
     shard.resume()
     await eventually(lambda: answer.done, "the answer's end")
@@ -103,7 +104,7 @@ async def test_the_only_shard_is_not_suspected(world: RouterWorld) -> None:
 
 
 class HangingEngine(SimEngine):
-    """The engine stands still while `may_step` is not set; the shard's process does not."""
+    """An engine that hangs while `may_step` is not set, although the shard's process does not."""
 
     def __init__(self, config: KvloomConfig) -> None:
         super().__init__(MODEL, config.shard, VOCABULARY, frozenset({EOS}))
@@ -117,7 +118,7 @@ class HangingEngine(SimEngine):
 
 
 async def test_a_hung_engine_in_a_live_process_is_found_out(world: RouterWorld) -> None:
-    """The shard's own event loop goes on: it answers cancels, takes submits and reports load. None of that is
+    """The shard's own event loop still runs: it answers cancels, takes submits and reports load. None of that counts as
     progress."""
     world.config.router.health.stall_seconds = STALL_SECONDS
     world.config.router.health.probe_seconds = 0.05

@@ -1,4 +1,4 @@
-"""Routers that die, restart and drain, as processes, under 20 answers of every kind: nobody hears the difference."""
+"""Router processes die, restart and drain while 20 answers of every kind run, and no client sees a difference."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ async def all_done(answers: list[Answer]) -> None:
     await eventually(lambda: all(answer.done for answer in answers), "all ends", timeout_seconds=40.0)
 
 
-async def half_way(answers: list[Answer]) -> None:
+async def first_tokens(answers: list[Answer]) -> None:
     await eventually(lambda: all(len(answer.token_ids[0]) >= 5 or answer.done for answer in answers), "first tokens")
 
 
 async def undisturbed(link: RouterGroup) -> tuple[list[Question], list[Answer]]:
-    """Questions of every kind, a stop string in the middle of some answers, and what they are answered."""
+    """Returns questions of every kind, some with a stop string in the middle of the answer, and their answers."""
     asked = questions()
     answers = submit_all(link, asked, "first")
     await all_done(answers)
@@ -100,12 +100,13 @@ async def world(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterato
 
 
 async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
-    """kill -9: what it ran goes on at the other one, to the same tokens, text, logprobs, ends and counts."""
+    """After kill -9 of one router its answers continue at the other one, with the same tokens, text, logprobs, finishes
+    and counts."""
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
     asked, expected = await undisturbed(link)
     answers = submit_all(link, asked, "killed")
-    await half_way(answers)
+    await first_tokens(answers)
     await routers[0].kill()
     await all_done(answers)
     assert_same(answers, expected)
@@ -114,12 +115,12 @@ async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
 
 
 async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> None:
-    """With nowhere else to go, answers wait for the router to come back to its address."""
+    """Without another router, answers wait until the router is back at its address."""
     router = await world.start_router("router-0")
     link = await world.link(1)
     asked, expected = await undisturbed(link)
     answers = submit_all(link, asked, "restarted")
-    await half_way(answers)
+    await first_tokens(answers)
     await router.kill()
     await world.start_router("router-0", router.port)
     await all_done(answers)
@@ -129,13 +130,13 @@ async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> No
 
 @pytest.mark.parametrize("drain_timeout_seconds", [30.0, 0.2])
 async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_timeout_seconds: float) -> None:
-    """SIGTERM, with time to finish what runs and without: it ends in good order, and no answer suffers."""
+    """On SIGTERM, with and without time to finish its answers, a router ends cleanly and no answer is affected."""
     world.config.router.drain_timeout_seconds = drain_timeout_seconds
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
     asked, expected = await undisturbed(link)
     answers = submit_all(link, asked, "stopped")
-    await half_way(answers)
+    await first_tokens(answers)
     routers[0].send(signal.SIGTERM)
     more = submit_all(link, asked, "meanwhile")
     await all_done([*answers, *more])
@@ -144,37 +145,38 @@ async def test_a_router_is_stopped_under_load(world: RouterProcesses, drain_time
     status, errors = await routers[0].wait()
     assert status == 0, errors
     assert "Traceback" not in errors
-    # With time, only what was on its way to it when it began to drain goes elsewhere.
+    # With enough time, only requests that were on their way when the drain began are served elsewhere.
     assert link.num_given_up == 0
 
 
-async def test_a_router_that_hangs_is_left_and_used_again(
+async def test_a_router_that_hangs_is_abandoned_and_used_again(
     world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP: its connection stands and is silent. When it wakes up it cancels what others have taken over."""
+    """After SIGSTOP the router's connection is open and silent. When it wakes up it cancels the requests that others
+    have taken over."""
     monkeypatch.setattr(local_stream, "PING_AFTER_SECONDS", 1.0)
     monkeypatch.setattr(local_stream, "PING_TIMEOUT_SECONDS", 0.5)
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
     asked, expected = await undisturbed(link)
     answers = submit_all(link, asked, "hung")
-    await half_way(answers)
+    await first_tokens(answers)
     routers[0].send(signal.SIGSTOP)
     await all_done(answers)
     assert_same(answers, expected)
     assert link.num_reattached > 0
     routers[0].send(signal.SIGCONT)
     await eventually(lambda: len(ready_routers(link)) == 2, "the router's return")
-    more = submit_all(link, asked, "hung")  # the names are free again, at both
+    more = submit_all(link, asked, "hung")  # The ids are free again at both routers.
     await all_done(more)
     assert_same(more, expected)
 
 
-async def test_tokens_that_a_hung_router_metered_for_nobody_are_credited(
+async def test_tokens_that_a_hung_router_metered_in_vain_are_credited(
     world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When it wakes up it takes in what its shards had sent before it learns that its clients have left: with several
-    hangs, some ends among it. Both routers' bills together are what was delivered."""
+    """When the router wakes up it processes its shards' frames before it learns that its clients have left. With
+    several hangs some of these frames end requests. The usage of both routers together is what was delivered."""
     monkeypatch.setattr(local_stream, "PING_AFTER_SECONDS", 0.6)
     monkeypatch.setattr(local_stream, "PING_TIMEOUT_SECONDS", 0.4)
     world.config.log.format = "json"
@@ -184,7 +186,7 @@ async def test_tokens_that_a_hung_router_metered_for_nobody_are_credited(
     delivered: dict[str, Answer] = {}
     for i, router in enumerate([routers[0], routers[1], routers[0]]):
         answers = submit_all(link, asked, f"hung{i}")
-        await half_way(answers)
+        await first_tokens(answers)
         router.send(signal.SIGSTOP)
         await all_done(answers)
         assert_same(answers, expected)
@@ -193,25 +195,26 @@ async def test_tokens_that_a_hung_router_metered_for_nobody_are_credited(
         delivered |= {f"hung{i}-{number}": answer for number, answer in enumerate(answers)}
     for router in routers:
         router.send(signal.SIGTERM)
-    bills: dict[str, int] = {}
+    usage: dict[str, int] = {}
     num_credited = 0
     for router in routers:
         _, log = await router.wait()
-        for bill in filter(None, map(parse_usage_record, log.encode().splitlines())):
-            bills[bill.request_id] = bills.get(bill.request_id, 0) + bill.num_output_tokens - bill.num_credited_tokens
-            num_credited += bill.num_credited_tokens
+        for record in filter(None, map(parse_usage_record, log.encode().splitlines())):
+            num_tokens = record.num_output_tokens - record.num_credited_tokens
+            usage[record.request_id] = usage.get(record.request_id, 0) + num_tokens
+            num_credited += record.num_credited_tokens
     for name, answer in delivered.items():
-        assert bills[name] == sum(map(len, answer.token_ids)), name
-    assert num_credited, "nothing was lost on its way: the test shows nothing"
+        assert usage[name] == sum(map(len, answer.token_ids)), name
+    assert num_credited, "no tokens were lost on their way, so the test shows nothing"
 
 
 async def test_all_routers_dead_is_an_error_within_the_bound(world: RouterProcesses) -> None:
-    """Nobody waits longer than was configured, and what was delivered is counted once."""
+    """No client waits longer than configured, and delivered tokens are counted once."""
     world.config.edge.reattach_seconds = 1.0
     routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
     link = await world.link(2)
     answers = submit_all(link, questions(), "orphans")
-    await half_way(answers)
+    await first_tokens(answers)
     killed_at = asyncio.get_running_loop().time()
     await asyncio.gather(*(router.kill() for router in routers))
     await all_done(answers)

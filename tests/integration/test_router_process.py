@@ -1,4 +1,4 @@
-"""`python -m router` as a process: it starts, announces itself, is found by reflection, and ends in good order."""
+"""`python -m router` as a process: it starts, announces itself, is found by reflection, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def grpcurl(*arguments: str) -> str:
 
 
 async def test_it_starts_serves_by_reflection_and_ends_on_sigterm(config_file: Path, router_redis_url: str) -> None:
-    """The whole life of the process, seen as users and supervisors see it."""
+    """The whole life of the process, as users and supervisors see it."""
     config = load_config(config_file)
     async with contextlib.AsyncExitStack() as cleanup:
         registry = ShardRegistry(router_redis_url, config.redis.key_prefix)
@@ -105,7 +105,7 @@ async def _use_by_reflection(address: str) -> None:
 
 
 async def _shard_ready(line: ReadyLine) -> None:
-    """Seen in the metrics, as an operator would."""
+    """Waits until the metrics show a ready shard."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         metrics = ""
         while 'kvloom_router_shards_ready{model="tiny"} 1.0' not in metrics:
@@ -113,7 +113,7 @@ async def _shard_ready(line: ReadyLine) -> None:
 
 
 async def test_a_second_router_on_the_same_port_fails_loudly(config_file: Path) -> None:
-    """Two processes that silently share a port would each see half of the traffic."""
+    """Two processes that share a port unnoticed would each get half of the traffic."""
     async with router_process(config_file) as first:
         port = (await ready_line(first)).address.rpartition(":")[2]
         async with router_process(config_file, "--port", port) as second:
@@ -134,8 +134,8 @@ async def test_a_second_router_on_the_same_port_fails_loudly(config_file: Path) 
         ("redis", "url", "", "redis.url is not set"),
     ],
 )
-async def test_it_says_why_it_cannot_start(config_file: Path, section: str, key: str, value, message: str) -> None:
-    """An operator reads one line, not a stack trace."""
+async def test_it_reports_why_it_cannot_start(config_file: Path, section: str, key: str, value, message: str) -> None:
+    """The operator gets one line instead of a stack trace."""
     _set_key(config_file, section, key, value)
     async with router_process(config_file) as process:
         _, errors = await asyncio.wait_for(process.communicate(), TIMEOUT_SECONDS)

@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.v1.router_service_pb2 import CancelRequest, GenerateResponse
 from tests.fakes.fake_shard import expected_tokens
-from tests.fakes.generate_stream import PROMPT, TOKEN, Stream, billed, start
+from tests.fakes.generate_stream import PROMPT, TOKEN, Stream, metered, start
 from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld, eventually
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
@@ -28,7 +28,7 @@ async def test_a_dropped_stream_goes_on_where_it_was(world: RouterWorld) -> None
     stream.check_whole()
     assert stream.responses[0].resume_token == TOKEN
     assert not any(response.resume_token for response in stream.responses[1:])
-    assert billed(world) == (1, 30)
+    assert metered(world) == (1, 30)
     assert world.metric("kvloom_router_resumed_streams_total") == 4
 
 
@@ -43,7 +43,7 @@ async def test_the_replay_is_the_same_however_often(world: RouterWorld) -> None:
         await stream.resume(after)
         await stream.read_to_end()
         assert [response.SerializeToString() for response in stream.responses] == whole
-    assert billed(world) == (1, 30)
+    assert metered(world) == (1, 30)
 
 
 async def test_a_stream_that_breaks_before_its_first_response_is_resumable(world: RouterWorld) -> None:
@@ -124,7 +124,7 @@ async def test_without_its_client_an_answer_ends_after_the_grace_period(world: R
     await eventually(lambda: shard.cancelled_slots and not shard.num_running, "the cancel")
     await stream.resume()
     assert (await stream.error()).reason_name == "NOT_FOUND"
-    ended, tokens = billed(world)
+    ended, tokens = metered(world)
     assert ended == 1
     assert tokens >= 2
     assert world.metric("kvloom_router_expired_answers_total") == 1
@@ -205,7 +205,7 @@ async def test_the_later_reader_takes_over(world: RouterWorld) -> None:
     assert (await first.error()).reason_name == "STREAM_TAKEN_OVER"
     await second.read_to_end()
     second.check_whole()
-    assert billed(world) == (1, 30)
+    assert metered(world) == (1, 30)
 
 
 async def test_a_position_that_was_never_reached_is_refused(world: RouterWorld) -> None:
@@ -252,7 +252,7 @@ async def test_a_name_that_is_kept_is_resumed_not_begun_again(world: RouterWorld
     again = Stream(world)
     await again.begin()
     assert (await again.error()).reason_name == "DUPLICATE_REQUEST_ID"
-    assert billed(world) == (1, 30)
+    assert metered(world) == (1, 30)
 
 
 async def test_an_error_is_replayed_like_the_rest(world: RouterWorld) -> None:
@@ -262,12 +262,12 @@ async def test_an_error_is_replayed_like_the_rest(world: RouterWorld) -> None:
     await stream.begin()
     await stream.read(3)
     stream.drop()
-    await eventually(lambda: billed(world)[0] == 1, "the end")
+    await eventually(lambda: metered(world)[0] == 1, "the end")
     for _ in range(2):
         await stream.resume(3)
         assert (await stream.error()).reason_name == "DEADLINE_EXCEEDED"
     assert stream.token_ids == expected_tokens(PROMPT, 0, len(stream.token_ids))
-    assert billed(world) == (1, len(stream.token_ids))
+    assert metered(world) == (1, len(stream.token_ids))
 
 
 async def test_cancel_ends_it_without_grace(world: RouterWorld) -> None:
@@ -312,4 +312,4 @@ async def test_n_answers_resume_together(world: RouterWorld) -> None:
     for index in range(3):
         deltas = [delta for response in stream.responses for delta in response.deltas if delta.index == index]
         assert [i for delta in deltas for i in delta.token_ids] == expected_tokens(PROMPT, index, 30)
-    assert billed(world) == (1, 90)
+    assert metered(world) == (1, 90)

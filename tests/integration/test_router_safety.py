@@ -1,4 +1,4 @@
-"""The safety service in the path of every request."""
+"""The router screens every request with the safety service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
 async def connect_screened(world: RouterWorld, safety: FakeSafety) -> GrpcRouterLink:
-    """A client of a router that has its shard and its safety service."""
+    """Returns a client of a router that has its shard and its safety service."""
     await world.start_router()
     link = await world.connect()
     await world.wait_for_shards(link, 1)
@@ -23,7 +23,7 @@ async def connect_screened(world: RouterWorld, safety: FakeSafety) -> GrpcRouter
 
 
 async def test_a_forbidden_prompt_is_blocked_and_nothing_of_the_answer_is_shown(world: RouterWorld) -> None:
-    """The check runs beside the prefill; what the shard has made meanwhile must not leave."""
+    """The check runs in parallel with the prefill; tokens that the shard generates meanwhile must not be sent."""
     safety = await world.start_safety()
     await world.start_shard("shard-0")
     link = await connect_screened(world, safety)
@@ -35,8 +35,8 @@ async def test_a_forbidden_prompt_is_blocked_and_nothing_of_the_answer_is_shown(
     assert allowed.token_ids[0] == expected_tokens([1, 2], 0, 10)
 
 
-async def test_leaving_the_text_out_does_not_get_past_the_check(world: RouterWorld) -> None:
-    """A client may send tokens alone: then they are decoded for the safety service."""
+async def test_leaving_the_text_out_does_not_bypass_the_check(world: RouterWorld) -> None:
+    """If a client sends only tokens, the router decodes them for the safety service."""
     safety = await world.start_safety()
     await world.start_shard("shard-0")
     link = await connect_screened(world, safety)
@@ -47,14 +47,14 @@ async def test_leaving_the_text_out_does_not_get_past_the_check(world: RouterWor
 
 
 async def test_tokens_wait_for_the_verdict(world: RouterWorld) -> None:
-    """A slow verdict delays the answer, never the check."""
+    """A slow verdict delays the answer, but the check is never skipped."""
     safety = await world.start_safety()
     shard = await world.start_shard("shard-0")
     link = await connect_screened(world, safety)
     safety.pause()
     answer = Answer()
     link.submit(link_request([1, 2], 10, prompt_text="fine"), answer)
-    await eventually(lambda: shard.submits and shard.num_running == 0, "the shard's end of work")
+    await eventually(lambda: shard.submits and shard.num_running == 0, "the sequence's end on the shard")
     assert answer.token_ids[0] == []
     safety.resume()
     await eventually(lambda: answer.done, "the answer")
@@ -62,7 +62,7 @@ async def test_tokens_wait_for_the_verdict(world: RouterWorld) -> None:
 
 
 async def test_screened_answers_arrive_whole(world: RouterWorld) -> None:
-    """Text that is gated by the safety service comes out complete and in order."""
+    """Text that is held for the safety service arrives complete and in order."""
     await world.start_safety(screens_answers=True)
     await world.start_shard("shard-0")
     await world.start_router()
@@ -78,8 +78,7 @@ async def test_screened_answers_arrive_whole(world: RouterWorld) -> None:
 
 
 async def test_text_that_can_begin_nothing_is_not_sent_to_be_screened(world: RouterWorld) -> None:
-    """The prefilter spares the way to the service for all but what is suspicious, which arrives with its context; the
-    answer is the same."""
+    """The prefilter sends only suspicious text to the service, with its context, and the answer is the same."""
     text = expected_text([1], 0, 30)
     suspicious = expected_text([1], 0, 11)[-2:]
     safety = await world.start_safety(screens_answers=True, beginnings=[suspicious])
@@ -98,7 +97,7 @@ async def test_text_that_can_begin_nothing_is_not_sent_to_be_screened(world: Rou
 
 
 async def test_without_its_safety_service_the_router_refuses_and_recovers(world: RouterWorld) -> None:
-    """Fail-closed is what was configured, and a restart of the sidecar heals it."""
+    """The router is configured to fail closed, and it recovers when the sidecar restarts."""
     safety = await world.start_safety()
     await world.start_shard("shard-0")
     world.config.safety.patience_seconds = 0.0
@@ -107,15 +106,15 @@ async def test_without_its_safety_service_the_router_refuses_and_recovers(world:
     await eventually(lambda: world.metric("kvloom_router_safety_connected") == 0, "the break")
     refused = await world.ask(link, [1], 5, prompt_text="fine")
     assert reason_name(refused.finish.error.reason) == "SAFETY_UNAVAILABLE"
-    await world.restart_safety()
+    await world.start_another_safety()
     await eventually(lambda: world.metric("kvloom_router_safety_connected") == 1, "the recovery")
     answer = await world.ask(link, [1], 5, prompt_text="fine")
     assert answer.token_ids[0] == expected_tokens([1], 0, 5)
 
 
 async def test_a_safety_service_is_replaced_under_load_without_a_gap(world: RouterWorld) -> None:
-    """A restart of the sidecar must not refuse a request, nor lose its place in any answer: what the old service has
-    cleared goes on with the new one, what it has not stays until it has."""
+    """A restart of the sidecar must neither reject a request nor lose its place in any answer. Answers that the old
+    service has cleared continue at the new one, and the others stay until they are clear."""
     beginnings = [expected_text([1], 0, 11)[-2:]]
     old = await world.start_safety(screens_answers=True, beginnings=beginnings, shares_port=True)
     shard = await world.start_shard("shard-0")
@@ -131,8 +130,8 @@ async def test_a_safety_service_is_replaced_under_load_without_a_gap(world: Rout
     for _ in range(14):
         ask()
     await eventually(lambda: shard.num_running == 14, "the shard at work")
-    new = await world.succeed_safety(screens_answers=True, beginnings=beginnings, shares_port=True)
-    old.pause()  # with verdicts outstanding
+    new = await world.start_another_safety(screens_answers=True, beginnings=beginnings, shares_port=True)
+    old.pause()  # Verdicts are then outstanding.
     shard.resume()
     await eventually(lambda: any(answer.token_ids[0] for answer in answers) or shard.num_running < 14, "some text")
     await old.drain()

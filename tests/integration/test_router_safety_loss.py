@@ -1,4 +1,4 @@
-"""kill -9 of the safety service, a process, under answers that stream."""
+"""The safety service's process is killed while answers stream."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ message = "Nor this."
 patterns = ['q[0-9]{8}']
 max_length = 9
 """
-"""The answers to [0] and [7] come to the phrase. The pattern is in none, and for it the last 8 characters are always
-held."""
+"""The answers to [0] and [7] contain the phrase. No answer contains the pattern, but because of it the last 8
+characters are always held."""
 
 
 class SafetyProcess:
-    """Always at the same port."""
+    """A safety service that always listens on the same port."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -105,9 +105,9 @@ async def all_done(answers: list[Answer]) -> None:
     await eventually(lambda: all(answer.done for answer in answers), "all ends", timeout_seconds=60.0)
 
 
-async def test_killed_and_back_nobody_notices(world: RouterWorld, tmp_path: Path) -> None:
-    """Answers that run and those that are asked for meanwhile are the undisturbed ones; what is forbidden is not shown
-    either, wherever the service died."""
+async def test_answers_survive_a_killed_and_restarted_safety_service(world: RouterWorld, tmp_path: Path) -> None:
+    """Running answers, and those requested during the outage, equal the undisturbed ones. Forbidden text is never sent,
+    wherever the service died."""
     async with safety_process(tmp_path) as safety:
         link = await connect(world, safety, patience_seconds=30.0)
         undisturbed = ask(link)
@@ -133,8 +133,8 @@ async def test_killed_and_back_nobody_notices(world: RouterWorld, tmp_path: Path
                     assert answer.finish.num_output_tokens == expected.finish.num_output_tokens
 
 
-async def test_killed_and_not_back_they_end_in_an_error(world: RouterWorld, tmp_path: Path) -> None:
-    """Nobody waits longer than configured; what was shown is a part of the right answer."""
+async def test_answers_end_in_an_error_when_the_safety_service_stays_away(world: RouterWorld, tmp_path: Path) -> None:
+    """No client waits longer than configured, and the text that was sent is a prefix of the right answer."""
     async with safety_process(tmp_path) as safety:
         link = await connect(world, safety, patience_seconds=0.5)
         answers = ask(link)

@@ -1,4 +1,4 @@
-"""A router that starts while clients are at its door already, as at a port that it shares with others."""
+"""A router that starts while clients already wait for it, as they do at a port that routers share."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 PROMPT = [4, 5, 6]
 
 
-async def ask_at_the_door(world: RouterWorld) -> asyncio.Task[str]:
-    """A request that is under way before the router has opened."""
+async def ask_before_start(world: RouterWorld) -> asyncio.Task[str]:
+    """Makes a request before the router serves, and then starts the router."""
     await world.bind_router()
     stub = await world.stub()
     request = GenerateRequest(model=MODEL, token_ids=TokenIds(ids=PROMPT), stop=StopConditions(max_tokens=8))
@@ -35,17 +35,17 @@ async def ask_at_the_door(world: RouterWorld) -> asyncio.Task[str]:
         return "".join([delta.text async for response in call for delta in response.deltas])
 
     asking = asyncio.create_task(generate())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # The request is made now.
     world.serve_router()
     return asking
 
 
 @pytest.mark.parametrize("num_dead_shards", [0, 3])
-async def test_who_waits_at_the_door_is_answered(
+async def test_clients_that_wait_for_the_start_are_answered(
     world: RouterWorld, monkeypatch: pytest.MonkeyPatch, num_dead_shards: int
 ) -> None:
-    """A new router knows its shards and its safety service some milliseconds after its port: who came before would be
-    turned away though nothing is wrong. Shards that are registered and gone keep nobody waiting."""
+    """A new router finds its shards and its safety service some milliseconds after it has its port. Earlier requests
+    would be rejected although nothing is wrong. Registered shards that are gone do not delay the start."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
     await world.start_safety()
     await world.start_shard("shard-0")
@@ -53,12 +53,12 @@ async def test_who_waits_at_the_door_is_answered(
         with socket.create_server(("127.0.0.1", 0)) as gone:
             host, port = gone.getsockname()
         await world.registry.announce(ShardRecord(f"shard-{number + 1}", f"{host}:{port}", MODEL, "gone"))
-    assert await (await ask_at_the_door(world)) == expected_text(PROMPT, 0, 8)
+    assert await (await ask_before_start(world)) == expected_text(PROMPT, 0, 8)
 
 
 async def refusal(world: RouterWorld) -> ErrorReason:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (await ask_at_the_door(world))
+        await (await ask_before_start(world))
     return from_rpc_error(caught.value).reason
 
 
@@ -66,7 +66,7 @@ async def refusal(world: RouterWorld) -> ErrorReason:
 async def test_a_router_opens_at_once_if_there_is_nothing_to_wait_for(
     world: RouterWorld, monkeypatch: pytest.MonkeyPatch, registry_is_away: bool
 ) -> None:
-    """No shard is registered, or nobody can say which are, perhaps for long: whoever comes is told."""
+    """If no shard is registered, or the registry is unreachable, perhaps for long, clients get an error at once."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
     if registry_is_away:
         with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -76,30 +76,30 @@ async def test_a_router_opens_at_once_if_there_is_nothing_to_wait_for(
 
 @contextlib.asynccontextmanager
 async def silent_shard(world: RouterWorld) -> AsyncIterator[socket.socket]:
-    """It is registered as shard-0 and can be connected to."""
+    """Registers a shard-0 that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         await world.registry.announce(ShardRecord("shard-0", f"{host}:{port}", MODEL, "silent"))
         yield silent
 
 
-async def test_a_shard_that_says_nothing_is_not_waited_for_once_its_next_life_is_there(
+async def test_a_silent_shard_is_not_waited_for_once_its_new_incarnation_is_registered(
     world: RouterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is waited for is who is registered now."""
+    """The router waits only for the shards that are registered now."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
     async with silent_shard(world) as silent:
-        asking = await ask_at_the_door(world)
+        asking = await ask_before_start(world)
         connection, _ = await asyncio.to_thread(silent.accept)
         with connection:
             await world.start_shard("shard-0")
             assert await asking == expected_text(PROMPT, 0, 8)
 
 
-async def test_a_router_does_not_wait_long_for_a_shard_that_says_nothing(
+async def test_a_router_does_not_wait_long_for_a_silent_shard(
     world: RouterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard that hangs must not keep the door closed."""
+    """A shard that hangs must not keep the router from starting."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 0.05)
     async with silent_shard(world):
         assert await refusal(world) == ErrorReason.ERROR_REASON_NO_SHARD_READY

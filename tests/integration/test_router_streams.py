@@ -1,4 +1,4 @@
-"""The router's data plane over real sockets: what goes in at a client comes out of the right shard, by content."""
+"""The router's data plane over real sockets: every answer is checked by its content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
 async def test_an_answer_streams_from_shard_to_client(world: RouterWorld) -> None:
-    """The one thing a router is for."""
+    """This is the main purpose of a router."""
     await world.start_shard("shard-0")
     await world.start_router()
     link = await world.connect()
@@ -35,8 +35,8 @@ async def test_an_answer_streams_from_shard_to_client(world: RouterWorld) -> Non
 
 
 async def test_many_requests_share_the_streams_without_mixing(world: RouterWorld) -> None:
-    """Multiplexing by slot must never swap, lose or double a token: checked by content, with two clients of one name,
-    two shards and ragged lengths."""
+    """Multiplexing by slot must never swap, lose or repeat a token. This is checked by content, with two clients of one
+    name, two shards and ragged lengths."""
     for shard_id in ("shard-0", "shard-1"):
         await world.start_shard(shard_id)
     await world.start_router()
@@ -64,7 +64,7 @@ async def test_many_requests_share_the_streams_without_mixing(world: RouterWorld
 
 
 async def test_a_cancel_reaches_the_shard_and_frees_the_slot(world: RouterWorld) -> None:
-    """A client that loses interest must not keep an engine busy; its slot serves the next request."""
+    """A client that cancels must not keep an engine busy, and the slot is reused by the next request."""
     shard = await world.start_shard("shard-0", step_seconds=0.005)
     await world.start_router()
     link = await world.connect()
@@ -74,12 +74,12 @@ async def test_a_cancel_reaches_the_shard_and_frees_the_slot(world: RouterWorld)
     await eventually(lambda: answer.token_ids[0], "the first token")
     link.cancel(handle)
     await eventually(lambda: shard.num_running == 0 and shard.cancelled_slots, "the shard's cancel")
-    assert not answer.done, "a sink hears nothing after its cancel"
+    assert not answer.done, "a sink must not be called after its cancel"
     assert (await world.ask(link, [6], 5)).token_ids[0] == expected_tokens([6], 0, 5)
 
 
 async def test_a_broken_client_stream_cancels_its_requests_only(world: RouterWorld) -> None:
-    """An edge that dies takes its own requests along, and nobody else's."""
+    """An edge that dies ends its own requests and no others."""
     shard = await world.start_shard("shard-0", step_seconds=0.005)
     await world.start_router()
     dying, living = await world.connect("edge-0"), await world.connect("edge-1")
@@ -95,24 +95,25 @@ async def test_a_broken_client_stream_cancels_its_requests_only(world: RouterWor
     assert answer.token_ids[0] == expected_tokens([9], 0, 100)
 
 
-async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) -> None:
-    """Whoever has taken a request over says how much of it was delivered: it ends where it ran, the name is free for it
-    to go on, the rest of the bill is credited, and nobody else's request is touched. Said twice it changes nothing."""
+async def test_a_client_reports_the_losses_of_another_one_that_hangs(world: RouterWorld) -> None:
+    """The client that takes a request over reports how much of it was delivered. The request is ended where it ran, its
+    id is free to be resumed, the tokens beyond are credited, and no other request is affected. A repeated report
+    changes nothing."""
     shard = await world.start_shard("shard-0", step_seconds=0.005)
     await world.start_router()
-    hung, heir = await world.connect("edge-0"), await world.connect("edge-1")
-    await world.wait_for_shards(heir, 1)
+    hung, successor = await world.connect("edge-0"), await world.connect("edge-1")
+    await world.wait_for_shards(successor, 1)
     lost, other = Answer(), Answer()
     hung.submit(link_request([1], 4000, request_id="taken"), lost)
     hung.submit(link_request([2], 60, request_id="not taken"), other)
     await eventually(lambda: len(lost.token_ids[0]) >= 5, "tokens")
     for _ in range(2):
-        heir.identity.note_delegated_loss(hung.identity.link_id, "taken", 3)
-        heir.report_losses()
+        successor.identity.note_delegated_loss(hung.identity.link_id, "taken", 3)
+        successor.report_losses()
     partial_choices = ChoiceProgress(0)
     partial_choices.token_ids.extend(expected_tokens([1], 0, 3))
     again = Answer()
-    heir.submit(link_request([1], 10, request_id="taken", partial_choices=[partial_choices]), again)
+    successor.submit(link_request([1], 10, request_id="taken", partial_choices=[partial_choices]), again)
     await eventually(lambda: again.done and lost.done and other.done, "all ends")
     assert lost.finish.reason == generation_pb2.FINISH_REASON_CANCELLED
     assert other.token_ids[0] == expected_tokens([2], 0, 60)
@@ -122,9 +123,9 @@ async def test_a_client_speaks_for_another_one_that_hangs(world: RouterWorld) ->
     assert credited == lost.finish.num_output_tokens - 3
 
 
-async def test_an_attempt_is_settled_by_the_name_of_its_link(world: RouterWorld) -> None:
-    """Its client may be at another router by now: it ends, the rest of its bill is credited, once, and nothing
-    else of that name or over that link is touched."""
+async def test_a_request_is_settled_by_its_link_id(world: RouterWorld) -> None:
+    """The client may have resumed it at another router: the request is ended, the tokens beyond are credited once, and
+    no other request of that id or over that link is affected."""
     shard = await world.start_shard("shard-0", step_seconds=0.005)
     await world.start_router()
     left, other = await world.connect("sdk-0"), await world.connect("sdk-1")
@@ -176,7 +177,7 @@ async def test_a_seed_is_drawn_once_and_travels_with_the_request(world: RouterWo
     ],
 )
 async def test_a_bad_request_ends_alone(world: RouterWorld, fields, reason: str, field: str | None) -> None:
-    """One request at fault gets its reason and field; the stream and its other requests go on."""
+    """An invalid request gets its reason and field, and the stream and its other requests continue."""
     await world.start_shard("shard-0")
     await world.start_router()
     link = await world.connect()
@@ -188,7 +189,7 @@ async def test_a_bad_request_ends_alone(world: RouterWorld, fields, reason: str,
     link.submit(request, bad)
     good = await world.ask(link, [2, 3], 5)
     assert good.token_ids[0] == expected_tokens([2, 3], 0, 5)
-    await eventually(lambda: bad.done, "the refusal")
+    await eventually(lambda: bad.done, "the rejection")
     assert bad.finish.reason == generation_pb2.FINISH_REASON_ERROR
     assert reason_name(bad.finish.error.reason) == reason
     if field is not None:
@@ -223,7 +224,7 @@ HELLO = _connect_request(hello=router_service_pb2.ClientHello(client_id="rude"))
     ids=["no hello", "two hellos", "slot in use", "slot twice", "no choices"],
 )
 async def test_a_broken_protocol_ends_the_stream(world: RouterWorld, frames) -> None:
-    """Frames that cannot be answered mean a client that is out of step: it must find out at once."""
+    """Frames that cannot be answered mean that a client has lost its state, which must become visible at once."""
     shard = await world.start_shard("shard-0")
     await world.start_router()
     link = await world.connect()
@@ -238,14 +239,14 @@ async def test_a_broken_protocol_ends_the_stream(world: RouterWorld, frames) -> 
 
 
 async def _read_to_end(call) -> None:
-    """Raises the status of the RPC unless it is OK."""
+    """Reads to the end of the RPC. Raises AioRpcError unless its status is OK."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while await call.read() is not grpc.aio.EOF:
             pass
 
 
 async def test_a_client_that_does_not_read_is_cut(world: RouterWorld) -> None:
-    """Nothing may pile up without bound, and nobody else may wait for a reader that stalls."""
+    """Queues must be bounded, and no other client may wait for a reader that stalls."""
     shard = await world.start_shard("shard-0", step_seconds=0.0)
     await world.start_router()
     living = await world.connect("edge-1")
@@ -263,7 +264,7 @@ async def test_a_client_that_does_not_read_is_cut(world: RouterWorld) -> None:
         await call.write(HELLO)
         for number in range(250):
             await call.write(_connect_request(submits=[_submit(number + 1)]))
-        # Some 65,000 tokens have to be generated until then.
+        # About 65,000 tokens have to be generated until then.
         await eventually(lambda: len(shard.cancelled_slots) >= 200, "the cut", timeout_seconds=60.0)
         answer = await world.ask(living, [9], 20)
         assert answer.token_ids[0] == expected_tokens([9], 0, 20)
@@ -273,8 +274,8 @@ async def test_a_client_that_does_not_read_is_cut(world: RouterWorld) -> None:
 
 
 @pytest.mark.parametrize("prompt_size", [1, 2 * LONG_PROMPT_TOKENS], ids=["short prompts", "prompts that wait"])
-async def test_a_client_that_has_no_more_to_ask_still_gets_its_answers(world: RouterWorld, prompt_size: int) -> None:
-    """Half-closing a stream is how simple clients say that they are done sending."""
+async def test_a_half_closed_stream_still_gets_its_answers(world: RouterWorld, prompt_size: int) -> None:
+    """Simple clients half-close their stream when they have no more requests."""
     await world.start_shard("shard-0")
     await world.start_router()
     link = await world.connect()

@@ -1,4 +1,4 @@
-"""What a process holds does not grow with the RPCs that it has served."""
+"""A process's memory does not grow with the number of RPCs that it has served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloom.process.service import settle_memory
 
 NUM_CALLS = 1200
 NUM_CYCLES = 500
-"""A service may keep so many."""
+"""The most cycles that a service may keep."""
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def settled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("settled")
 async def test_what_grpc_leaves_behind_each_call_is_collected_soon() -> None:
-    """Cycles that wait for a rare look of the garbage collector grew a router by 1.1 MB an hour."""
+    """When the garbage collector ran rarely, uncollected cycles grew a router by 1.1 MB per hour."""
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")

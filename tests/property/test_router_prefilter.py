@@ -1,4 +1,4 @@
-"""The router's prefilter is exact: what it spares the safety service changes no verdict, whatever the policy."""
+"""The router's prefilter is exact: text that it does not send to the safety service changes no policy's verdict."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Service:
 
 
 def screen(rules: RuleSet, deltas: list[str], delays: list[int]) -> tuple[list[int], int, bool]:
-    """Characters shown after each delta, in the end, and whether the answer was halted. `delays`: after which deltas
-    the service is slow, so that text piles up."""
+    """Returns the characters shown after each delta and in the end, and whether the answer was halted. `delays` selects
+    the deltas after which the service is slow, so that text accumulates."""
     answers, service, outgoing, shown = PrefilteredAnswers(), Service(rules), Outgoing(), 0
     announced = prefilter(rules)
     answers.prefilter = Prefilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
@@ -118,15 +118,15 @@ def screen_fully(rules: RuleSet, deltas: list[str]) -> tuple[list[int], int, boo
 @example(RuleSet([Phrase(RULE, "ab", True)], []), ["x", "ab", " "])
 @example(RuleSet([Phrase(RULE, "fi", False)], []), ["x", "ﬁ"])
 def test_a_prefiltered_answer_is_shown_exactly_as_a_screened_one(rules: RuleSet, deltas: list[str]):
-    """After every delta the same characters are clear, and the same answers are halted in the same place."""
+    """After every delta the same characters are clear, and the same answers are halted at the same place."""
     assert screen(rules, deltas, []) == screen_fully(rules, deltas)
 
 
 @settings(max_examples=300, deadline=None)
 @given(rule_sets(), deltas_of, st.lists(st.integers(0, 2), max_size=10))
 def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str], delays: list[int]):
-    """While a verdict is out nothing is passed by, and the same answers are halted. Text that piled up is judged at
-    once: what might have been an earlier hit has then turned out not to be one, so more may be shown, never less."""
+    """While a verdict is outstanding no text is skipped, and the same answers are halted. Accumulated text is judged at
+    once: a possible earlier hit has then turned out not to be one, so more may be shown, but never less."""
     history, shown, is_halted = screen(rules, deltas, delays)
     full_history, fully_shown, is_fully_halted = screen_fully(rules, deltas)
     assert is_halted == is_fully_halted
@@ -137,7 +137,7 @@ def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str]
         assert is_halted or slow <= at_once
 
 
-def test_a_long_deny_list_is_told_in_fewer_characters():
+def test_a_long_deny_list_has_shorter_beginnings():
     """The prefilter's size is bounded however long the list is."""
     phrases = [Phrase(RULE, f"{i:06x}", True) for i in range(5000)]
     announced = prefilter(RuleSet([Phrase(RULE, "zebra", True), *phrases], []))
@@ -147,5 +147,5 @@ def test_a_long_deny_list_is_told_in_fewer_characters():
 
 
 def test_a_pattern_that_can_begin_anywhere_rules_the_prefilter_out():
-    """Nothing can be said of what its matches begin with."""
+    """The beginnings of its matches are unknown."""
     assert prefilter(RuleSet([], [Pattern(RULE, re2.compile("[0-9]{3}"), (), 3)])) is None

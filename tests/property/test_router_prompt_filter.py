@@ -1,4 +1,4 @@
-"""Prompts that the router does not send to the safety service are prompts that it would allow, whatever the policy."""
+"""The safety service would allow every prompt that the router does not send to it, whatever the policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.property.test_router_prefilter import RULE, rule_sets, texts, words
 
 
 def filter_of(rules: RuleSet) -> PromptFilter | None:
-    """As the router learns of it."""
+    """Returns the filter that the router builds from the announced policy."""
     state = PolicyState(prompt_prefilter=prompt_prefilter(rules))
     return PromptFilter.from_policy(PolicyState.FromString(state.SerializeToString()))
 
@@ -29,7 +29,7 @@ def filter_of(rules: RuleSet) -> PromptFilter | None:
 @example(rules=RuleSet([], [Pattern(RULE, re2.compile("a"), (), 6)]), text="a")
 @example(rules=RuleSet([], [Pattern(RULE, re2.compile(".b"), ("a", "x", "-", "é"), 6)]), text="a b")
 def test_what_passes_would_be_allowed(rules: RuleSet, text: str) -> None:
-    """Nobody gets past a rule because a router judged for itself."""
+    """A prompt does not get past a rule because the router has cleared it."""
     prompt_filter = filter_of(rules)
     if prompt_filter is not None and not prompt_filter.is_suspicious(text):
         assert check_prompt(rules, text) is None
@@ -38,8 +38,8 @@ def test_what_passes_would_be_allowed(rules: RuleSet, text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(words, max_size=5), clear=st.text("xyzü \n", max_size=40))
 def test_most_prompts_pass(texts: list[str], clear: str) -> None:
-    """A filter that suspects everything would be exact, too: text that has no letter of a pattern's prefix passes, also
-    outside ASCII, as long as there are no phrases."""
+    """A filter that suspects everything would be exact, too. Text that has no letter of a pattern's prefix must pass,
+    also outside ASCII, as long as there are no phrases."""
     prefixes = [text for text in texts if not set(text) & set(clear)]
     assume(prefixes)
     patterns = [Pattern(RULE, re2.compile(re2.escape(prefix)), (prefix,), 64) for prefix in prefixes]
@@ -49,8 +49,8 @@ def test_most_prompts_pass(texts: list[str], clear: str) -> None:
 
 
 def test_large_policies_and_prompts_are_bounded() -> None:
-    """A deny list of many thousand phrases is told by shorter beginnings; a prompt that would keep the router for long
-    goes to the service."""
+    """A deny list of many thousand phrases gets shorter beginnings, and a prompt that would occupy the router for long
+    is sent to the service."""
     phrases = [
         Phrase(RULE, f"{a}{b}{c}{d}", False) for a in "abcdefgh" for b in "abcdefgh" for c in "abcd" for d in "12"
     ]
@@ -66,7 +66,7 @@ def test_large_policies_and_prompts_are_bounded() -> None:
 
 
 def test_the_built_in_policy_lets_ordinary_prompts_pass() -> None:
-    """Tables and rules of Markdown, and other alphabets, are no reason to ask."""
+    """Markdown tables and rules, and other alphabets, need not be sent to the service."""
     prompt_filter = filter_of(load_policy(BUILTIN_POLICY).prompt)
     assert prompt_filter is not None
     assert not prompt_filter.is_suspicious("| a | b |\n|-----|------|\n\n----------\nÜber 日本語\n")

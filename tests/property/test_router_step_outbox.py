@@ -1,4 +1,4 @@
-"""Merging steps never loses, doubles or reorders what a sequence has to say, however the steps are cut."""
+"""Merging steps never loses, repeats or reorders a sequence's content, however the steps are cut."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def step_of(entries: list[tuple[int, list[int], str]]) -> Step:
 
 @settings(max_examples=200)
 @given(st.lists(step_entries, min_size=2, max_size=5))
-def test_each_sequence_hears_the_same_as_without_merging(all_entries: list) -> None:
-    """The merged step is read as a client reads it, and compared with the steps one by one."""
+def test_each_sequence_receives_the_same_as_without_merging(all_entries: list) -> None:
+    """The merged step is read as a client reads it, and compared with the single steps."""
     merged = merge_steps([step_of(entries) for entries in all_entries])
     assert len(set(merged.slots)) == len(merged.slots)
     position = 0

@@ -1,4 +1,4 @@
-"""The driver keeps events in one order whatever peers do, and ticks when the core asks for it."""
+"""The driver keeps events in one order whatever sinks do, and ticks when the core has a deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.usage_records import Credit
 
 
 class ScriptedCore:
-    """Answers each kind of event as it is told, and remembers the order."""
+    """A core with a scripted answer for each kind of event, which records the order of the events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -68,7 +68,7 @@ class Silent:
 
 
 class Reacting:
-    """A client that answers a step with an event, from within."""
+    """A client that reacts to a step with a nested event."""
 
     def __init__(self, driver: CoreDriver) -> None:
         self.driver = driver
@@ -81,7 +81,7 @@ class Reacting:
     def send_fleet(self, fleet: FleetChanged) -> None: ...
 
 
-async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
+async def test_a_nested_event_is_handled_after_the_current_one() -> None:
     """The core is not re-entrant: all actions of one event come before the next event."""
     core = ScriptedCore()
     driver = CoreDriver(core, Silent())
@@ -93,8 +93,8 @@ async def test_an_event_from_within_waits_for_the_one_at_hand() -> None:
     assert [type(event) for event in core.events] == [DrainStarted, ClientGone, ClientGone]
 
 
-async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
-    """Whoever brought the event hears of it; what others have queued is handled all the same."""
+async def test_a_fault_breaks_its_peer_and_not_the_driver() -> None:
+    """The caller that dispatched the event gets the error, and queued events of others are handled all the same."""
     core = ScriptedCore()
     driver = CoreDriver(core, Silent())
     client = Reacting(driver)
@@ -112,10 +112,11 @@ async def test_a_fault_breaks_its_peer_and_not_the_dispatcher() -> None:
 
 
 async def test_clients_are_known_by_one_id() -> None:
-    """News for one that has gone is dropped, for its ClientGone is on its way; one that is there keeps its id."""
+    """Steps for a client that has gone are dropped because its ClientGone is on its way; a present client keeps its
+    id."""
     core = ScriptedCore()
     driver = CoreDriver(core, Silent())
-    core.answers[DrainStarted] = lambda: [SendStep("nobody", Step(slots=[1]))]
+    core.answers[DrainStarted] = lambda: [SendStep("gone", Step(slots=[1]))]
     driver.dispatch(DrainStarted())
     driver.add_client("twin", Reacting(driver))
     with pytest.raises(ValueError, match="in use"):
@@ -123,7 +124,7 @@ async def test_clients_are_known_by_one_id() -> None:
 
 
 async def test_it_ticks_once_the_deadline_has_come() -> None:
-    """Deadlines expire although nothing else happens; an earlier one is not missed for a later timer."""
+    """Deadlines expire although no event arrives, and an earlier deadline is not missed because of a later timer."""
     core = ScriptedCore()
     driver = CoreDriver(core, Silent())
     core.deadline = driver.now() + 60
@@ -132,5 +133,5 @@ async def test_it_ticks_once_the_deadline_has_come() -> None:
     driver.dispatch(DrainStarted())
     async with asyncio.timeout(5):
         await core.ticked.wait()
-    assert sum(isinstance(event, Tick) for event in core.events) <= 3, "it does not spin"
+    assert sum(isinstance(event, Tick) for event in core.events) <= 3, "it must not spin"
     driver.close()

@@ -24,7 +24,7 @@ def line(number: int, size: int = 20) -> bytes:
 def test_files_stay_within_their_size_and_each_has_a_header(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], batch: int
 ) -> None:
-    """Two files of at most max_bytes, whose lines are the latest ones, in order and whole."""
+    """There are at most two files of at most max_bytes, and they contain the latest lines, complete and in order."""
     path = tmp_path_factory.mktemp("decisions") / "log"
     file = RotatingFile(path, max_bytes=120)
     lines = [line(number, size) for number, size in enumerate(sizes)]
@@ -42,7 +42,7 @@ def test_files_stay_within_their_size_and_each_has_a_header(
 
 
 def test_a_restart_appends_behind_a_torn_line(tmp_path: Path) -> None:
-    """What an earlier run wrote stays; the half line that it was killed in stays a line of its own."""
+    """The lines of an earlier run stay, and the line that was cut off when it was killed stays a line of its own."""
     path = tmp_path / "log"
     path.write_bytes(b"old\nhalf")
     file = RotatingFile(path, max_bytes=1000)
@@ -53,16 +53,16 @@ def test_a_restart_appends_behind_a_torn_line(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old\nhalf\n" + HEADER + line(1) + line(2)
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
-    """Block hashes tell whoever knows a text that it was sent."""
+def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
+    """Block hashes reveal to readers who know a text that it was sent."""
     file = RotatingFile(tmp_path / "log", max_bytes=1000)
     file.open()
     file.close()
     assert (tmp_path / "log").stat().st_mode & 0o077 == 0
 
 
-def test_after_a_failure_it_begins_anew_with_the_header(tmp_path: Path) -> None:
-    """A disk that comes back must not leave lines whose header was lost with the failed write."""
+def test_after_a_failure_the_file_starts_with_the_header(tmp_path: Path) -> None:
+    """After a disk recovers there must be no lines whose header was lost with the failed write."""
     folder = tmp_path / "later"
     file = RotatingFile(folder / "log", max_bytes=1000)
     with pytest.raises(FileNotFoundError):
@@ -97,7 +97,7 @@ async def test_what_waits_is_written_before_the_end(tmp_path: Path) -> None:
 
 
 async def test_lines_are_dropped_and_counted_when_the_disk_is_slow(tmp_path: Path) -> None:
-    """Memory is bounded; what is being written counts until it is."""
+    """Memory is bounded; lines that are being written count until they are written."""
     dropped = Dropped()
     writer = DecisionWriter(RotatingFile(tmp_path / "log", 1000), dropped, max_waiting_bytes=50)
     assert writer.put(HEADER, line(1))
@@ -105,7 +105,7 @@ async def test_lines_are_dropped_and_counted_when_the_disk_is_slow(tmp_path: Pat
     assert not writer.put(b"", line(3))
     running = asyncio.create_task(writer.run())
     async with asyncio.timeout(5):
-        while not writer.put(b"", line(4)):  # noqa: ASYNC110  (the writer tells nobody that there is room again)
+        while not writer.put(b"", line(4)):  # noqa: ASYNC110  (The writer has no event for free room.)
             await asyncio.sleep(0.005)
         writer.close()
         await running
@@ -114,19 +114,19 @@ async def test_lines_are_dropped_and_counted_when_the_disk_is_slow(tmp_path: Pat
 
 
 async def test_a_disk_that_fails_stops_neither_the_router_nor_the_log(tmp_path: Path) -> None:
-    """A full disk costs lines, and they are counted; when it is well again the log goes on."""
+    """Lines that do not fit on a full disk are counted, and the log continues when there is room again."""
     folder = tmp_path / "mount"
     folder.mkdir()
     dropped = Dropped()
     writer = DecisionWriter(RotatingFile(folder / "log", 30), dropped)
     writer.open()
     running = asyncio.create_task(writer.run())
-    (folder / "log.1").mkdir()  # rotation cannot replace it
+    (folder / "log.1").mkdir()  # Rotation cannot replace a folder that is not empty.
     (folder / "log.1" / "x").touch()
     writer.put(HEADER, line(1))
     writer.put(b"", line(2))
     async with asyncio.timeout(5):
-        while not dropped.count:  # noqa: ASYNC110  (what is waited for has no event)
+        while not dropped.count:  # noqa: ASYNC110  (The condition has no event.)
             await asyncio.sleep(0.005)
         (folder / "log.1" / "x").unlink()
         (folder / "log.1").rmdir()
@@ -136,8 +136,8 @@ async def test_a_disk_that_fails_stops_neither_the_router_nor_the_log(tmp_path: 
     assert (folder / "log").read_bytes() == HEADER + line(3)
 
 
-async def test_a_path_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
-    """A typing error in the configuration must not be found out when the log is needed."""
+async def test_a_path_that_cannot_be_written_is_reported_at_the_start(tmp_path: Path) -> None:
+    """A mistake in the configuration must not first show when the log is needed."""
     writer = DecisionWriter(RotatingFile(tmp_path / "missing" / "log", 1000), Dropped())
     with pytest.raises(StartError, match=r"router\.decision_log\.path: .*missing.*No such file"):
         writer.open()

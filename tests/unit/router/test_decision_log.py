@@ -1,4 +1,4 @@
-"""The decision log joins, forgets and never writes what it should not."""
+"""The decision log joins placements and ends, forgets old requests, and writes no secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDS = (
 
 
 def candidate(plan: ShardPlan) -> Candidate:
-    """A shard that looks as this plan says."""
+    """Returns a candidate with this plan's values."""
     return Candidate(
         shard_id=plan.shard_id,
         turn=0,
@@ -54,7 +54,7 @@ def candidate(plan: ShardPlan) -> Candidate:
     )
 
 
-# The shards as the core knows them, not in the order of an explanation.
+# Here the shards have the core's order instead of the order of an explanation.
 PICK = Pick(
     50,
     picked_shard_id="s1",
@@ -98,7 +98,7 @@ def shard_state(shard_id: str, **fields) -> ShardState:
 
 
 class World:
-    """A log with a journal, whose lines it keeps."""
+    """A log with a journal whose lines it keeps."""
 
     def __init__(self, max_remembered: int = 10, **settings) -> None:
         self.now = 1000.0
@@ -129,7 +129,7 @@ class World:
 
 
 def test_a_line_holds_all_that_a_replay_needs() -> None:
-    """`kvloom simulate --decisions` has nothing else: arrival, size, hashes, session, fleet, outcome."""
+    """`kvloom simulate --decisions` needs the arrival, size, hashes, session, fleet and outcome."""
     world = World()
     world.log.placement_decided(decided("r1", session_key="chat", tenant="acme", max_tokens=9))
     world.now = 1002.0
@@ -151,20 +151,20 @@ def test_a_line_holds_all_that_a_replay_needs() -> None:
 
 
 def test_no_prompt_and_no_name_gets_into_the_file() -> None:
-    """The file may be handed to somebody who tunes routing: it must not hold what users wrote or who they are."""
+    """The file may be given to people who tune routing, so it must not contain what users wrote or who they are."""
     worlds = [World(), World()]
     for world in worlds:
         world.serve("r1", session_key="chat", tenant="acme")
         world.serve("r2", session_key="chat", tenant="other")
         assert not any(word in b"".join(world.raw) for word in (b"secret", b"acme", b"chat"))
     first, second = (line for line in worlds[0].lines if isinstance(line, RequestLine))
-    assert first.session == second.session, "what belongs together still does"
+    assert first.session == second.session, "requests of one session can still be joined"
     assert len({first.tenant, second.tenant, first.session}) == 3
-    assert first.session != worlds[1].lines[1].session, "nobody can try names out: each process has its salt"  # type: ignore[union-attr]
+    assert first.session != worlds[1].lines[1].session, "names cannot be guessed: each process has its salt"  # type: ignore[union-attr]
 
 
 def test_only_the_latest_are_remembered() -> None:
-    """A router that runs for months must not grow."""
+    """The memory of a router that runs for months must not grow."""
     world = World(max_remembered=3)
     for number in range(10):
         world.serve(f"r{number}")
@@ -176,7 +176,7 @@ def test_only_the_latest_are_remembered() -> None:
 
 
 def test_memory_is_bounded_in_bytes_too() -> None:
-    """With hundreds of shards the number of requests alone would be no bound."""
+    """With hundreds of shards a limit on the number of requests alone would not bound the memory."""
     world = World(max_remembered=1000, max_remembered_bytes=5000)
     for number in range(100):
         world.log.placement_decided(decided(f"r{number}"))
@@ -188,7 +188,7 @@ def test_memory_is_bounded_in_bytes_too() -> None:
 
 
 def test_what_is_forgotten_before_its_end_counts_as_dropped() -> None:
-    """A file with holes must be known to have them."""
+    """Missing lines in the file must be counted."""
     world = World(max_remembered=2)
     for request_id in ("r1", "r2", "r3"):
         world.log.placement_decided(decided(request_id))
@@ -203,8 +203,8 @@ def test_what_is_forgotten_before_its_end_counts_as_dropped() -> None:
     assert not explanation_to_proto(found).outcome.HasField("predicted_ttft_seconds")
 
 
-def test_a_refused_twin_does_not_end_the_request_that_runs() -> None:
-    """The refusal of an id that is in use ends a request of that name, but not this one."""
+def test_a_rejected_duplicate_does_not_end_the_running_request() -> None:
+    """The rejection of a duplicate id ends a request of that id, but not the one that runs."""
     world = World()
     world.log.placement_decided(decided("r1"))
     refusal = {"num_attempts": 0, "reason": FINISH_REASON_ERROR, "ttft_seconds": None}
@@ -216,7 +216,7 @@ def test_a_refused_twin_does_not_end_the_request_that_runs() -> None:
 
 
 def test_a_name_used_again_is_a_new_request() -> None:
-    """Ids are the clients' own; the latest one is what they ask about."""
+    """Clients choose the ids, and ask about the latest request of an id."""
     world = World()
     world.serve("r1")
     world.log.placement_decided(decided("r1"))
@@ -226,8 +226,8 @@ def test_a_name_used_again_is_a_new_request() -> None:
     assert len(found.attempts) == 1
 
 
-def test_the_fleet_is_told_again_when_it_has_changed() -> None:
-    """A replay must know the shards and the speeds of the time; measurement noise is no change."""
+def test_a_changed_fleet_is_written_again() -> None:
+    """A replay needs the shards and speeds of the time; measurement noise is not a change."""
     world = World()
     world.serve("r1")
     world.shards[0] = shard_state("s1", decode_step_seconds=0.021)
@@ -244,8 +244,8 @@ def test_the_fleet_is_told_again_when_it_has_changed() -> None:
     assert [type(line) for line in world.lines[4:]] == [FleetLine, RequestLine] * 2
 
 
-def test_a_fleet_that_was_dropped_is_told_again() -> None:
-    """Header and line are lost together when there is no room: the next line must not stand without a header."""
+def test_a_dropped_fleet_line_is_written_again() -> None:
+    """Header and line are dropped together when there is no room, so the next line must have a header."""
     world = World()
     world.takes_lines = False
     world.serve("r1")
@@ -255,7 +255,7 @@ def test_a_fleet_that_was_dropped_is_told_again() -> None:
 
 
 def test_costs_that_are_not_finite_survive() -> None:
-    """A policy may rule a shard out by an infinite cost; JSON has no word for it."""
+    """A policy may exclude a shard by an infinite cost, which JSON cannot represent."""
     infinite = float("inf")
     ruled_out = ShardPlan("s9", 0, 0, 0, 0, infinite, infinite, {"queue": infinite, "own": 0.0})
     pick = msgspec.structs.replace(
@@ -274,8 +274,9 @@ def test_costs_that_are_not_finite_survive() -> None:
     assert explanation_to_proto(found).decisions[0].plan.regret.cost_seconds == 0
 
 
-def test_an_explanation_says_what_was_given_up_and_what_came_true() -> None:
-    """Regret compares shards that could have taken it; the error compares the prediction with what happened."""
+def test_an_explanation_has_regret_and_prediction_error() -> None:
+    """The regret compares the shards that could have taken the request, and the error compares the prediction with what
+    happened."""
     log = DecisionLog(10)
     log.placement_decided(decided("r1"))
     running = log.find("r1")
@@ -293,7 +294,7 @@ def test_an_explanation_says_what_was_given_up_and_what_came_true() -> None:
 
 
 def test_a_request_without_a_first_token_has_no_error_of_prediction() -> None:
-    """Nothing came true, so nothing was wrong."""
+    """Without a first token the prediction cannot be checked."""
     log = DecisionLog(10)
     log.placement_decided(decided("r1"))
     log.request_ended(ended("r1", ttft_seconds=None))
@@ -306,7 +307,7 @@ def test_a_request_without_a_first_token_has_no_error_of_prediction() -> None:
 
 
 def test_reading_skips_a_torn_line_and_names_a_strange_one() -> None:
-    """A killed router leaves half a line; a file of another kind must not be replayed as if it were empty."""
+    """A killed router leaves an incomplete line; a file of another kind must not be replayed as if it were empty."""
     world = World()
     world.serve("r1")
     torn = [world.raw[0], world.raw[1][:40] + b"\n", b"\n", world.raw[1]]

@@ -1,4 +1,4 @@
-"""A shard's KV events as the router takes them in."""
+"""The conversion of a shard's KV events into the core's changes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def changes(*events: KvEvent) -> list[KvChange]:
     return list(arrived.changes)
 
 
-def test_blocks_stored_one_at_a_time_are_taken_in_together() -> None:
-    """Sequences that decode fill a block each; a pass through the index for each would cost more than its token."""
+def test_single_stored_blocks_are_joined() -> None:
+    """Decoding sequences fill one block each, and an index update for each would cost more than its token."""
     assert changes(stored(1), stored(2), stored(3)) == [KvChange(stored=[1, 2, 3])]
     many = changes(*map(stored, range(2 * MAX_SINGLES + 1)))
     assert [len(change.stored) for change in many] == [MAX_SINGLES, MAX_SINGLES, 1]
 
 
 def test_nothing_overtakes_anything() -> None:
-    """A block that is stored, removed and stored again is there in the end; a prompt's blocks stay neighbours."""
+    """A block that is stored, removed and stored again is present in the end, and a prompt's blocks stay neighbours."""
     removed = KvEvent(block_removed=BlockRemoved(block_hashes=[1]))
     cleared = KvEvent(all_blocks_cleared=AllBlocksCleared())
     assert changes(

@@ -1,4 +1,4 @@
-"""The outbox of a client: what piles up is merged without losing order, and the pile has an end."""
+"""The outbox of a client merges waiting steps without losing their order, and it is bounded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def test_one_step_passes_untouched() -> None:
     assert not outbox
 
 
-def test_it_says_when_too_much_waits() -> None:
+def test_it_reports_when_too_much_waits() -> None:
     """A client that does not read must be noticed before memory is."""
     outbox = StepOutbox(max_entries=10)
     assert all(outbox.add(Step(slots=[1], token_ids=[5], deltas=["a"])) for _ in range(5))
     assert not outbox.add(Step(slots=[1], token_ids=[5], deltas=["a"]))
     outbox.take()
-    assert outbox.add(Step(slots=[1], token_ids=[5], deltas=["a"])), "taken steps count no more"
+    assert outbox.add(Step(slots=[1], token_ids=[5], deltas=["a"])), "taken steps must not count any more"
 
 
 def test_empty_steps_count_too() -> None:
@@ -31,7 +31,7 @@ def test_empty_steps_count_too() -> None:
 
 
 def test_steps_of_different_shards_are_put_side_by_side() -> None:
-    """Their slots differ, so no entry needs to be touched."""
+    """Their slots differ, so no entries need to be joined."""
     merged = merge_steps(
         [
             Step(slots=[1, 2], token_ids=[10, 20], deltas=["a", "b"], starts=[Start(1, 0)]),
@@ -45,7 +45,7 @@ def test_steps_of_different_shards_are_put_side_by_side() -> None:
 
 
 def test_entries_of_one_slot_are_joined_in_order() -> None:
-    """A frame has one entry a sequence; logprobs keep to the order of the tokens."""
+    """A frame has one entry per sequence, and logprobs keep the order of the tokens."""
     merged = merge_steps(
         [
             Step(slots=[1, 2], token_ids=[10, 20], deltas=["a", "b"], logprobs=[(1, "p10"), (2, "p20")]),

@@ -1,4 +1,4 @@
-"""What a client sends is taken in as it came, long prompts one a turn of the event loop."""
+"""A client's submits and cancels are processed in order, with one long prompt per turn of the event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Client:
         self.taken: list[str] = []
         self.faults: list[KvloomError] = []
         self.num_empty = 0
-        self.inbox = SubmitQueue(self._submit, self._cancel, self.faults.append, self._count)
+        self.queue = SubmitQueue(self._submit, self._cancel, self.faults.append, self._count)
 
     def _submit(self, submit: Submit) -> None:
         if submit.request_id == FAULTY:
-            raise protocol_violation("It is at fault.")
+            raise protocol_violation("It is faulty.")
         self.taken.append(submit.request_id)
 
     def _cancel(self, slots: Sequence[int]) -> None:
@@ -33,15 +33,15 @@ class Client:
         self.num_empty += 1
 
     async def taken_by_turn(self) -> list[list[str]]:
-        """What each turn from now on takes in, until nothing waits."""
+        """Returns what each further turn processes, until the queue is empty."""
         turns: list[list[str]] = []
         for _ in range(2 * MAX_WAITING):
-            if not self.inbox:
+            if not self.queue:
                 return turns
             before = len(self.taken)
             await asyncio.sleep(0)
             turns.append(self.taken[before:])
-        raise AssertionError("it never ends")
+        raise AssertionError("the queue never becomes empty")
 
 
 def long(name: str) -> Submit:
@@ -57,22 +57,22 @@ def frame(*submits: Submit, cancels: Sequence[int] = ()) -> RouterServiceConnect
 
 
 async def test_long_prompts_have_a_turn_each_and_nothing_overtakes_them():
-    """A cancel that overtook its submit would cancel nothing, and the request would run to its end."""
+    """A cancel that overtook its submit would have no effect, and the request would run to its end."""
     client = Client()
-    client.inbox.add(frame(long("a"), long("b"), short("c"), long("d")))
+    client.queue.add(frame(long("a"), long("b"), short("c"), long("d")))
     assert client.taken == ["a"]
-    client.inbox.add(frame(short("e"), cancels=[7]))
+    client.queue.add(frame(short("e"), cancels=[7]))
     assert await client.taken_by_turn() == [["b"], ["c", "d"], ["e", "cancel [7]"]]
     assert (client.num_empty, client.faults) == (1, [])
 
 
 async def test_frames_that_come_together_share_a_turn():
-    """A read from the socket brings several: a long prompt of each would keep others' tokens waiting as one frame of
-    all would."""
+    """One read from the socket may return several frames. A long prompt in each would delay other clients' tokens as
+    much as one frame with all of them would."""
     client = Client()
     for name in "abc":
-        client.inbox.add(frame(long(name)))
-    client.inbox.add(frame(cancels=[7]))
+        client.queue.add(frame(long(name)))
+    client.queue.add(frame(cancels=[7]))
     assert client.taken == ["a"]
     assert await client.taken_by_turn() == [["b"], ["c"], ["cancel [7]"]]
     assert (client.num_empty, client.faults) == (1, [])
@@ -81,26 +81,26 @@ async def test_frames_that_come_together_share_a_turn():
 async def test_short_prompts_are_taken_at_once():
     """Waiting for a turn would only add to their latency."""
     client = Client()
-    client.inbox.add(frame(*(short(str(i)) for i in range(9)), cancels=[1, 2]))
+    client.queue.add(frame(*(short(str(i)) for i in range(9)), cancels=[1, 2]))
     assert client.taken == [*map(str, range(9)), "cancel [1, 2]"]
 
 
 async def test_a_client_cannot_make_the_router_keep_what_it_sends():
-    """Of more than the limit the rest is taken at once: then the socket makes the client wait."""
+    """Entries beyond the limit are processed at once, so that the socket makes the client wait."""
     client = Client()
-    client.inbox.add(frame(*(long("x") for _ in range(MAX_WAITING + 10))))
-    assert len(client.inbox) == MAX_WAITING
-    client.inbox.add(frame(*(long("y") for _ in range(5))))
-    assert len(client.inbox) <= MAX_WAITING
+    client.queue.add(frame(*(long("x") for _ in range(MAX_WAITING + 10))))
+    assert len(client.queue) == MAX_WAITING
+    client.queue.add(frame(*(long("y") for _ in range(5))))
+    assert len(client.queue) <= MAX_WAITING
 
 
 async def test_a_fault_that_shows_later_ends_the_stream_too():
-    """Nobody awaits what a turn takes in: the error must reach the stream all the same."""
+    """No caller awaits what a later turn processes, but its error must reach the stream all the same."""
     client = Client()
     with pytest.raises(KvloomError):
-        client.inbox.add(frame(short(FAULTY)))
-    client.inbox.clear()
-    client.inbox.add(frame(long("a"), long(FAULTY), short("b")))
+        client.queue.add(frame(short(FAULTY)))
+    client.queue.clear()
+    client.queue.add(frame(long("a"), long(FAULTY), short("b")))
     await client.taken_by_turn()
-    assert [str(error) for error in client.faults] == ["It is at fault."]
+    assert [str(error) for error in client.faults] == ["It is faulty."]
     assert (client.taken, client.num_empty) == (["a"], 0)
