@@ -1,1 +1,18 @@
+"""The process that serves one engine to routers over gRPC.
+
+__main__.py            `python -m shard_server`: parses the arguments and serves
+server.py              starts, drains and stops the parts of the process in order
+shard_servicer.py      the gRPC service: the router's stream, GetInfo and Drain
+connection.py          one router's stream: its slots and the frames that wait to be written
+step_frames.py         how a step frame is filled, and how waiting frames are merged
+engine_multiplexer.py  between one engine and all routers: every step becomes one frame per router
+intake.py              admits or rejects what routers submit
+submits.py             checks a submit and turns it into engine requests
+live_sequences.py      the sequences that have not finished
+load_reporter.py       when and what load is reported to each router
+kv_mirror.py           the numbered events and the snapshot of the cached blocks
+metrics.py             the Prometheus metrics of a shard
+engines/               the Engine protocol, and the simulator, torch and TensorRT-LLM behind it
+"""
+
 import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)

@@ -21,7 +21,7 @@ from shard_server.server import ShardServer
 async def serve(
     config: KvloomConfig, name: str, port: int, metrics_port: int | None, advertised_address: str = ""
 ) -> None:
-    """Until SIGTERM or SIGINT, or until the engine dies. Raises StartError; exits with 1 when the engine dies."""
+    """Serve until SIGTERM or SIGINT, or until the engine dies. Raises StartError; exits with 1 when the engine dies."""
     stop = service.stop_event()
     metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
     engine, tokenizer = await asyncio.to_thread(_load, config)
@@ -44,9 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m shard_server", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML or JSON file")
     parser.add_argument("--name", default=f"shard-{os.getpid()}", help="this shard's id, unique in the fleet")
-    parser.add_argument("--port", type=int, default=0, help="0 (the default) picks one")
-    parser.add_argument("--metrics-port", type=int, help="serve /metrics there; 0 picks one")
-    parser.add_argument("--advertised-address", default="", help="host:port where routers connect, if elsewhere")
+    parser.add_argument("--port", type=int, default=0, help="0 (the default) picks a free port")
+    parser.add_argument("--metrics-port", type=int, help="serve /metrics on this port; 0 picks a free one")
+    parser.add_argument("--advertised-address", default="", help="host:port for routers, if not the listening one")
     arguments = parser.parse_args()
 
     async def run() -> None:
@@ -65,7 +65,7 @@ def _serve_metrics(host: str, port: int) -> str:
 
 
 def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:
-    """Runs in a thread; the engine's own loading comes with its `start`."""
+    """Create the engine and load the tokenizer; called in a thread. The engine loads its weights in `start`."""
     if not config.model.path:
         raise service.StartError("model.path is not set: the shard needs the model's tokenizer")
     try:

@@ -1,78 +1,46 @@
-"""One router's stream, without gRPC: its slots, the frame that is being filled, the frames that wait to be written."""
+"""One router's stream, without gRPC: its slots, the frame being filled, and the frames that wait to be written."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvloom.errors import KvloomError
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.kv_event_pb2 import KvEventBatch
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectResponse
-from shard_server.frame_merge import take_merged
-
-if TYPE_CHECKING:
-    from shard_server.sequences import LiveSequence
+from shard_server.live_sequences import LiveSequence
+from shard_server.step_frames import StepParts, take_merged
 
 MAX_PENDING_FRAMES: Final = 4096
-"""More than this unwritten (20 s at 5 ms a step) and the router is given up: it reads too slowly, or not at all."""
+"""A router with more unwritten frames than this (20 s at 5 ms a step) is disconnected: it reads too slowly, or not at
+all."""
 
 MIN_INTERVAL_SECONDS: Final = 0.002
-"""Between two frames. No model decodes this fast; an engine that does would wake its routers for every step."""
-
-
-class StepParts:
-    """What is to become a StepFrame; see there for the fields."""
-
-    __slots__ = ("deltas", "finishes", "logprobs", "num_tokens", "slots", "starts", "token_ids", "uneven")
-
-    def __init__(self) -> None:
-        self.slots: list[int] = []
-        self.num_tokens: list[int] = []
-        self.uneven = False
-        """Some entry does not have exactly one token."""
-        self.token_ids: list[int] = []
-        self.deltas: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.starts: list[SequenceStart] = []
-        self.finishes: list[SequenceFinish] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.slots or self.finishes or self.starts)
-
-    def to_proto(self) -> StepFrame:
-        return StepFrame(
-            slots=self.slots,
-            num_tokens=self.num_tokens if self.uneven else (),
-            token_ids=self.token_ids,
-            deltas=self.deltas,
-            logprobs=self.logprobs,
-            starts=self.starts,
-            finishes=self.finishes,
-        )
+"""The shortest time between two frames. No model decodes this fast; an engine that does (the simulator) would wake its
+routers for every step."""
 
 
 class RouterConnection:
-    """Fed by the EngineMultiplexer, emptied by the servicer's writer. Nothing here waits for the router."""
+    """The EngineMultiplexer fills it and the servicer's writer empties it. Nothing here waits for the router."""
 
     def __init__(self, router_id: str, origin: int, max_pending_frames: int = MAX_PENDING_FRAMES) -> None:
         self.router_id = router_id
         self.origin = origin
-        """Marks this stream's sequences in the engine; another stream of the same router has another."""
+        """Marks the sequences of this stream in the engine; every stream has its own, even two of the same router."""
         self.by_slot: dict[int, LiveSequence] = {}
         self.parts = StepParts()
-        """Of the engine step (or the router's frame) that is being handled."""
+        """The output of the engine step (or the router's frame) that is being handled."""
         self.ended: asyncio.Future[KvloomError | None] = asyncio.get_running_loop().create_future()
-        """Set when this side ends the stream: None in good order, once all frames are written."""
+        """Set when this side ends the stream. None means a clean end, after all waiting frames have been written."""
         self._max_pending_frames = max_pending_frames
         self._pending: deque[ShardServiceConnectResponse] = deque()
         self._writer: FrameWriter[ShardServiceConnectResponse] | None = None
 
     def send_step(self, kv_events: KvEventBatch | None = None, load: LoadReport | None = None) -> None:
-        """Everything new as one frame; nothing new, no frame."""
+        """Queue everything new as one frame. Without anything new, no frame is queued."""
         parts = self.parts
         step = None
         if parts:
@@ -97,7 +65,7 @@ class RouterConnection:
             self._writer.wake()
 
     def end(self, error: KvloomError | None = None) -> None:
-        """End the stream: at once with an error, else when all frames are written."""
+        """End the stream: with an error at once, without one after all waiting frames have been written."""
         if not self.ended.done():
             self.ended.set_result(error)
         if error is not None:
@@ -106,7 +74,7 @@ class RouterConnection:
             self._writer.finish()
 
     async def write_frames(self, stream: Any) -> None:
-        """To a stream of gRPC's or a LocalStream, until its end. Raises AioRpcError."""
+        """Write to `stream` (a gRPC stream or a LocalStream) until it ends. Raises AioRpcError."""
         self._writer = FrameWriter(stream, self._take, MIN_INTERVAL_SECONDS)
         self._writer.wake()
         if self.ended.done():

@@ -1,7 +1,7 @@
-"""Between one engine and all routers: takes their submits, and turns every engine step into one frame per router.
+"""Connects one engine to all routers: accepts their submits, and turns every engine step into one frame per router.
 
-Synchronous but for `run`, which consumes the engine's steps; everything happens on one event loop, so nothing is
-locked.
+Everything is synchronous except `run`, which consumes the engine's steps. All calls are made on one event loop, so no
+locks are needed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from kvloom.v1.shard_service_pb2 import (
 )
 from shard_server.connection import MAX_PENDING_FRAMES, RouterConnection
 from shard_server.engines.base import Engine, FinishReason, SequenceEnd, StepOutput
-from shard_server.intake import Intake
+from shard_server.intake import Intake, engine_failed, stopping
 from shard_server.kv_mirror import KvMirror
-from shard_server.live_sequences import LiveSequences
+from shard_server.live_sequences import LiveSequences, logprobs_to_proto
 from shard_server.load_reporter import LoadReporter
 from shard_server.metrics import ShardMetrics
-from shard_server.refusals import engine_failed, stopping
-from shard_server.sequences import logprobs_to_proto
 
 log = structlog.get_logger()
 
@@ -46,7 +44,7 @@ _FINISH_REASONS: Final = {
 
 
 class EngineMultiplexer:
-    """`engine` must have started. `max_waiting`: sequences taken beyond a full batch."""
+    """`engine` must have started. `max_waiting` is the number of sequences that are accepted beyond a full batch."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class EngineMultiplexer:
     # -- routers ------------------------------------------------------------------------------------------------------
 
     def connect(self, router_id: str) -> RouterConnection:
-        """A new stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
+        """Open a stream; its first frame is the hello with a snapshot. Raises KvloomError when the engine has died."""
         if self._intake.engine_has_failed:
             raise engine_failed()
         connection = RouterConnection(router_id, next(self._origins), self._max_pending_frames)
@@ -90,7 +88,7 @@ class EngineMultiplexer:
         return connection
 
     def disconnect(self, connection: RouterConnection) -> None:
-        """The stream is over: its sequences are cancelled, their blocks freed."""
+        """The stream has ended: its sequences are cancelled and their blocks freed."""
         if connection not in self._connections:
             return
         self._connections.remove(connection)
@@ -99,7 +97,7 @@ class EngineMultiplexer:
         self._metrics.on_routers(len(self._connections))
 
     def receive(self, connection: RouterConnection, frame: ShardServiceConnectRequest) -> None:
-        """A router's frame, submits before cancels. Raises KvloomError (PROTOCOL_VIOLATION)."""
+        """Handle a router's frame, submits before cancels. Raises KvloomError (PROTOCOL_VIOLATION)."""
         if frame.HasField("hello"):
             raise protocol_violation("Only the first frame carries a hello.")
         for submit in frame.submits:
@@ -127,15 +125,17 @@ class EngineMultiplexer:
         return self._load.draining
 
     def set_draining(self, draining: bool, *, hand_over: bool = False) -> None:
-        """While it is set new sequences are refused; with `hand_over` routers move those that run to other shards.
-        Routers are told at once."""
+        """While draining, new sequences are rejected; with `hand_over`, routers move running ones to other shards.
+
+        Routers are notified at once.
+        """
         if (draining, hand_over) != (self._load.draining, self._load.hand_over):
             self._load.draining, self._load.hand_over = draining, hand_over
             for connection in self._connections:
                 connection.send_step(load=self._load.report(connection.origin))
 
-    def give_back(self) -> None:
-        """The process ends: every sequence finishes with DRAINING, behind which its router goes on elsewhere."""
+    def return_sequences(self) -> None:
+        """Finish every sequence with DRAINING because the process ends; its router resumes it on another shard."""
         for sequence in list(self._live.by_request_id.values()):
             self._live.cancel_in_engine(sequence)
             self._live.finish(sequence, generation_pb2.FINISH_REASON_ERROR, stopping())
@@ -147,19 +147,19 @@ class EngineMultiplexer:
         await self._live.wait_idle()
 
     def end_connections(self) -> None:
-        """Close all streams in good order, behind the frames that wait to be written."""
+        """Close all streams cleanly, after the frames that wait to be written."""
         for connection in self._connections:
             connection.end()
 
     def load_report(self) -> LoadReport:
-        """For somebody who has submitted nothing."""
+        """The load as a reader without sequences of its own receives it."""
         return self._load.report()
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Hand out steps until the engine is closed. When it dies: every sequence finishes with ENGINE_FAILED, and the
-        engine's error is raised."""
+        """Deliver steps until the engine is closed. When the engine dies, every sequence finishes with ENGINE_FAILED
+        and the engine's error is raised."""
         try:
             async for output in self._engine.steps():
                 self._on_step(output)
@@ -184,10 +184,10 @@ class EngineMultiplexer:
             sequence = live.get(request_id)
             if sequence is None:
                 num_discarded += len(token_ids)
-                self._live.cancelling_sequences.note_tokens(request_id, len(token_ids))
+                self._live.cancelling.note_tokens(request_id, len(token_ids))
                 continue
             if request_id in ends or len(token_ids) != 1:
-                token_ids, delta = sequence.push_carefully(token_ids)
+                token_ids, delta = sequence.push_until_stop(token_ids)
             else:
                 delta = sequence.detokenizer.push(token_ids)
             end = ends.get(request_id)
@@ -224,7 +224,7 @@ class EngineMultiplexer:
         self._metrics.on_step(output.load, num_tokens, num_discarded, self._kv.num_cached_blocks, step_seconds)
 
     def _report_soon(self) -> None:
-        """The other routers must hear of a submit, though the engine's step may take long."""
+        """Schedule a load report: other routers must learn of a submit even if the engine's step takes long."""
         if self._report_timer is None:
             delay_seconds = self._load.seconds_to_next(self._clock())
             self._report_timer = asyncio.get_running_loop().call_later(delay_seconds, self._report_submits)
@@ -236,8 +236,8 @@ class EngineMultiplexer:
                 connection.send_step(load=self._load.report(connection.origin))
 
     def _end(self, end: SequenceEnd) -> None:
-        """An end whose sequence has not finished with its last tokens."""
-        self._live.cancelling_sequences.end(end.request_id)
+        """Handle the engine's end of a sequence, which may have finished with its last tokens already."""
+        self._live.cancelling.end(end.request_id)
         sequence = self._live.by_request_id.get(end.request_id)
         if sequence is None:
             return
@@ -245,7 +245,7 @@ class EngineMultiplexer:
         if end.refusal:
             error = invalid_argument(f"The guide cannot be followed: {end.refusal}.", GUIDE_FIELD)
         elif end.reason is FinishReason.ERROR:
-            log.error("the engine gave up a sequence", request_id=end.request_id, error=end.error)
+            log.error("the engine failed a sequence", request_id=end.request_id, error=end.error)
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
             self._live.flush(sequence)
@@ -253,7 +253,7 @@ class EngineMultiplexer:
 
 
 def _first_tokens_first(output: StepOutput) -> Iterable[tuple[str, list[int]]]:
-    """A step's entries, in the order in which clients are to see them: who still waits for a first token waits most."""
+    """A step's entries, those with a first token in front: a client that waits for its first token waits longest."""
     entries = zip(output.request_ids, output.token_ids, strict=True)
     if not output.starts:
         return entries

@@ -1,4 +1,7 @@
-"""Takes what routers submit: each choice becomes a sequence of the engine's, or is refused in its next frame."""
+"""Admits what routers submit: each choice becomes a sequence of the engine, or is rejected in the router's next frame.
+
+The errors with which a shard rejects or ends a sequence are worded here.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,21 @@ import structlog
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.text.detokenizer import IncrementalDetokenizer, TokenText
-from kvloom.v1.generation_pb2 import Choice
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, Choice, SequenceFinish
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from shard_server.connection import RouterConnection
 from shard_server.engines.base import Engine, EngineError, EngineRequest, RequestRefusedError
-from shard_server.live_sequences import LiveSequences
+from shard_server.live_sequences import LiveSequence, LiveSequences, visible_output
 from shard_server.load_reporter import LoadReporter
-from shard_server.refusals import draining, engine_failed, queue_full, refusal
-from shard_server.sequences import LiveSequence, shown_output
 from shard_server.submits import resolve_submit
 
 log = structlog.get_logger()
 
 
 class Intake:
-    """Of one engine, for all routers. `max_sequences`: those that the engine has at most, also those it is to drop."""
+    """The intake of one engine, for all routers. `max_sequences` limits the sequences in the engine, including those
+    that are being cancelled there."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Intake:
         self.engine_has_failed = False
 
     def submit(self, connection: RouterConnection, submit: ShardSubmit) -> None:
-        """Raises KvloomError (PROTOCOL_VIOLATION); every other error is a refusal."""
+        """Raises KvloomError (PROTOCOL_VIOLATION). Every other error rejects the choice in the router's next frame."""
         choices = submit.choices
         slots = {choice.slot for choice in choices}
         if not choices or len(slots) < len(choices) or not slots.isdisjoint(connection.by_slot):
@@ -55,14 +58,14 @@ class Intake:
             requests = resolve_submit(submit, self._engine_info, next(self._serials), connection.origin)
         except KvloomError as error:
             for choice in choices:
-                connection.parts.finishes.append(refusal(choice.slot, error))
+                connection.parts.finishes.append(rejection(choice.slot, error))
             return
         now = self._clock()
         for choice, request in zip(choices, requests, strict=True):
             try:
                 self._submit_choice(connection, choice, request, submit.stop.stop, now)
             except KvloomError as error:
-                connection.parts.finishes.append(refusal(choice.slot, error))
+                connection.parts.finishes.append(rejection(choice.slot, error))
 
     def _check_capacity(self, num_choices: int) -> None:
         if self.engine_has_failed:
@@ -81,7 +84,7 @@ class Intake:
         now: float,
     ) -> None:
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, stop_strings, shown_output(request), choice.num_delivered_chars
+            self._tokenizer, stop_strings, visible_output(request), choice.num_delivered_chars
         )
         sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now)
         reason = sequence.already_ended()
@@ -92,9 +95,36 @@ class Intake:
                 raise invalid_argument(f"This shard's engine cannot run the request: {error}.") from error
             except EngineError as error:
                 log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
-                raise engine_failed() from error  # what a client can do wrong has been checked before
+                raise engine_failed() from error  # every mistake that a client can make was checked before
             self._load.on_submit(request)
         self._live.add(sequence)
         if reason is not None:
             self._live.flush(sequence)
             self._live.finish(sequence, reason)
+
+
+def rejection(slot: int, error: KvloomError) -> SequenceFinish:
+    """The finish of a sequence that was never started."""
+    return SequenceFinish(slot=slot, reason=FINISH_REASON_ERROR, error=error.to_proto())
+
+
+def engine_failed() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "The engine failed while it served this request.")
+
+
+def draining() -> KvloomError:
+    return KvloomError(ErrorReason.ERROR_REASON_DRAINING, "This shard takes no new requests: it is draining.")
+
+
+def stopping() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_DRAINING, "The shard that served this request has stopped.", retry_after_seconds=1.0
+    )
+
+
+def queue_full(num_sequences: int) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_QUEUE_FULL,
+        f"This shard has {num_sequences} sequences running or waiting and takes no more.",
+        retry_after_seconds=1.0,
+    )

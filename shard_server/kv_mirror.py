@@ -1,4 +1,4 @@
-"""The shard's cached blocks as its routers know them: events numbered without a gap, and the whole set on demand."""
+"""The shard's cached blocks as its routers see them: events numbered without a gap, and the whole set on demand."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class KvMirror:
     def __init__(self) -> None:
         self._number = 0
         self._cached: dict[int, None] = {}
-        """In the order of storing: routers read neighbours faster."""
+        """An ordered set, in the order in which the blocks were stored: routers read neighbouring hashes faster."""
 
     @property
     def num_cached_blocks(self) -> int:
         return len(self._cached)
 
     def apply(self, events: Sequence[KvEvent]) -> KvEventBatch:
-        """The events of one step as the next batch."""
+        """Number the events of one step as the next batch."""
         batch = [self._apply(event) for event in events]
         self._number += 1
         return KvEventBatch(number=self._number, events=batch)
 
     def snapshot(self) -> KvSnapshot:
-        """Everything that is cached; the next batch is number + 1."""
+        """Every cached block; the next batch has the number of the snapshot + 1."""
         return KvSnapshot(number=self._number, block_hashes=self._cached)
 
     def _apply(self, event: KvEvent) -> kv_event_pb2.KvEvent:

@@ -1,41 +1,159 @@
-"""An engine's sequences that have not finished, and what can happen to one: started, flushed, cancelled, finished.
+"""The sequences of a shard's engine that have not finished, and what can happen to one: it is started, flushed,
+cancelled and finished.
 
-A sequence is no longer here as soon as its finish is in a frame; what the engine still says about it is dropped.
+A sequence leaves this record as soon as its finish is in a frame. Later output of the engine for it is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1 import generation_pb2
-from shard_server.cancelling_sequences import CancellingSequences
-from shard_server.engines.base import Engine
+from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
+from shard_server.engines.base import Engine, EngineRequest, TokenLogprobs
 from shard_server.metrics import ShardMetrics
-from shard_server.sequences import LiveSequence
+from shard_server.step_frames import StepParts
+
+log = structlog.get_logger()
+
+
+class SequenceOwner(Protocol):
+    """What a sequence needs of the router connection that submitted it."""
+
+    by_slot: dict[int, LiveSequence]
+    parts: StepParts
+    """The frame that is being filled for the router."""
+
+
+class LiveSequence:
+    """One submitted choice that has not finished: where its output goes, its text, and what it has delivered."""
+
+    __slots__ = (
+        "connection",
+        "detokenizer",
+        "has_stop_strings",
+        "num_cached_tokens",
+        "num_output_tokens",
+        "received_at",
+        "request",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        connection: SequenceOwner,
+        slot: int,
+        request: EngineRequest,
+        detokenizer: IncrementalDetokenizer,
+        has_stop_strings: bool,
+        received_at: float,
+    ) -> None:
+        self.connection = connection
+        self.slot = slot
+        self.request = request
+        self.detokenizer = detokenizer
+        self.has_stop_strings = has_stop_strings
+        self.num_cached_tokens = 0
+        self.num_output_tokens = len(request.output_token_ids)
+        """Includes the output tokens of earlier attempts."""
+        self.received_at = received_at
+
+    def already_ended(self) -> FinishReason.ValueType | None:
+        """The finish reason, if an earlier attempt generated the sequence's last token but did not report the end."""
+        tokens = self.request.output_token_ids
+        if self.detokenizer.stop_string is not None or (tokens and tokens[-1] in self.request.stop_token_ids):
+            return FinishReason.FINISH_REASON_STOP
+        if len(tokens) >= self.request.max_tokens:
+            return FinishReason.FINISH_REASON_LENGTH
+        return None
+
+    def push_until_stop(self, token_ids: Sequence[int]) -> tuple[Sequence[int], str]:
+        """Detokenize several tokens, or the last ones; returns the tokens to deliver and their text.
+
+        A stop token has no text. Nothing is delivered after the token that completes a stop string.
+        """
+        text = ""
+        for i, token_id in enumerate(token_ids):
+            if token_id not in self.request.stop_token_ids:
+                text += self.detokenizer.push((token_id,))
+            if self.detokenizer.stop_string is not None:
+                return token_ids[: i + 1], text
+        return token_ids, text
+
+    def finish(self, reason: FinishReason.ValueType) -> SequenceFinish:
+        """The finish message of the sequence, with exact token counts."""
+        stop_string = self.detokenizer.stop_string if reason == FINISH_REASON_STOP else None
+        return SequenceFinish(
+            slot=self.slot,
+            reason=reason,  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type, ints are fine)
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            stop_string=stop_string or "",
+        )
+
+
+class CancellingSequences:
+    """Sequences that have finished for their router but have not yet ended in the engine, by the engine's request id.
+
+    Counts the tokens that the engine generates for a sequence after its client has stopped wanting them.
+    """
+
+    def __init__(self, metrics: ShardMetrics) -> None:
+        self._metrics = metrics
+        self._num_wasted: dict[str, int | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_wasted)
+
+    def add(self, request_id: str) -> None:
+        """The answer is complete, but the engine has not stopped yet. Its further tokens are not counted as wasted."""
+        self._num_wasted[request_id] = None
+
+    def add_unwanted(self, request_id: str, num_late_tokens: int) -> None:
+        """The client no longer wants the answer, and did not want its last `num_late_tokens` tokens."""
+        self._num_wasted[request_id] = num_late_tokens
+
+    def note_tokens(self, request_id: str, count: int) -> None:
+        """The engine has generated `count` more tokens."""
+        num_wasted = self._num_wasted.get(request_id)
+        if num_wasted is not None:
+            self._num_wasted[request_id] = num_wasted + count
+
+    def end(self, request_id: str) -> None:
+        """The engine has ended a sequence; it need not be one of these."""
+        num_wasted = self._num_wasted.pop(request_id, None)
+        if num_wasted is not None:
+            self._metrics.on_unwanted_end(num_wasted)
+            log.info("cancelled sequence ended", request_id=request_id, num_wasted_tokens=num_wasted)
 
 
 class LiveSequences:
-    """Of one engine, of all routers."""
+    """The live sequences of one engine, from all routers."""
 
     def __init__(self, engine: Engine, metrics: ShardMetrics, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
         self.by_request_id: dict[str, LiveSequence] = {}
-        """The engine's request ids."""
-        self.cancelling_sequences = CancellingSequences(metrics)
+        """Keyed by the engine's request ids."""
+        self.cancelling = CancellingSequences(metrics)
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_in_engine(self) -> int:
-        """Also those that have finished, of which the engine does not know yet."""
-        return len(self.by_request_id) + len(self.cancelling_sequences)
+        """Includes sequences that have finished but have not yet ended in the engine."""
+        return len(self.by_request_id) + len(self.cancelling)
 
     async def wait_idle(self) -> None:
-        """Returns when there is none."""
+        """Returns when no sequence is live."""
         await self._idle.wait()
 
     def add(self, sequence: LiveSequence) -> None:
@@ -44,7 +162,7 @@ class LiveSequences:
         self._idle.clear()
 
     def start(self, sequence: LiveSequence, num_cached_tokens: int, queue_time_seconds: float, now: float) -> None:
-        """The engine has begun with it."""
+        """The engine has produced the first token of `sequence`."""
         sequence.num_cached_tokens = num_cached_tokens
         sequence.connection.parts.starts.append(
             generation_pb2.SequenceStart(
@@ -56,7 +174,7 @@ class LiveSequences:
         )
 
     def flush(self, sequence: LiveSequence) -> None:
-        """What text is left, as an entry without tokens."""
+        """Add the text that the detokenizer still holds, as an entry without tokens."""
         text = sequence.detokenizer.flush()
         if text:
             parts = sequence.connection.parts
@@ -66,24 +184,24 @@ class LiveSequences:
             parts.deltas.append(text)
 
     def cancel_in_engine(self, sequence: LiveSequence) -> None:
-        """Its answer is complete; it is to be finished besides."""
-        self.cancelling_sequences.add(sequence.request.request_id)
+        """Stop the engine's work on a complete answer. The caller also finishes the sequence."""
+        self.cancelling.add(sequence.request.request_id)
         self._engine.cancel(sequence.request.request_id)
 
     def cancel_unwanted(self, sequence: LiveSequence, num_arrived_tokens: int) -> None:
-        """Nobody wants what comes behind its first `num_arrived_tokens`: it is cancelled and finished."""
+        """Cancel and finish a sequence of which the client wants only the first `num_arrived_tokens` tokens."""
         self.cancel_in_engine(sequence)
         num_late_tokens = max(0, sequence.num_output_tokens - num_arrived_tokens)
-        self.cancelling_sequences.add_unwanted(sequence.request.request_id, num_late_tokens)
+        self.cancelling.add_unwanted(sequence.request.request_id, num_late_tokens)
         self.finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
 
     def finish(
         self,
         sequence: LiveSequence,
-        reason: generation_pb2.FinishReason.ValueType,
+        reason: FinishReason.ValueType,
         error: KvloomError | None = None,
     ) -> None:
-        """Its end goes into its router's next frame."""
+        """End a sequence; its finish goes into its router's next frame."""
         del self.by_request_id[sequence.request.request_id]
         connection = sequence.connection
         del connection.by_slot[sequence.slot]
@@ -94,3 +212,21 @@ class LiveSequences:
         self._metrics.on_finish(reason, self._clock() - sequence.received_at)
         if not self.by_request_id:
             self._idle.set()
+
+
+def visible_output(request: EngineRequest) -> Sequence[int]:
+    """The output of earlier attempts, without a final stop token, which has no text."""
+    tokens = request.output_token_ids
+    return tokens[:-1] if tokens and tokens[-1] in request.stop_token_ids else tokens
+
+
+def logprobs_to_proto(slot: int, logprobs: Sequence[TokenLogprobs]) -> list[generation_pb2.TokenLogprobs]:
+    return [
+        generation_pb2.TokenLogprobs(
+            slot=slot,
+            logprob=entry.logprob,
+            top_token_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in logprobs
+    ]

@@ -1,8 +1,9 @@
-"""The engine's load as routers are told it: rarely while it changes little by little, at once when it matters.
+"""The engine's load as it is reported to routers: rarely while it changes gradually, and at once when the engine
+becomes busy or idle.
 
-A report tells each router which part of the counts came over its own stream, so that it can tell what other routers
-have placed. What has been submitted and the engine has not taken in yet counts as waiting: a step can last long, and
-other routers must not take the shard for idle meanwhile.
+Each router's report includes the part of the counts that came over its own stream, so that the router can compute what
+other routers have placed. Sequences that were submitted but that the engine has not picked up yet count as waiting: a
+step can last long, and other routers must not consider the shard idle in the meantime.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _NO_SHARE: Final = LoadShare()
 
 
 class LoadReporter:
-    """Keeps the newest load. `draining` and `hand_over` are the shard's own and part of every report."""
+    """Keeps the newest load. The shard server sets `draining` and `hand_over`, which are part of every report."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.draining = False
         self.hand_over = False
-        # Routers that knew no speeds could take the first prefill of a slow engine for a stall.
+        # Routers that knew no speeds could mistake the first prefill of a slow engine for a stall.
         self._load = EngineLoad(
             num_available_blocks=info.num_blocks,
             prefill_tokens_per_second=info.prefill_tokens_per_second,
@@ -37,19 +38,19 @@ class LoadReporter:
         self._reported_idle = True
         self._num_submitted = 0
         self._in_flight: deque[tuple[int, int]] = deque()
-        """(origin, tokens) of the sequences that the newest load does not count yet."""
-        self._tells_all = True
-        """Whether the last reports told of every submit."""
+        """(origin, number of prefill tokens) of the sequences that the newest load does not count yet."""
+        self._reported_all_submits = True
+        """Whether the last reports included every submit."""
 
     def on_submit(self, request: EngineRequest) -> None:
         """The engine has accepted a sequence."""
         self._num_submitted += 1
         self._in_flight.append((request.origin, request.num_expected_prefill_tokens))
-        self._tells_all = False
+        self._reported_all_submits = False
 
     def on_step(self, load: EngineLoad, now: float) -> bool:
-        """Takes the load of a step. True: reports are due, LOAD_REPORT_SECONDS after the ones before, or because the
-        engine has become busy or idle."""
+        """Store the load of a step. Returns True if reports are due: LOAD_REPORT_SECONDS have passed since the previous
+        ones, or the engine has become busy or idle."""
         self._load = load
         while len(self._in_flight) > self._num_submitted - load.num_submitted:
             self._in_flight.popleft()
@@ -60,18 +61,18 @@ class LoadReporter:
         return True
 
     def seconds_to_next(self, now: float) -> float:
-        """When the submits since the last reports may be told without waiting for a step."""
+        """Seconds until submits since the last reports may be reported without waiting for a step."""
         return max(0.0, self._reported_at + LOAD_REPORT_SECONDS - now)
 
     def is_due_without_step(self, now: float) -> bool:
-        """Whether no step has come to tell of the last submits; True: reports are made now."""
-        if self._tells_all:
+        """Whether submits are still unreported because no step has ended since. After True, the caller reports now."""
+        if self._reported_all_submits:
             return False
         self._on_due(is_idle=False, now=now)
         return True
 
     def report(self, origin: int | None = None) -> LoadReport:
-        """For the stream of `origin`; without one nothing is the reader's own."""
+        """The report for the stream `origin`; without an origin, the reader's own counts are 0."""
         load = self._load
         own = _NO_SHARE if origin is None else load.shares.get(origin, _NO_SHARE)
         num_in_flight_tokens = num_own_in_flight = num_own_in_flight_tokens = 0
@@ -101,4 +102,4 @@ class LoadReporter:
     def _on_due(self, is_idle: bool, now: float) -> None:
         self._reported_idle = is_idle
         self._reported_at = now
-        self._tells_all = True
+        self._reported_all_submits = True

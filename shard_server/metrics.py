@@ -17,7 +17,7 @@ _WASTED_TOKENS: Final = (0, 1, 2, 3, 4, 8, 16, 32, 64)
 
 
 class ShardMetrics:
-    """One per process; tests give a registry of their own."""
+    """There is one per process; tests pass a registry of their own."""
 
     def __init__(self, model: str, num_blocks: int, registry: CollectorRegistry = REGISTRY) -> None:
         self._num_blocks = num_blocks
@@ -55,10 +55,10 @@ class ShardMetrics:
         )
         self._discarded = counter("kvloom_shard_discarded_tokens", "Tokens generated after their sequence had ended")
         self._wasted = counter(
-            "kvloom_wasted_tokens", "Tokens generated for sequences that nobody wanted any more, delivered to nobody"
+            "kvloom_wasted_tokens", "Tokens generated for sequences after their clients had gone; not delivered"
         )
         self._wasted_each = histogram(
-            "kvloom_shard_wasted_tokens_per_cancel", "Of each cancelled sequence: its wasted tokens", _WASTED_TOKENS
+            "kvloom_shard_wasted_tokens_per_cancel", "Wasted tokens of each cancelled sequence", _WASTED_TOKENS
         )
         self._queued_prefill = gauge("kvloom_shard_queued_prefill_tokens", "Prompt tokens that wait for prefill")
         self._cached_blocks = gauge("kvloom_shard_cached_blocks", "KV blocks in the prefix cache")
@@ -72,7 +72,7 @@ class ShardMetrics:
         num_cached_blocks: int,
         step_seconds: float | None,
     ) -> None:
-        """`step_seconds`: since the step before, if both brought tokens."""
+        """`step_seconds` is the time since the previous step, if both steps had tokens."""
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._queued_prefill.set(load.num_queued_prefill_tokens)
@@ -106,7 +106,7 @@ class ShardMetrics:
         self._e2e.observe(e2e_latency_seconds)
 
     def on_unwanted_end(self, num_wasted_tokens: int) -> None:
-        """The engine has ended a sequence that was cancelled because nobody wanted it."""
+        """The engine has ended a sequence that was cancelled because its client no longer wanted it."""
         self._wasted.inc(num_wasted_tokens)
         self._wasted_each.observe(num_wasted_tokens)
 

@@ -1,4 +1,5 @@
-"""One shard process: engine, gRPC server, health, registration, and their order at the start and at the end."""
+"""One shard process: the engine, gRPC server, health service and registration, and the order in which they start and
+stop."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ log = structlog.get_logger()
 
 SERVICE_NAMES: Final = ("kvloom.v1.ShardService",)
 FLUSH_SECONDS: Final = 2.0
-"""How long the last frames may take to leave."""
+"""How long the last frames may take to be written."""
 
 
 class ShardServer:
-    """`async start`, `async serve(stop)`. Raises EngineError when the engine cannot start or has died."""
+    """Call `start`, then `serve`. Both raise EngineError: when the engine cannot start, and when it has died."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class ShardServer:
         max_pending_frames: int = MAX_PENDING_FRAMES,
         advertised_address: str = "",
     ) -> None:
-        """`advertised_address`: host:port that routers are told; "": where it listens."""
+        """`advertised_address` is the host:port that is registered for routers; "" registers the listening address."""
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
@@ -59,7 +60,7 @@ class ShardServer:
         self._advertised_address = advertised_address
         self._stopping = False
         self._hand_over_timer: asyncio.TimerHandle | None = None
-        self._front: EngineMultiplexer
+        self._multiplexer: EngineMultiplexer
         self._server: grpc.aio.Server
         self._local_server: LocalServer[ShardServiceConnectRequest]
         self._health: Any
@@ -67,10 +68,10 @@ class ShardServer:
         self._engine_task: asyncio.Task[None]
 
     async def start(self, port: int = 0) -> str:
-        """Load the engine and serve; returns the address. Raises EngineError, StartError."""
+        """Load the engine and start serving; returns the address. Raises EngineError and StartError."""
         self._server = grpc.aio.server(options=service.SERVER_OPTIONS)
         try:
-            # The port first: it costs nothing to find out that it is taken.
+            # The port is bound first: loading an engine would be wasted if the port were taken.
             address = service.bind(self._server, self._config.shard.host, port)
             await self._engine.start()
             await self._serve_engine(address)
@@ -82,7 +83,7 @@ class ShardServer:
 
     async def _serve_engine(self, address: str) -> None:
         info = self._engine.info
-        self._front = EngineMultiplexer(
+        self._multiplexer = EngineMultiplexer(
             self._engine,
             self._tokenizer,
             _shard_info(info, self._shard_id, self.incarnation_id),
@@ -90,11 +91,11 @@ class ShardServer:
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
         )
-        servicer = ShardServicer(self._front, self._on_drain_call)
+        servicer = ShardServicer(self._multiplexer, self._on_drain_call)
         add_ShardServiceServicer_to_server(servicer, self._server)
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
         self._health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
-        self._engine_task = asyncio.create_task(self._front.run(), name="engine steps")
+        self._engine_task = asyncio.create_task(self._multiplexer.run(), name="engine steps")
         await self._local_server.start(address)
         await self._server.start()
         await service.set_serving(self._health, SERVICE_NAMES, True)
@@ -108,7 +109,7 @@ class ShardServer:
         log.info("shard serves", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, then drain and stop. Raises EngineError when the engine dies."""
+        """Run until `stop` is set, then drain and stop. Raises EngineError when the engine dies."""
         stopped = asyncio.create_task(stop.wait(), name="stop")
         tasks: list[asyncio.Task[Any]] = [stopped, self._engine_task]
         announcing = None
@@ -127,16 +128,18 @@ class ShardServer:
         self._raise_failure(announcing)
 
     async def _drain(self) -> None:
-        """Finish what runs, within the configured time."""
+        """Let the live sequences finish within the configured time."""
         self._stopping = True
         await self._set_draining(True)
         timeout_seconds = self._config.shard.drain_timeout_seconds
-        idle = asyncio.create_task(self._front.wait_idle(), name="drain")
+        idle = asyncio.create_task(self._multiplexer.wait_idle(), name="drain")
         await asyncio.wait({idle, self._engine_task}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
-            log.warning("drain timed out; what runs is handed back", timeout_seconds=timeout_seconds)
+            log.warning(
+                "drain timed out; live sequences are returned to their routers", timeout_seconds=timeout_seconds
+            )
             idle.cancel()
-            self._front.give_back()
+            self._multiplexer.return_sequences()
 
     async def _stop(self) -> None:
         self._stopping = True
@@ -145,7 +148,7 @@ class ShardServer:
             await self._announcer.withdraw()
         if self._hand_over_timer is not None:
             self._hand_over_timer.cancel()
-        self._front.end_connections()
+        self._multiplexer.end_connections()
         await asyncio.gather(self._server.stop(FLUSH_SECONDS), self._local_server.stop(FLUSH_SECONDS))
         await self._engine.close()
         await asyncio.wait({self._engine_task}, timeout=FLUSH_SECONDS)
@@ -153,7 +156,7 @@ class ShardServer:
 
     def _raise_failure(self, announcing: asyncio.Task[None] | None) -> None:
         if announcing is not None and announcing.done() and not announcing.cancelled():
-            announcing.result()  # a bug: it never returns by itself
+            announcing.result()  # a bug: the announcer never returns by itself
         if self._engine_task.done() and not self._engine_task.cancelled():
             error = self._engine_task.exception()
             if error is not None:
@@ -169,17 +172,17 @@ class ShardServer:
         if self._hand_over_timer is not None:
             self._hand_over_timer.cancel()
             self._hand_over_timer = None
-        self._front.set_draining(draining)
+        self._multiplexer.set_draining(draining)
         if draining and deadline_seconds is not None:
             loop = asyncio.get_running_loop()
             self._hand_over_timer = loop.call_later(deadline_seconds, self._hand_over)
         await service.set_serving(self._health, SERVICE_NAMES, not draining)
-        log.info("draining" if draining else "taking work again")
+        log.info("draining" if draining else "accepting requests again")
 
     def _hand_over(self) -> None:
         self._hand_over_timer = None
-        log.info("handing over what runs")
-        self._front.set_draining(True, hand_over=True)
+        log.info("handing over the live sequences")
+        self._multiplexer.set_draining(True, hand_over=True)
 
 
 def _shard_info(info: EngineInfo, shard_id: str, incarnation_id: str) -> ShardInfo:

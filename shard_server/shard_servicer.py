@@ -1,4 +1,4 @@
-"""ShardService over gRPC: the data plane's stream, and what people and tools ask."""
+"""ShardService over gRPC: the data plane's stream, and the calls that operators and tools make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 HELLO_TIMEOUT_SECONDS: Final = 10.0
 FLUSH_SECONDS: Final = 0.5
-"""How long the message at hand may take to be written when a stream ends."""
+"""How long the message that is being written may still take when a stream ends."""
 MAX_ROUTER_ID_CHARS: Final = 128
 MAX_DEADLINE_SECONDS: Final = 7 * 24 * 3600.0
 
@@ -37,16 +37,18 @@ Context = grpc.aio.ServicerContext[ShardServiceConnectRequest, ShardServiceConne
 
 
 class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
-    """`set_draining` follows a Drain call, with its deadline; it raises KvloomError when it cannot (the process is
-    stopping)."""
+    """`set_draining` is called for a Drain call, with its deadline in seconds. It raises KvloomError when the process
+    is stopping and cannot resume."""
 
-    def __init__(self, front: EngineMultiplexer, set_draining: Callable[[bool, float | None], Awaitable[None]]) -> None:
-        self._front = front
+    def __init__(
+        self, multiplexer: EngineMultiplexer, set_draining: Callable[[bool, float | None], Awaitable[None]]
+    ) -> None:
+        self._multiplexer = multiplexer
         self._set_draining = set_draining
 
     async def Connect(self, request_iterator: object, context: Context) -> None:
         try:
-            connection = self._front.connect(await _read_hello(context))
+            connection = self._multiplexer.connect(await _read_hello(context))
         except KvloomError as error:
             await abort(context, error)
         log.info("router connected", router_id=connection.router_id)
@@ -55,22 +57,22 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         try:
             await asyncio.wait([reader, writer, connection.ended], return_when=asyncio.FIRST_COMPLETED)
             if connection.ended.done() and connection.ended.result() is None:
-                # The frames that wait are written, as long as the router is there.
+                # The waiting frames are still written, as long as the router is connected.
                 await asyncio.wait([reader, writer], return_when=asyncio.FIRST_COMPLETED)
-            self._front.disconnect(connection)
+            self._multiplexer.disconnect(connection)
             connection.end(_violation(reader))
-            # gRPC takes no status while a message is being written: the writer is not cut short unless the router does
-            # not read.
+            # gRPC accepts no status while a message is being written, so the writer is cancelled only if the router
+            # does not read.
             await asyncio.wait([writer], timeout=FLUSH_SECONDS)
         finally:
-            self._front.disconnect(connection)  # before anything is awaited: this task may be cancelled once more
+            self._multiplexer.disconnect(connection)  # before any await: this task may be cancelled once more
             reader.cancel()
             writer.cancel()
             results = await asyncio.gather(reader, writer, return_exceptions=True)
         await _end_stream(connection, context, results)
 
     async def GetInfo(self, request: GetInfoRequest, context: Any) -> GetInfoResponse:
-        return GetInfoResponse(info=self._front.info, load=self._front.load_report())
+        return GetInfoResponse(info=self._multiplexer.info, load=self._multiplexer.load_report())
 
     async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
         error = None
@@ -83,22 +85,22 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
             await self._set_draining(request.draining, deadline_seconds)
         except KvloomError as refusal:
             error = refusal.to_proto()
-        load = self._front.load_report()
+        load = self._multiplexer.load_report()
         return DrainResponse(num_running=load.num_running, num_waiting=load.num_waiting, error=error)
 
     async def _read_frames(self, connection: RouterConnection, context: Context) -> None:
-        """Until the router has closed its side: it is gone."""
-        await deliver(context, ShardServiceConnectRequest, lambda frame: self._front.receive(connection, frame))
+        """Handle frames until the router has closed its side of the stream."""
+        await deliver(context, ShardServiceConnectRequest, lambda frame: self._multiplexer.receive(connection, frame))
 
 
 def _violation(reader: asyncio.Task[None]) -> KvloomError | None:
-    """How the router broke the protocol, if it did."""
+    """The router's violation of the protocol, if there was one."""
     error = reader.exception() if reader.done() and not reader.cancelled() else None
     return error if isinstance(error, KvloomError) else None
 
 
 async def _end_stream(connection: RouterConnection, context: Context, results: Sequence[BaseException | None]) -> None:
-    """Tell the router why, if it is there to hear it."""
+    """Send the router the error that ended the stream, if it is still connected."""
     error = connection.ended.result() if connection.ended.done() else None
     for result in results:
         if isinstance(result, KvloomError):

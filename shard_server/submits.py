@@ -1,4 +1,4 @@
-"""What a router asks for, as requests for an engine: checked, with every default filled in. Pure."""
+"""Turns a router's submits into engine requests: checks them and fills in every default. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MASK_64: Final = 2**64 - 1
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`; index 0 keeps the request's. (splitmix64's finaliser over a Weyl sequence.)"""
+    """The 64-bit seed of choice `index`; index 0 keeps the request's seed. (The finaliser of splitmix64 over a Weyl
+    sequence.)"""
     if index == 0:
         return seed
     x = (seed + index * 0x9E3779B97F4A7C15) & _MASK_64
@@ -30,8 +31,10 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: int = 0) -> list[EngineRequest]:
-    """One request per choice, in their order. `serial` makes the engine's names unique: routers may use the same
-    request_id, and a name is in use until the engine has let go of it. `origin` is the stream's. Raises KvloomError.
+    """One request per choice, in the order of the choices. Raises KvloomError.
+
+    `serial` makes the engine's request ids unique: routers may use the same request_id, and the engine keeps an id
+    until it has released the sequence. `origin` identifies the router's stream.
     """
     prompt = _prompt_of(submit)
     if not prompt:
@@ -77,7 +80,7 @@ def _sampling(sampling: SamplingParams, seed: int) -> Sampling:
 
 
 def guide_of(sampling: SamplingParams) -> Guide:
-    """As engines take it; `sampling` has been checked."""
+    """The guide in the form that engines accept; `sampling` has been checked."""
     guide = sampling.guide
     match guide.WhichOneof("form"):
         case "json_schema":
@@ -112,7 +115,7 @@ def _output_token_ids(choice: Choice, max_tokens: int, info: EngineInfo) -> list
         _check_token_ids(token_ids, info, "choices.output_token_ids")
         if len(token_ids) > max_tokens:
             raise invalid_argument(
-                f"{len(token_ids)} output tokens were given, but at most {max_tokens} are wanted.",
+                f"{len(token_ids)} output tokens were given, but at most {max_tokens} are allowed.",
                 "choices.output_token_ids",
             )
     return token_ids

@@ -1,7 +1,14 @@
-"""The `Engine` protocol: what the shard server asks of TensorRT-LLM, torch or the simulator.
+"""The `Engine` protocol: what the shard server requires of TensorRT-LLM, torch or the simulator.
 
-An engine works on token ids only. Text (detokenising, stop strings) is the shard server's, the same for every engine.
-`tests/conformance` holds the suite that every implementation passes.
+To add an engine, implement `Engine` and register it in engines/create.py. `tests/conformance` holds the suite that
+every implementation must pass (tests/conformance/engine_table.py lists them).
+
+- An engine works on token ids only. Text (detokenising, stop strings) is handled by the shard server, in the same way
+  for every engine.
+- All times are in seconds, all lengths in tokens. Counters that are "counted from the start" only ever grow.
+- One engine serves one model in one process. The shard server makes every call on one asyncio loop. An engine may
+  compute in threads of its own, but its methods must not block that loop.
+- A sequence passes through `submit`, one SequenceStart, outputs with its tokens, and exactly one SequenceEnd.
 """
 
 from __future__ import annotations
@@ -13,81 +20,98 @@ from typing import Any, Protocol
 
 
 class Capability(enum.StrEnum):
-    """What an engine can promise; a router filters on these and a client reads them from ListModels."""
+    """What an engine can do. Routers place requests by these values, and clients read them from ListModels."""
 
     LOGPROBS = "logprobs"
+    """`Sampling.num_logprobs`."""
     PENALTIES = "penalties"
+    """`Sampling.presence_penalty` and `Sampling.frequency_penalty`."""
     TOP_K = "top_k"
+    """`Sampling.top_k`."""
     SEEDED_RESUME = "seeded_resume"
-    """A sequence resumed from prompt + emitted tokens continues with exactly the tokens it would have had."""
+    """A sequence that is resumed from prompt + emitted tokens continues with exactly the tokens it would have had."""
     BATCH_INVARIANT = "batch_invariant"
-    """Tokens and logprobs do not depend on what else is in the batch, on chunking, reuse or preemption."""
+    """Tokens and logprobs do not depend on the rest of the batch, on chunked prefill, on KV reuse or on preemption."""
     PREFIX_CACHING = "prefix_caching"
+    """The engine reuses the KV of earlier sequences and reports its cached blocks as KvEvents."""
     GUIDED = "guided"
     """`EngineRequest.guide`."""
 
 
 class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
     STOP = "stop"
+    """Its last token is one of `EngineRequest.stop_token_ids`."""
     LENGTH = "length"
+    """It has `EngineRequest.max_tokens` output tokens."""
     CANCELLED = "cancelled"
+    """`Engine.cancel` was called."""
     ERROR = "error"
+    """This sequence failed; the engine itself keeps serving."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine serves; fixed once it has started."""
+    """What the engine serves. It does not change after `Engine.start` has returned."""
 
     engine: str
+    """The engine's name, as in the configuration key `shard.engine`."""
     model: str
+    """The served model's name, as in `model.name`."""
     block_size: int
-    """Tokens a KV block holds."""
+    """The number of tokens in a KV block."""
     num_blocks: int
+    """The number of KV blocks that all sequences share."""
     max_batch: int
-    """Sequences in one step at most."""
+    """The largest number of sequences in one step."""
     max_model_len: int
-    """Prompt + output tokens of one sequence at most."""
+    """The largest number of prompt + output tokens of one sequence."""
     vocab_size: int
+    """Token ids are 0 <= id < vocab_size."""
     eos_token_ids: frozenset[int]
+    """The model's end-of-sequence tokens."""
     capabilities: frozenset[Capability]
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
-    """As measured before the first request; 0 = not known."""
+    """Both speeds as measured before the first request; 0 = unknown. `decode_step_seconds` is the time of one step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; every value resolved and within its range (see kvloom/sampling.py)."""
+    """How tokens are drawn. Every default is filled in and every value within its range (see kvloom/sampling.py)."""
 
     temperature: float = 1.0
+    """0 = always the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 = all."""
+    """0 = all tokens."""
     seed: int = 0
-    """64 bits. The random number for an output position is a function of (seed, position) only."""
+    """64 bits. The random number for an output position must be a function of (seed, position) only."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    """Both penalties look at output tokens only, as OpenAI's do."""
+    """Both penalties count output tokens only, as OpenAI's do."""
     num_logprobs: int | None = None
-    """None: no logprobs. k: the chosen token's, and those of the k likeliest tokens. They are log-softmax of the raw
-    logits: before temperature and penalties."""
+    """None: no logprobs. k: the logprob of the chosen token and those of the k likeliest tokens. Logprobs are the
+    log-softmax of the raw logits, before temperature and penalties."""
 
 
 class GuideKind(enum.StrEnum):
-    """What the text of a guide is."""
+    """The language in which a guide is written."""
 
     JSON_SCHEMA = "json_schema"
-    """A JSON Schema, as JSON. `{"type": "object"}` is any object."""
+    """A JSON Schema, as JSON. `{"type": "object"}` allows any object."""
     REGEX = "regex"
+    """A regular expression that the whole text must match."""
     CHOICE = "choice"
-    """A JSON array of the texts that are allowed."""
+    """A JSON array of the allowed texts."""
     GRAMMAR = "grammar"
     """A context-free grammar in Lark's syntax."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guide:
-    """What the text of an answer must look like. Stop tokens are drawn only where the text is complete."""
+    """A constraint on the text of an answer. Stop tokens may be drawn only where the text is complete."""
 
     kind: GuideKind
     text: str
@@ -95,73 +119,89 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence."""
+    """One sequence to generate."""
 
     request_id: str
-    """Unique among the engine's live sequences."""
+    """Unique among the sequences that have not ended."""
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     max_tokens: int
-    """Output tokens at most, those of `output_token_ids` included; prompt + max_tokens <= max_model_len."""
+    """The largest number of output tokens, including `output_token_ids`; prompt + max_tokens <= max_model_len."""
     stop_token_ids: frozenset[int] = frozenset()
-    """End-of-sequence tokens are in here (unless the client ignores them). The stop token itself is emitted."""
+    """Includes the end-of-sequence tokens unless the client ignores them. The stop token itself is emitted."""
     output_token_ids: Sequence[int] = ()
-    """Tokens that earlier attempts emitted: treated as output (penalties, positions, max_tokens), not emitted again."""
+    """Tokens that earlier attempts emitted. They count as output (penalties, positions, max_tokens) but are not emitted
+    again."""
     num_expected_cached_tokens: int = 0
-    """Whose KV the router believes to lie here. Only for the load that is reported while the sequence waits."""
+    """The tokens whose KV the router expects in the cache. Used only for the reported load while the sequence waits."""
     root_hash: int = 0
-    """Parent hash of the first block (kvloom.text.block_hash.root_hash): separates models and tenants in the cache."""
+    """The parent hash of the first block (kvloom.text.block_hash.root_hash). It keeps models and tenants apart in the
+    cache."""
     guide: Guide | None = None
-    """Only where the engine is capable of GUIDED. It goes on behind `output_token_ids`."""
+    """Set only for an engine with Capability.GUIDED. The guide continues after `output_token_ids`, which are part of
+    the guided text."""
     origin: int = 0
-    """Who submitted it: the load is told by origin, too."""
+    """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
     @property
     def num_expected_prefill_tokens(self) -> int:
-        """What its prefill will compute, as far as can be told before it is admitted."""
+        """The number of tokens that prefill will compute, as estimated before the sequence is admitted."""
         num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         return max(1, num_tokens - self.num_expected_cached_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
+    """The logprobs at one output position."""
+
     logprob: float
+    """Of the chosen token."""
     top: Sequence[tuple[int, float]]
-    """(token id, logprob) of the likeliest tokens, likeliest first."""
+    """(token id, logprob) of the `num_logprobs` likeliest tokens, likeliest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceStart:
+    """Reported once per sequence, with its first token."""
+
     request_id: str
     num_cached_tokens: int
-    """Prompt tokens (and resumed output tokens) whose KV was reused."""
+    """The prompt tokens (and resumed output tokens) whose KV was reused."""
     queue_time_seconds: float
+    """From `submit` to the step in which prefill began."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceEnd:
+    """Reported once per sequence; the engine has freed its blocks."""
+
     request_id: str
     reason: FinishReason
     error: str = ""
-    """For the operator; set when reason is ERROR."""
+    """A message for the operator; set when reason is ERROR."""
     refusal: str = ""
-    """For the client: why its guide cannot be followed. Set when reason is ERROR and no engine could do better."""
+    """A message for the client: why its guide cannot be applied. Set when reason is ERROR and the request would fail on
+    every engine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockStored:
+    """Blocks are in the prefix cache from now on."""
+
     block_hashes: Sequence[int]
-    """Chained hashes as in kvloom/text/block_hash.py, parents first."""
+    """Chained 64-bit hashes as in kvloom/text/block_hash.py, parents first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """Blocks were evicted from the prefix cache."""
+
     block_hashes: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    pass
+    """The prefix cache is empty."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -169,7 +209,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclasses.dataclass(slots=True)
 class LoadShare:
-    """What the sequences of one origin are to an engine; fields as in EngineLoad."""
+    """The load from the sequences of one origin; fields as in EngineLoad."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -179,30 +219,32 @@ class LoadShare:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """As of the end of a step."""
+    """The engine's load at the end of a step."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_queued_prefill_tokens: int = 0
-    """Still to be prefilled, of waiting and running sequences; what waits counts in full."""
+    """Tokens that waiting and running sequences have still to prefill. Waiting sequences count in full."""
     num_decode_context_tokens: int = 0
+    """Prompt + output tokens of the sequences that are decoding."""
     shares: Mapping[int, LoadShare] = dataclasses.field(default_factory=dict)
-    """The counts above by origin; an origin without live sequences is missing."""
+    """The counts above by `EngineRequest.origin`. Origins without live sequences are absent."""
     num_submitted: int = 0
-    """Sequences taken in, counted from the start: those submitted after them are not in the counts yet."""
+    """Submitted sequences that the counts include, counted from the start. Later ones are not in the counts yet."""
     num_available_blocks: int = 0
+    """KV blocks that are free or hold only evictable cache entries."""
     num_preemptions: int = 0
     """Counted from the start."""
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
-    """Moving averages; 0 = not known yet."""
+    """Moving averages; 0 = unknown so far."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of speculation, counted from the start: tokens drafted, and those of them that were right."""
+    """Speculation, counted from the start: drafted tokens, and those of them that were accepted."""
 
     @classmethod
     def of(cls, shares: Mapping[int, LoadShare], **others: Any) -> EngineLoad:
-        """The counts are the sums of the shares; `others` are the other fields."""
+        """A load whose counts are the sums of the shares. `others` are the other fields."""
         parts = shares.values()
         return cls(
             num_running=sum(share.num_running for share in parts),
@@ -216,60 +258,77 @@ class EngineLoad:
 
 @dataclasses.dataclass(slots=True)
 class StepOutput:
-    """What one engine iteration brought. `request_ids`, `token_ids` and (if any sequence asked) `logprobs` are
-    parallel: one entry per sequence that has new tokens."""
+    """The output of one engine iteration.
+
+    `request_ids` and `token_ids` are parallel: one entry per sequence that has new tokens.
+    """
 
     request_ids: list[str] = dataclasses.field(default_factory=list)
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
-    """Per request_id that asked for them: one element per new token."""
+    """By request_id, for sequences that requested logprobs: one element per new token."""
     starts: list[SequenceStart] = dataclasses.field(default_factory=list)
     """Sequences whose first token is in this output."""
     ends: list[SequenceEnd] = dataclasses.field(default_factory=list)
     """Sequences that ended in this step; their last tokens are in this same output."""
     kv_events: list[KvEvent] = dataclasses.field(default_factory=list)
-    """In order. Hashes stored here can be reused by a sequence that is submitted from now on."""
+    """In the order in which they happened. A sequence that is submitted from now on can reuse the stored blocks."""
     load: EngineLoad = dataclasses.field(default_factory=EngineLoad)
 
 
 class EngineError(Exception):
-    """The engine cannot serve, or `submit` was given something that it can never run. The message is for the operator
-    and names what was wrong."""
+    """The engine cannot serve, or `submit` was called with a sequence that can never run. The message is for the
+    operator and names the cause."""
 
 
 class RequestRefusedError(EngineError):
-    """`submit` was given something that no engine of this kind and configuration can run; the message is for whoever
-    sent the request."""
+    """`submit` was called with a sequence that no engine of this kind and configuration can run. The message is for the
+    client that sent the request."""
 
 
 class Engine(Protocol):
-    """One engine in one process, driven from one asyncio loop. All methods are called on that loop; none blocks it."""
+    """One engine in one process.
+
+    All methods are called on one asyncio loop and none may block it. The order is: `start`; then `submit` and `cancel`
+    in any order while one task iterates `steps`; then `close`.
+    """
 
     @property
     def info(self) -> EngineInfo:
-        """Valid once `start` has returned."""
+        """What the engine serves. Valid after `start` has returned; the same object from then on."""
         ...
 
     async def start(self) -> None:
-        """Load the weights and allocate the KV blocks. Raises EngineError (bad file, too little memory)."""
+        """Load the weights and allocate the KV blocks. Called once.
+
+        Raises EngineError when the engine cannot serve: bad model files, unsupported model, too little memory.
+        """
         ...
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a sequence. Raises EngineError when it can never run (too long, unknown token id, duplicate id)."""
+        """Queue a sequence. Its outputs, and all failures from here on, are reported through `steps`.
+
+        Raises EngineError when the sequence can never run (too long, unknown token id, duplicate request_id), and
+        RequestRefusedError when the client has caused that. A sequence for which it raised leaves no trace.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a sequence and free its blocks, within two steps; it ends as CANCELLED. Unknown ids are ignored."""
+        """End a sequence and free its blocks within two steps. It ends as CANCELLED unless it ends otherwise first.
+
+        Unknown request_ids and those of ended sequences are ignored.
+        """
         ...
 
     def steps(self) -> AsyncIterator[StepOutput]:
-        """Outputs in order, one per iteration that brought anything; waits while the engine is idle. One consumer.
+        """Yield the outputs in order, one per iteration that produced something; wait while the engine is idle.
 
-        At most a fixed number of outputs wait unread; then the engine pauses. Ends after `close`. Raises EngineError
-        when the engine has died: nothing more will come, and every live sequence is lost.
+        There is one consumer. The engine holds at most a fixed number of unread outputs (or tokens) and then pauses, so
+        that a slow consumer bounds its memory. The iterator ends after `close`. It raises EngineError when the engine
+        has died: no more output follows, and every live sequence is lost.
         """
         ...
 
     async def close(self) -> None:
-        """Stop, free everything. Repeatable. Live sequences end without an output."""
+        """Stop and free everything; may be called repeatedly. Live sequences end without an output."""
         ...

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.kv_event_pb2 import KvEventBatch, KvSnapshot
 from kvloom.v1.shard_service_pb2 import LoadReport, ShardServiceConnectResponse
-from shard_server.frame_merge import MAX_MERGED_TOKENS, take_merged
+from shard_server.step_frames import MAX_MERGED_TOKENS, take_merged
 
 
 @st.composite

@@ -1,20 +1,54 @@
-"""Frames that wait to be written become one: a router that is busy, or an engine whose steps are shorter than a write,
-then costs everyone behind fewer wake-ups and fewer messages."""
+"""How a StepFrame is filled, and how frames that wait to be written are merged into one.
+
+Merging helps when a router is busy or when the engine's steps are shorter than a write: every process downstream then
+has fewer wake-ups and fewer messages to handle.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Final
 
-from kvloom.v1.generation_pb2 import StepFrame, TokenLogprobs
+from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, StepFrame, TokenLogprobs
 from kvloom.v1.shard_service_pb2 import ShardServiceConnectResponse
 
 MAX_MERGED_TOKENS: Final = 4096
-"""A frame that has so many takes up no more."""
+"""A frame that holds this many tokens is not merged with later frames."""
+
+
+class StepParts:
+    """The fields of a StepFrame that is being filled; the proto file describes them."""
+
+    __slots__ = ("deltas", "finishes", "logprobs", "num_tokens", "slots", "starts", "token_ids", "uneven")
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.num_tokens: list[int] = []
+        self.uneven = False
+        """Whether an entry has no token or several tokens."""
+        self.token_ids: list[int] = []
+        self.deltas: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.starts: list[SequenceStart] = []
+        self.finishes: list[SequenceFinish] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.slots or self.finishes or self.starts)
+
+    def to_proto(self) -> StepFrame:
+        return StepFrame(
+            slots=self.slots,
+            num_tokens=self.num_tokens if self.uneven else (),
+            token_ids=self.token_ids,
+            deltas=self.deltas,
+            logprobs=self.logprobs,
+            starts=self.starts,
+            finishes=self.finishes,
+        )
 
 
 def take_merged(pending: deque[ShardServiceConnectResponse]) -> ShardServiceConnectResponse:
-    """The first frame, and with it the news of those behind it up to one that carries a snapshot."""
+    """Removes and returns the first frame, merged with the frames behind it up to one that carries a snapshot."""
     frame = pending.popleft()
     if not pending:
         return frame
@@ -31,22 +65,22 @@ def take_merged(pending: deque[ShardServiceConnectResponse]) -> ShardServiceConn
             frame.load.CopyFrom(later.load)
         if later.HasField("step"):
             if later.step.num_tokens or frame.step.num_tokens:
-                _spell_out(frame.step)
-                _spell_out(later.step)
+                _fill_num_tokens(frame.step)
+                _fill_num_tokens(later.step)
             frame.step.MergeFrom(later.step)
     if has_merged and len(set(frame.step.slots)) < len(frame.step.slots):
-        frame.step.CopyFrom(_gathered(frame.step))
+        frame.step.CopyFrom(_one_entry_per_slot(frame.step))
     return frame
 
 
-def _spell_out(step: StepFrame) -> None:
-    """`num_tokens` may be left out where each entry has one."""
+def _fill_num_tokens(step: StepFrame) -> None:
+    """`num_tokens` is left empty where every entry has exactly one token."""
     if not step.num_tokens:
         step.num_tokens.extend([1] * len(step.slots))
 
 
-def _gathered(step: StepFrame) -> StepFrame:
-    """One entry for each slot, in the order of their first ones."""
+def _one_entry_per_slot(step: StepFrame) -> StepFrame:
+    """The same step with one entry for each slot, in the order of the slots' first entries."""
     token_ids: dict[int, list[int]] = {}
     deltas: dict[int, list[str]] = {}
     position = 0
