@@ -1,4 +1,4 @@
-"""`kvloom dst`: the router core under faults, from seeds."""
+"""`kvloom dst`: simulates the router core under faults, from seeds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tools.dst.campaign import Summary, run_campaign
+from tools.dst.environment import MAX_TRACE
 from tools.dst.run_seed import Failure, SeedResult, run_seed
 from tools.dst.trace import join_lines
-from tools.dst.world import MAX_TRACE
 from tools.options import option
 
 
