@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from tests.fakes.naive_kv_cache import NaiveKvCache, NaiveLease
-from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.profile import Profile
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from tests.fakes.breaking_proxy import BreakingProxy
 from tests.fakes.router_processes import MODEL, RouterProcess, ready_routers, router_processes
 from tests.fakes.router_world import Answer, eventually
-from tools.chaos.ledger import parse_usage_record
+from tools.chaos.checking.metering import parse_usage_record
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.naive_shard import NaiveSequence, NaiveShard
-from tools.simulate.fleet.fleet_model import Profile
 from tools.simulate.fleet.kv_cache import KvCache
-from tools.simulate.fleet.sequence import Sequence
+from tools.simulate.fleet.profile import Profile
+from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard
 
 BLOCK_SIZE = 4
@@ -104,7 +104,7 @@ def test_skipping_over_steps_changes_nothing(num_blocks, calls) -> None:
         num_prompt_tokens = BLOCK_SIZE * len(symbols) + call["num_odd_tokens"]
         if call["num_odd_tokens"] == BLOCK_SIZE:
             hashes.append(hashes_of.setdefault((*symbols, 0), len(hashes_of)))
-        sequence = Sequence(
+        sequence = ShardSequence(
             slot=slot,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=call["num_output_tokens"],

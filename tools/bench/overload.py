@@ -12,7 +12,7 @@ from rich.table import Table
 from router.core.placement import POLICIES
 from tools.bench.overload_model import OverloadPlan, run
 from tools.options import option
-from tools.simulate.fleet.fleet_model import PROFILES
+from tools.simulate.fleet.profile import PROFILES
 
 _TITLES = {"shedding": "Requests are refused early", "without": "Only a full queue refuses (sheds_early = false)"}
 

@@ -16,8 +16,8 @@ from kvloom.config import KvloomConfig
 from router.core.core import CoreConfig
 from router.core.dispatch.overload import OverloadConfig
 from router.core_config import core_config
-from tools.simulate.fleet.fleet_model import PROFILES
-from tools.simulate.fleet.fleet_options import FleetOptions
+from tools.simulate.fleet.fleet import FleetOptions
+from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.workload import Call, Outcome
 from tools.simulate.world import simulate
 

@@ -1,1 +1,9 @@
-"""`kvloom chaos`: a live fabric whose parts are killed, hung and cut off while users check every word."""
+"""`kvloom chaos`: a live fabric whose processes are killed, hung and cut off while users check every word.
+
+command.py  the command and its progress line
+run.py      one run: the fabric, its users, the faults and the report
+users.py    simulated users
+clients/    their questions, the correct answers, and the clients that they use
+fabric/     the processes under test and the faults
+checking/   judges answers, failures, usage records and memory
+"""

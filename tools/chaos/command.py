@@ -1,4 +1,4 @@
-"""`kvloom chaos`: a live fabric under faults and load, every answer checked."""
+"""`kvloom chaos`: checks every answer of a live fabric under faults and load."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import click
 
 from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
-from tools.chaos.injection.faults import LONG_HANG_SHARE, FaultKind
-from tools.chaos.run import Plan, Progress, run_chaos
-from tools.chaos.text import chaos_page, soak_page, summary
+from tools.chaos.checking.report_text import chaos_page, soak_page, summary
+from tools.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
+from tools.chaos.run import ChaosPlan, Progress, run_chaos
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import DEFAULT_DATA_DIR, data_dir_option, option
 from tools.simulate.study.page import check_page, write_table
 
 _QUIET_SECONDS: Final = 10.0
-"""Between lines of progress where nobody watches a terminal."""
+"""The time between progress lines if the output is not a terminal."""
 _NUM_USERS: Final = 12
 _NUM_SOAK_USERS: Final = 4
-"""A steady load that leaves most of a small machine free: what grows does so with the requests and with time."""
+"""A steady load that leaves most of a small machine idle. Leaks grow with requests and with time, not with load."""
 _NAMES: Final = ", ".join(FaultKind)
 
 
@@ -39,26 +39,62 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
 
 @click.command("chaos")
 @option(
-    "--minutes", type=click.FloatRange(0.1, 24 * 60), scope="chaos", default=2.0, show_default=True, help="How long."
+    "--minutes",
+    type=click.FloatRange(0.1, 24 * 60),
+    scope="chaos",
+    default=2.0,
+    show_default=True,
+    help="The duration.",
 )
-@option("--seed", type=click.IntRange(0), scope="chaos", default=0, show_default=True, help="Of faults and users.")
+@option(
+    "--seed",
+    type=click.IntRange(0),
+    scope="chaos",
+    default=0,
+    show_default=True,
+    help="The seed of the faults and the users.",
+)
 @option(
     "--engine",
     type=click.Choice(["sim", "torch"]),
     scope="chaos",
     default="sim",
     show_default=True,
-    help="Of the shards.",
+    help="The engine of the shards.",
 )
-@option("--shards", "num_shards", type=click.IntRange(1, 64), scope="chaos", default=3, show_default=True)
-@option("--edges", "num_edges", type=click.IntRange(1, 16), scope="chaos", default=2, show_default=True)
-@option("--routers", "num_routers", type=click.IntRange(1, 16), scope="chaos", default=2, show_default=True)
+@option(
+    "--shards",
+    "num_shards",
+    type=click.IntRange(1, 64),
+    scope="chaos",
+    default=3,
+    show_default=True,
+    help="The number of shards.",
+)
+@option(
+    "--edges",
+    "num_edges",
+    type=click.IntRange(1, 16),
+    scope="chaos",
+    default=2,
+    show_default=True,
+    help="The number of edges.",
+)
+@option(
+    "--routers",
+    "num_routers",
+    type=click.IntRange(1, 16),
+    scope="chaos",
+    default=2,
+    show_default=True,
+    help="The number of routers.",
+)
 @option(
     "--users",
     "num_users",
     type=click.IntRange(1, 1000),
     scope="chaos",
-    help=f"At a time.  [default: {_NUM_USERS}, of a soak {_NUM_SOAK_USERS}]",
+    help=f"The number of concurrent users.  [default: {_NUM_USERS}; for a soak {_NUM_SOAK_USERS}]",
 )
 @option(
     "--faults",
@@ -67,7 +103,7 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
     default="all",
     show_default=True,
     callback=_parse_kinds,
-    help=f"Some of {_NAMES}.",
+    help=f"The kinds of faults, separated by commas: {_NAMES}.",
 )
 @option(
     "--long-hangs",
@@ -76,16 +112,23 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
     scope="chaos",
     default=LONG_HANG_SHARE,
     show_default=True,
-    help="Share of the hangs of shards, routers and links that last longer than the others wait.",
+    help="The share of hangs of shards, routers and links that outlast the patience of the other processes.",
 )
-@option("--soak", is_flag=True, scope="chaos", help="No faults: steady load, and each process's memory over time.")
+@option(
+    "--soak",
+    is_flag=True,
+    scope="chaos",
+    help="Inject no faults: apply a steady load and record the memory of each process over time.",
+)
 @option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     scope="chaos",
-    help="Put the report between the page's markers.",
+    help="Write the report between the markers of this page.",
 )
-@option("--model", default=BUILTIN_MODEL_NAME, show_default=True, help="Name, directory or .gguf file.")
+@option(
+    "--model", default=BUILTIN_MODEL_NAME, show_default=True, help="The name of a model, its directory or a .gguf file."
+)
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def chaos(
@@ -98,10 +141,11 @@ def chaos(
     as_json: bool,
     **sizes: Any,
 ) -> None:
-    """Kill, hang and cut off the parts of a live fabric of real processes while users check every word and every bill.
+    """Kill, hang and cut off the parts of a live fabric of real processes while simulated users check every word and
+    every usage record.
 
-    Exit status 1 when an answer was wrong, lost or doubled, billed twice, or failed without a fault that explains it;
-    of a soak also when a process grew or was replaced.
+    The exit status is 1 if an answer was wrong, lost, doubled or metered twice, or failed without a fault that explains
+    it. For a soak it is also 1 if the memory of a process grew or a process was replaced.
     """
     table = "soak" if soak else "chaos"
     if page is not None:
@@ -109,7 +153,7 @@ def chaos(
     show = _ProgressLine()
     cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
     found = resolve_model(model, cache_dir, show.say)
-    plan = Plan(
+    plan = ChaosPlan(
         model=ModelConfig(name=found.name, path=str(found.path)),
         kinds=[] if soak else kinds,
         num_users=num_users or (_NUM_SOAK_USERS if soak else _NUM_USERS),
@@ -131,7 +175,7 @@ def chaos(
         sys.exit(1)
 
 
-def _command(plan: Plan, kinds: list[FaultKind], soak: bool) -> str:
+def _command(plan: ChaosPlan, kinds: list[FaultKind], soak: bool) -> str:
     words = ["kvloom chaos", f"--minutes {plan.minutes:g}", f"--seed {plan.seed}", f"--engine {plan.engine}"]
     words += [f"--shards {plan.num_shards}", f"--edges {plan.num_edges}", f"--routers {plan.num_routers}"]
     words += [f"--users {plan.num_users}"]
@@ -145,7 +189,7 @@ def _command(plan: Plan, kinds: list[FaultKind], soak: bool) -> str:
 
 
 class _ProgressLine:
-    """On stderr: rewritten in place on a terminal, else a line now and then."""
+    """Progress on stderr: one line that is rewritten on a terminal, otherwise a line now and then."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()

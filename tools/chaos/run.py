@@ -1,4 +1,4 @@
-"""One run: a cluster, its users, the faults, and the reckoning."""
+"""One run: the fabric, its users, the faults and the report."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from kvloom.client.client import Client
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
 from kvloom.text.tokenizer import ModelTokenizer
-from tools.chaos.bill_log import UsageLog
-from tools.chaos.checker import NEVER_ALLOWED
+from tools.chaos.checking.explanations import FleetSize
+from tools.chaos.checking.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
+from tools.chaos.checking.record import Record
+from tools.chaos.checking.report import make_report
+from tools.chaos.checking.usage_log import UsageLog
+from tools.chaos.checking.verdicts import NEVER_ALLOWED
 from tools.chaos.clients.http_client import HttpClient
 from tools.chaos.clients.oracle import Oracle, RecordedOracle, SimOracle
 from tools.chaos.clients.questions import draw_question
 from tools.chaos.clients.sdk_client import SdkClient
-from tools.chaos.clients.users import PATIENCE_SECONDS, Curiosity, Desk, run_user
-from tools.chaos.cluster import Cluster
-from tools.chaos.injection.excuses import Fleet
-from tools.chaos.injection.faults import LONG_HANG_SHARE, FaultKind, plan_faults
-from tools.chaos.injection.injector import Injector
-from tools.chaos.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
-from tools.chaos.record import Record
-from tools.chaos.report import make_report
-from tools.chaos.rest import wait_rest
+from tools.chaos.fabric.cluster import Cluster
+from tools.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind, plan_faults
+from tools.chaos.fabric.injector import Injector
+from tools.chaos.fabric.quiescence import wait_for_quiescence
+from tools.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, run_user
 from tools.failures import CommandError
 
 _NUM_RECORDED: Final = 40
 _NUM_SOAK_QUESTIONS: Final = 500
-"""Some of what is kept grows with every new prompt, up to 65,536 of them (router/core/placement/reuse_curve.py). With
-these it has its size after minutes; what grows with every request still shows."""
+"""Some state grows with every new prompt, up to 65,536 of them (router/core/placement/reuse_curve.py). With so few
+prompts it reaches its size within minutes, and growth with every request still shows."""
 _RECORDED_MAX_TOKENS: Final = (8, 40)
 _COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
 _MAX_STOP_WORDS: Final = 256
-_BILLS_SECONDS: Final = 1.0
+_USAGE_LOG_SECONDS: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class ChaosPlan:
+    """The settings of one run."""
+
     model: ModelConfig
     minutes: float
     seed: int
     kinds: Sequence[FaultKind]
-    """Empty: a soak."""
+    """Empty for a soak."""
     engine: str = "sim"
     num_shards: int = 3
     num_edges: int = 2
@@ -64,8 +66,8 @@ class Plan:
         return 60.0 * self.minutes
 
     @property
-    def fleet(self) -> Fleet:
-        return Fleet(self.num_edges, self.num_routers, self.num_shards, self.config().router.max_attempts)
+    def fleet(self) -> FleetSize:
+        return FleetSize(self.num_edges, self.num_routers, self.num_shards, self.config().router.max_attempts)
 
     def config(self) -> KvloomConfig:
         config = KvloomConfig(model=self.model)
@@ -74,8 +76,8 @@ class Plan:
         config.edge.num_edges = self.num_edges
         config.router.num_routers = self.num_routers
         config.router.decision_log.max_remembered = 256
-        config.shard.num_blocks = 1024  # soon full, as those of a shard that has been up for long
-        config.log.format = "json"  # bills are read from it
+        config.shard.num_blocks = 1024  # soon full, like the cache of a shard that has been up for long
+        config.log.format = "json"  # usage records are read from it
         for section in (config.edge, config.router, config.shard):
             section.drain_timeout_seconds = 15.0
         return config
@@ -83,19 +85,19 @@ class Plan:
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """What a line about a run in progress tells."""
+    """What the progress line of a run shows."""
 
     seconds: float = 0.0
     num_requests: int = 0
     num_faults: int = 0
     num_bad: int = 0
-    """Answers with a verdict that is never allowed."""
+    """The number of answers with a verdict that is never allowed."""
     last_fault: str = ""
 
 
-async def run_chaos(plan: Plan, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
-    """The report; `problems` in it is empty when all is well. Raises CommandError when the cluster does not come up;
-    its logs are kept then, and when there are problems."""
+async def run_chaos(plan: ChaosPlan, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """Returns the report, whose `problems` are empty if the run passed. Raises CommandError if the fabric does not
+    start. The logs are kept in that case, and if there are problems."""
     data_dir = Path(tempfile.mkdtemp(prefix="kvloom-chaos-"))
     keeps_logs = True
     task = asyncio.current_task()
@@ -121,7 +123,7 @@ async def run_chaos(plan: Plan, on_progress: Callable[[Progress], None]) -> dict
 
 class _Run:
     def __init__(
-        self, plan: Plan, data_dir: Path, tokenizer: ModelTokenizer, on_progress: Callable[[Progress], None]
+        self, plan: ChaosPlan, data_dir: Path, tokenizer: ModelTokenizer, on_progress: Callable[[Progress], None]
     ) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
@@ -137,47 +139,47 @@ class _Run:
             await self._cluster.start()
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
-            self._usage_records = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
-            async with self._desk() as desk:
-                await self._disturb_users(desk)
-            at_rest = await wait_rest(self._cluster)
-            await asyncio.sleep(_BILLS_SECONDS)  # the last lines are on their way through the supervisor
-            self._usage_records.read()
+            self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
+            async with self._context() as context:
+                await self._run_users_and_faults(context)
+            problems = await wait_for_quiescence(self._cluster)
+            await asyncio.sleep(_USAGE_LOG_SECONDS)  # the supervisor may not have written the last lines yet
+            self._usage_log.read()
         finally:
             await self._cluster.stop()
-        return self._report(at_rest)
+        return self._report(problems)
 
     @contextlib.asynccontextmanager
-    async def _desk(self) -> AsyncIterator[Desk]:
+    async def _context(self) -> AsyncIterator[UserContext]:
         cluster, plan = self._cluster, self._plan
-        oracle, curiosity = await self._oracle()
+        oracle, questions = await self._oracle()
         async with (
-            HttpClient(cluster.doorways, plan.model.name) as http,
+            HttpClient(cluster.edge_urls, plan.model.name) as http,
             SdkClient(cluster.router_address, 2 * plan.num_routers, plan.model.name) as sdk,
         ):
-            yield Desk(http, sdk, oracle, self._tokenizer, curiosity, self._note_record)
+            yield UserContext(http, sdk, oracle, self._tokenizer, questions, self._note_record)
 
-    async def _oracle(self) -> tuple[Oracle, Curiosity]:
+    async def _oracle(self) -> tuple[Oracle, QuestionSource]:
         rng = random.Random(f"questions of {self._plan.seed}")
         if self._plan.engine == "sim":
             oracle = SimOracle(self._tokenizer)
-            curiosity = Curiosity(stop_words=oracle.words[:_MAX_STOP_WORDS])
-            return oracle, curiosity if self._plan.kinds else curiosity.of_few(_NUM_SOAK_QUESTIONS, rng)
+            questions = QuestionSource(stop_words=oracle.words[:_MAX_STOP_WORDS])
+            return oracle, questions if self._plan.kinds else questions.limited_to(_NUM_SOAK_QUESTIONS, rng)
         pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS) for _ in range(_NUM_RECORDED)]
         try:
             async with Client(self._cluster.router_address) as client:
                 recorded = await RecordedOracle.record(client, self._plan.model.name, pool, self._tokenizer)
         except KvloomError as error:
-            raise CommandError(f"the undisturbed answers could not be had: {error.message}") from error
-        return recorded, Curiosity(pool=pool)
+            raise CommandError(f"the answers could not be recorded before the first fault: {error.message}") from error
+        return recorded, QuestionSource(pool=pool)
 
-    async def _disturb_users(self, desk: Desk) -> None:
+    async def _run_users_and_faults(self, context: UserContext) -> None:
         plan = self._plan
         self._begin = time.monotonic()
         stop = asyncio.Event()
         faults = plan_faults(plan.seed, plan.seconds, plan.kinds, plan.long_hang_share)
         users = [
-            asyncio.create_task(run_user(desk, plan.seed, i, stop), name=f"user {i}") for i in range(plan.num_users)
+            asyncio.create_task(run_user(context, plan.seed, i, stop), name=f"user {i}") for i in range(plan.num_users)
         ]
         others = [
             asyncio.create_task(self._cluster.watch(), name="supervisor"),
@@ -196,14 +198,14 @@ class _Run:
             await asyncio.gather(*users, *others, injecting, timer, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Memory, bills and progress, once a second. Never returns."""
+        """Sample memory, read usage records and show progress, once a second. Never returns."""
         next_sample = 0.0
         while True:
             seconds = time.monotonic() - self._begin
             if seconds >= next_sample:
                 next_sample += SAMPLE_SECONDS
                 self._memory.sample(self._cluster.statuses, seconds)
-                await asyncio.to_thread(self._usage_records.read)
+                await asyncio.to_thread(self._usage_log.read)
             self._progress.seconds = seconds
             self._on_progress(self._progress)
             await asyncio.sleep(1.0)
@@ -217,13 +219,13 @@ class _Run:
         self._progress.num_faults += 1
         self._progress.last_fault = what
 
-    def _report(self, unrest: Sequence[str]) -> dict[str, Any]:
+    def _report(self, problems: Sequence[str]) -> dict[str, Any]:
         plan = self._plan
         figures = make_report(
-            self._records, self._injector.disturbances, self._usage_records.bills, plan.fleet, self._begin
+            self._records, self._injector.disturbances, self._usage_log.records, plan.fleet, self._begin
         )
         memory = self._memory.figures()
-        figures["problems"] += [*self._injector.never_back, *unrest]
+        figures["problems"] += [*self._injector.never_restarted, *problems]
         if not plan.kinds:
             figures["problems"] += soak_problems(memory)
         return {
@@ -241,7 +243,7 @@ class _Run:
 
 
 async def _all_unless_failed(wanted: Sequence[asyncio.Task[Any]], watched: Sequence[asyncio.Task[Any]]) -> None:
-    """Until all `wanted` have ended; raises as soon as any of both fails."""
+    """Returns when all `wanted` tasks have ended. Raises as soon as a wanted or a watched one fails."""
     open_tasks = set(wanted)
     while open_tasks:
         done, _ = await asyncio.wait(

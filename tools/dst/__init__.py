@@ -1,1 +1,20 @@
-"""Deterministic simulation testing: the real router core among simulated shards, clients, links and clocks."""
+"""Deterministic simulation testing: the real router core among simulated shards, clients, links and clocks.
+
+command.py      `kvloom dst`
+campaign.py     many seeds in parallel processes
+run_seed.py     one seed: periods with and without faults
+scenario.py     what a seed determines in advance
+world.py        all processes of one simulation
+environment.py  what they share: time, randomness, counters, history
+timeline.py     virtual time
+nodes/          routers, shards, clients and the safety service
+traffic.py      the clients' requests
+faults.py       the faults that strike by themselves
+script.py       the answers of simulated sequences
+witness.py      the record of a router, reconstructed from outside
+observed.py     the requests, choices and shards in that record
+checker.py      the interface of a checker
+checkers/       the checkers, one for each invariant
+views.py        what checkers and nodes may see of one another
+trace.py        the history as text
+"""

@@ -1,4 +1,4 @@
-"""Many seeds at once, in processes of their own."""
+"""Runs many seeds in parallel processes and sums up their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.dst.run_seed import Failure, SeedResult, run_seed
 
 SEEDS_PER_TASK = 8
 MAX_FAILURES = 20
-"""Beyond so many it is one bug, or the simulation: no more seeds are begun."""
+"""After so many, no more seeds are started: they probably share one cause."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +65,8 @@ class Summary:
 def run_campaign(
     seeds: Sequence[int], num_jobs: int, note: Callable[[SeedResult], None] = lambda _result: None
 ) -> Summary:
-    """Run every seed; `note` hears of each as it ends, in any order. One job runs in this process."""
+    """Run every seed. `note` is called with each result, in the order of completion. A single job runs in this
+    process."""
     summary = Summary()
     for result in _results(seeds, num_jobs):
         summary.add(result)

@@ -1,4 +1,4 @@
-"""`kvloom dst`: the router core under faults, from seeds."""
+"""`kvloom dst`: simulates the router core under faults, from seeds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tools.dst.campaign import Summary, run_campaign
+from tools.dst.environment import MAX_TRACE
 from tools.dst.run_seed import Failure, SeedResult, run_seed
 from tools.dst.trace import join_lines
-from tools.dst.world import MAX_TRACE
 from tools.options import option
 
 
@@ -24,20 +24,23 @@ from tools.options import option
     "num_seeds",
     type=click.IntRange(1),
     scope="dst",
-    help="How many seeds to run.  [default: 1000, or 1 with --seed]",
+    help="The number of seeds to run.  [default: 1000, or 1 with --seed]",
 )
-@option("--seed", "first_seed", type=click.IntRange(0), scope="dst", help="The first of them.  [default: 0]")
-@option("--jobs", "num_jobs", type=click.IntRange(1), scope="dst", help="Processes.  [default: one per core]")
+@option("--seed", "first_seed", type=click.IntRange(0), scope="dst", help="The first seed.  [default: 0]")
+@option(
+    "--jobs", "num_jobs", type=click.IntRange(1), scope="dst", help="The number of processes.  [default: one per core]"
+)
 @option(
     "--trace",
     is_flag=True,
     scope="dst",
-    help=f"Print what happened (the last {MAX_TRACE:,} events); only with one seed.",
+    help=f"Print the history (the last {MAX_TRACE:,} events). Requires a single seed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def dst(num_seeds: int | None, first_seed: int | None, num_jobs: int | None, trace: bool, as_json: bool) -> None:
-    """Deterministic simulation testing: the real router core among simulated shards, clients, links and clocks that
-    fail as the seed says. Every invariant is checked behind every step; a failing seed fails again in the same way."""
+    """Run deterministic simulation tests: the real router core among simulated shards, clients, links and clocks that
+    fail as the seed determines. Every invariant is checked after every step. A failing seed always fails in the same
+    way."""
     if num_seeds is None:
         num_seeds = 1000 if first_seed is None else 1
     if trace and num_seeds > 1:

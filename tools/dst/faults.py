@@ -1,41 +1,40 @@
-"""What goes wrong, each kind a method of its own, at times that follow from the seed."""
+"""The faults that strike by themselves: a method for each kind, at times that the seed determines."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import DrainStarted, StepArrived
 from router.core.frames import Finish, Start, Step
 from tools.dst.nodes.client import ClientStream
+from tools.dst.nodes.router_node import RouterNode
+from tools.dst.nodes.shard import SimShard
 from tools.dst.scenario import FAULTS_PER_SECOND
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.nodes.shard import SimShard
-    from tools.dst.world import World
+from tools.dst.world import World
 
 UNKNOWN_SLOT = 10**6
 
 
 class Faults:
+    """Until the world is calm. `FAULTS_PER_SECOND` names the methods."""
+
     def __init__(self, world: World) -> None:
         self._world = world
-        self._rng = world.rng
+        self._env = world.env
+        self._rng = world.env.rng
 
     def start(self) -> None:
         for kind in FAULTS_PER_SECOND:
-            if kind in self._world.scenario.rates:
+            if kind in self._env.scenario.rates:
                 self._schedule(kind)
 
     def _schedule(self, kind: str) -> None:
-        rate = self._world.scenario.rates[kind]
-        self._world.timeline.after(self._rng.expovariate(rate), self._strike, kind)
+        rate = self._env.scenario.rates[kind]
+        self._env.timeline.after(self._rng.expovariate(rate), self._strike, kind)
 
     def _strike(self, kind: str) -> None:
-        if self._world.is_calm:
+        if self._env.is_calm:
             return
-        self._world.count_fault(kind)
+        self._env.count_fault(kind)
         getattr(self, kind)()
         self._schedule(kind)
 
@@ -45,20 +44,20 @@ class Faults:
     def _node(self) -> RouterNode:
         return self._rng.choice(self._world.nodes)
 
-    def _soon(self, most_seconds: float) -> float:
-        return self._rng.random() * most_seconds
+    def _delay(self, max_seconds: float) -> float:
+        return self._rng.random() * max_seconds
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def shard_crash(self) -> None:
-        """It comes back after a while as a new incarnation; routers notice soon, or late."""
+        """The process crashes and later restarts as a new incarnation. Routers notice sooner or later."""
         shard = self._shard()
         if shard.is_up:
             shard.crash(self._rng.choice((0.0, 0.005, 0.3)))
-            self._world.timeline.after(self._soon(0.4), self._world.bring_up, shard)
+            self._env.timeline.after(self._delay(0.4), shard.bring_up)
 
     def shard_reincarnation(self) -> None:
-        """The new incarnation is there, and connected to, before a router has noticed that the old one went."""
+        """The new incarnation is up and connected before a router has noticed that the old one died."""
         shard = self._shard()
         if shard.is_up:
             shard.crash(0.5)
@@ -69,32 +68,32 @@ class Faults:
     def shard_slow(self) -> None:
         shard = self._shard()
         shard.slowness = 10.0
-        self._world.timeline.after(self._soon(self._rng.choice((0.5, 3.0))), self._world.restore_speed, shard)
+        self._env.timeline.after(self._delay(self._rng.choice((0.5, 3.0))), shard.restore_speed)
 
     def shard_hung(self) -> None:
-        """Connected and silent; later it wakes up, or it is killed."""
+        """The process hangs; later it wakes up or is killed."""
         shard = self._shard()
         shard.hang()
-        self._world.timeline.after(self._soon(self._hang_seconds()), self._end_hang, shard, shard.incarnation)
+        self._env.timeline.after(self._delay(self._hang_seconds()), self._end_hang, shard, shard.incarnation)
 
     def engine_hung(self) -> None:
-        """The engine's thread stands still, the process does not."""
+        """The engine's thread hangs but the process does not."""
         shard = self._shard()
         shard.hang_engine()
-        self._world.timeline.after(self._soon(self._hang_seconds()), shard.wake_engine)
+        self._env.timeline.after(self._delay(self._hang_seconds()), shard.wake_engine)
 
     def _hang_seconds(self) -> float:
-        """At most; some last longer than any router puts up with."""
+        """The longest possible duration. Some hangs outlast the patience of every router."""
         return self._rng.choice((0.6, 8.0))
 
     def _end_hang(self, shard: SimShard, incarnation: int) -> None:
         if shard.incarnation != incarnation or not shard.is_hung:
             return
-        if self._rng.random() < 0.5 or self._world.is_calm:
+        if self._rng.random() < 0.5 or self._env.is_calm:
             shard.wake_up()
         else:
-            shard.crash(self._soon(0.1))
-            self._world.timeline.after(self._soon(0.2), self._world.bring_up, shard)
+            shard.crash(self._delay(0.1))
+            self._env.timeline.after(self._delay(0.2), shard.bring_up)
 
     def shard_draining(self) -> None:
         shard = self._shard()
@@ -102,28 +101,28 @@ class Faults:
             shard.set_draining(not shard.is_draining)
 
     def shard_hands_over(self) -> None:
-        """It drains, and its deadline passes: what runs there is to go on elsewhere. Later it takes work again."""
+        """The shard drains and its deadline passes, so that its sequences must move. Later it accepts work again."""
         shard = self._shard()
         if shard.is_up:
             shard.set_draining(True)
-            self._world.timeline.after(self._soon(0.1), self._pass_deadline, shard, shard.incarnation)
+            self._env.timeline.after(self._delay(0.1), self._pass_deadline, shard, shard.incarnation)
 
     def _pass_deadline(self, shard: SimShard, incarnation: int) -> None:
         if shard.is_up and shard.incarnation == incarnation and shard.is_draining:
             shard.hand_over()
-            self._world.timeline.after(self._soon(1.0), self._end_drain, shard, incarnation)
+            self._env.timeline.after(self._delay(1.0), self._end_drain, shard, incarnation)
 
     def _end_drain(self, shard: SimShard, incarnation: int) -> None:
         if shard.is_up and shard.incarnation == incarnation:
             shard.set_draining(False)
 
     def fleet_outage(self) -> None:
-        """No shard is left for a while; then they come back one after another, and many wait."""
-        seconds = self._soon(0.5)
+        """All shards crash and come back one after another while many requests wait."""
+        seconds = self._delay(0.5)
         for shard in self._world.shards:
             if shard.is_up:
-                shard.crash(self._soon(0.02))
-                self._world.timeline.after(seconds + self._soon(0.1), self._world.bring_up, shard)
+                shard.crash(self._delay(0.02))
+                self._env.timeline.after(seconds + self._delay(0.1), shard.bring_up)
 
     def cache_cleared(self) -> None:
         shard = self._shard()
@@ -135,31 +134,31 @@ class Faults:
     def stream_break(self) -> None:
         streams = list(self._node().streams.values())
         if streams:
-            self._rng.choice(streams).break_off(self._soon(0.1), self._soon(0.1))
+            self._rng.choice(streams).break_off(self._delay(0.1), self._delay(0.1))
 
     def link_partition(self) -> None:
-        """Both directions stall; then the link heals, or both ends give up, each in its own time."""
+        """Both directions stall. Then the link heals, or both ends give up, each after its own delay."""
         streams = list(self._node().streams.values())
         if not streams:
             return
         stream = self._rng.choice(streams)
         stream.to_shard.stall()
         stream.to_router.stall()
-        seconds = self._soon(0.5)
+        seconds = self._delay(0.5)
         if self._rng.random() < 0.5:
-            self._world.timeline.after(seconds, stream.to_shard.heal)
-            self._world.timeline.after(seconds + self._soon(0.05), stream.to_router.heal)
+            self._env.timeline.after(seconds, stream.to_shard.heal)
+            self._env.timeline.after(seconds + self._delay(0.05), stream.to_router.heal)
         else:
-            self._world.timeline.after(seconds, stream.break_off, self._soon(0.2), self._soon(0.2))
+            self._env.timeline.after(seconds, stream.break_off, self._delay(0.2), self._delay(0.2))
 
     def late_frame(self) -> None:
-        """News of slots that are not in use, or of a shard that is not there: nothing may come of it."""
+        """A frame for slots that are not in use, or from an unknown shard. It must change nothing."""
         node = self._node()
         if node.is_paused:
             return
         shard_id = self._rng.choice((self._shard().shard_id, "shard-gone"))
-        seen = node.witness.shards.get(shard_id)
-        slots = [slot for slot in range(1, 12) if seen is None or slot not in seen.open] or [UNKNOWN_SLOT]
+        observed = node.witness.shards.get(shard_id)
+        slots = [slot for slot in range(1, 12) if observed is None or slot not in observed.open] or [UNKNOWN_SLOT]
         slot = self._rng.choice(slots)
         finish = Finish(slot, FinishReason.FINISH_REASON_STOP)
         step = Step([slot], [], [7], ["7 "], starts=[Start(slot, 0)], finishes=[finish])
@@ -167,12 +166,12 @@ class Faults:
         node.check_integrity()
 
     def malformed_frame(self) -> None:
-        """The router must break with a shard that sends it."""
+        """A frame that violates the protocol. The router must close the stream to its shard."""
         node = self._node()
         if node.streams and not node.is_paused:
             stream = self._rng.choice(list(node.streams.values()))
             node.handle_malformed(StepArrived(stream.shard.shard_id, Step([1, 2], [], [7], ["7 "])))
-            stream.break_off(0.0, self._soon(0.05))
+            stream.break_off(0.0, self._delay(0.05))
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -197,30 +196,30 @@ class Faults:
         self._world.traffic.add_stream(stream.node.number)
 
     def client_stops_reading(self) -> None:
-        """It reads slowly, or not at all."""
+        """The client reads slowly, or not at all."""
         stream = self._world.traffic.any_stream()
         stream.write_seconds = self._rng.choice((0.2, None))
-        self._world.timeline.after(self._soon(1.0), stream.read_on)
+        self._env.timeline.after(self._delay(1.0), stream.resume_reading)
 
     def duplicate_request_id(self) -> None:
-        """A name that is taken: refused, and the first of that name goes on undisturbed."""
+        """A request whose id is in use. It is rejected, and the first request of that id continues undisturbed."""
         stream = self._busy_stream()
         if stream is not None:
             answer = self._rng.choice(list(stream.open.values()))
-            self._world.traffic.ask_again(stream, answer.request, answer.request.request_id)
+            self._world.traffic.send_again(stream, answer.request, answer.request.request_id)
 
     def reused_request_id(self) -> None:
-        """A client cancels and asks again at once, under the same name."""
+        """A client cancels a request and sends it again at once under the same id."""
         stream = self._busy_stream()
         if stream is not None:
             answer = self._rng.choice(list(stream.open.values()))
             stream.cancel_request(answer.request.request_id)
-            self._world.traffic.ask_again(stream, answer.request, answer.request.request_id)
+            self._world.traffic.send_again(stream, answer.request, answer.request.request_id)
 
     def burst(self) -> None:
         stream = self._world.traffic.any_stream()
         for _ in range(self._rng.choice((5, 30))):
-            self._world.traffic.ask(stream)
+            self._world.traffic.send_request(stream)
 
     # -- routers ------------------------------------------------------------------------------------------------------
 
@@ -228,27 +227,27 @@ class Faults:
         self._world.restart_router(self._rng.randrange(len(self._world.nodes)))
 
     def router_draining(self) -> None:
-        """It takes nothing new, what runs goes on; after a while it is replaced."""
+        """The router rejects new requests and continues the running ones. After a while it is replaced."""
         node = self._node()
         if not node.is_draining and not node.is_paused:
             node.is_draining = True
             node.handle(DrainStarted())
-            self._world.timeline.after(self._soon(0.4), self._world.replace_drained, node)
+            self._env.timeline.after(self._delay(0.4), self._world.replace_drained, node)
 
     def router_drain_deadline(self) -> None:
-        """It drains and does not wait for what runs."""
+        """The router drains, and its deadline passes before the running requests have ended."""
         self.router_draining()
         for node in self._world.nodes:
             if node.is_draining:
-                self._world.timeline.after(self._soon(0.2), node.post, node.end_drain)
+                self._env.timeline.after(self._delay(0.2), node.post, node.end_drain)
 
     def router_pause(self) -> None:
-        """The process stands still, or the whole machine: when it goes on, its clock has jumped."""
+        """One router process, or the machine of all of them, is paused. Afterwards its clock has jumped."""
         nodes = self._world.nodes if self._rng.random() < 0.3 else [self._node()]
         seconds = self._rng.choice((0.02, 0.2, 1.5))
         for node in nodes:
             node.pause()
-            self._world.timeline.after(seconds, node.go_on)
+            self._env.timeline.after(seconds, node.unpause)
 
     # -- safety -------------------------------------------------------------------------------------------------------
 
@@ -256,11 +255,12 @@ class Faults:
         safety = self._world.safety
         if safety.is_up:
             safety.stop()
-            self._world.timeline.after(self._soon(0.3), self._world.bring_up_safety)
+            self._env.timeline.after(self._delay(0.3), safety.bring_up)
 
     def safety_slow(self) -> None:
-        self._world.safety.slowness = self._rng.choice((5.0, 50.0))
-        self._world.timeline.after(self._soon(0.5), self._world.restore_safety_speed)
+        safety = self._world.safety
+        safety.slowness = self._rng.choice((5.0, 50.0))
+        self._env.timeline.after(self._delay(0.5), safety.restore_speed)
 
     def safety_policy_change(self) -> None:
         self._world.safety.change_policy()

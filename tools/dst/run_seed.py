@@ -1,4 +1,4 @@
-"""One seed from beginning to end, and what is told of it."""
+"""Runs one seed: periods of faults, each followed by a period without faults in which everything must end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import time
 import traceback
 from collections.abc import Iterable
 
+from tools.dst.checker import Checker, Violation
 from tools.dst.checkers import CHECKERS, Checks
-from tools.dst.checkers.base import Checker
+from tools.dst.environment import MAX_TRACE
+from tools.dst.faults import Faults
 from tools.dst.trace import history_lines, scenario_lines
-from tools.dst.violation import Violation
-from tools.dst.world import MAX_TRACE, World
+from tools.dst.world import World
 
-NUM_LINES = 25
-"""Of history, with a failure."""
+MAX_QUIESCING_SECONDS = 60.0
+SETTLE_SECONDS = 1.0
+FORGET_SECONDS = 120.0
+"""Longer than any router keeps blocks in its prefix index that it only expects to be cached."""
+NUM_HISTORY_LINES = 25
+"""How much history a failure shows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,9 +28,9 @@ class Failure:
     invariant: str
     detail: str
     num_events: int
-    """Events that routers had handled, the one that broke it included."""
+    """Events that routers had handled, including the one that broke the invariant."""
     at_seconds: float
-    """Of virtual time."""
+    """Virtual time since the start."""
     history: tuple[str, ...]
 
     @property
@@ -40,7 +45,7 @@ class SeedResult:
     num_events: int
     num_requests: int
     num_tokens: int
-    """Read by clients."""
+    """Tokens that clients read."""
     faults: dict[str, int]
     virtual_seconds: float
     cpu_seconds: float
@@ -48,38 +53,71 @@ class SeedResult:
 
 
 def run_seed(seed: int, checkers: Iterable[type[Checker]] = CHECKERS, history: list[str] | None = None) -> SeedResult:
-    """Never raises for what the router or the simulation does wrong: that is a failure of the result. `history`, where
-    it is given, gets all that is remembered of what happened."""
+    """Never raises for an error of the router or of the simulation: the result has a failure instead. The remembered
+    history, one line per event, is appended to `history`."""
     world = World(seed, Checks(checkers))
-    begin_seconds, begin_cpu = world.timeline.now, time.process_time()
+    begin_seconds, begin_cpu = world.env.timeline.now, time.process_time()
     failure: Failure | None = None
     try:
-        world.run()
+        _run(world)
     except Violation as violation:
         failure = _failure(world, violation.invariant, violation.detail, begin_seconds)
-    except Exception:  # what a broken core sends may be beyond what the simulation understands
+    except Exception:  # a broken core may send something that the simulation cannot handle
         failure = _failure(world, "simulation", traceback.format_exc(limit=-4), begin_seconds)
     if history is not None:
-        history += [*scenario_lines(world.scenario), *history_lines(world.trace, MAX_TRACE)]
+        history += [*scenario_lines(world.env.scenario), *history_lines(world.env.trace, MAX_TRACE)]
     return SeedResult(
         seed=seed,
-        digest=world.digest,
-        num_events=world.num_events,
+        digest=world.env.digest,
+        num_events=world.env.num_events,
         num_requests=world.traffic.num_requests,
-        num_tokens=world.num_delivered_tokens,
-        faults=dict(world.faults),
-        virtual_seconds=world.timeline.now - begin_seconds,
+        num_tokens=world.env.num_delivered_tokens,
+        faults=dict(world.env.faults),
+        virtual_seconds=world.env.timeline.now - begin_seconds,
         cpu_seconds=time.process_time() - begin_cpu,
         failure=failure,
     )
 
 
+def _run(world: World) -> None:
+    """Raises Violation."""
+    env = world.env
+    world.start()
+    num_touches = 0
+    for _ in range(env.scenario.num_epochs):
+        env.is_calm = False
+        world.traffic.start()
+        Faults(world).start()
+        env.timeline.run_until(env.timeline.now + env.scenario.chaos_seconds)
+        _quiesce(world)
+        for shard in world.shards:
+            num_touches += 1
+            shard.touch_cache(num_touches)
+        env.timeline.run_until(env.timeline.now + SETTLE_SECONDS)
+        env.timeline.run_until(env.timeline.now + FORGET_SECONDS)
+        env.checks.on_quiescence(world)
+
+
+def _quiesce(world: World) -> None:
+    """Stop all faults and wait until everything that is in flight has ended."""
+    env = world.env
+    env.is_calm = True
+    world.repair()
+    end = env.timeline.now + MAX_QUIESCING_SECONDS
+    while not world.is_quiescent():
+        if env.timeline.now > end:
+            raise Violation(
+                "reaches_quiescence", f"after {MAX_QUIESCING_SECONDS:g} s without faults {world.describe_activity()}"
+            )
+        env.timeline.run_until(env.timeline.now + SETTLE_SECONDS)
+
+
 def _failure(world: World, invariant: str, detail: str, begin_seconds: float) -> Failure:
     return Failure(
-        seed=world.scenario.seed,
+        seed=world.env.scenario.seed,
         invariant=invariant,
         detail=detail,
-        num_events=world.num_events,
-        at_seconds=world.timeline.now - begin_seconds,
-        history=(*scenario_lines(world.scenario), *history_lines(world.trace, NUM_LINES)),
+        num_events=world.env.num_events,
+        at_seconds=world.env.timeline.now - begin_seconds,
+        history=(*scenario_lines(world.env.scenario), *history_lines(world.env.trace, NUM_HISTORY_LINES)),
     )

@@ -1,4 +1,4 @@
-"""What one seed decides before anything happens: sizes, settings, and which faults there are how often."""
+"""What a seed determines in advance: sizes, settings, and the kinds and rates of faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
     "router_drain_deadline": 0.3,
     "fleet_outage": 0.4,
 }
-"""Kinds that strike by themselves, and how often where a seed has them at all."""
+"""The kinds that strike by themselves, and their rates in a seed that has them at all."""
 
 FAULTS_PER_CHANCE: Final[dict[str, float]] = {
     "engine_failure": 0.004,
@@ -58,10 +58,10 @@ FAULTS_PER_CHANCE: Final[dict[str, float]] = {
     "unknown_model": 0.02,
     "resumed_request": 0.12,
 }
-"""Kinds that strike where they have an opportunity, and with what probability."""
+"""The kinds that may strike at every opportunity, and their probabilities."""
 
 OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "fleet_outage"})
-"""Kinds that are drawn from generators of their own: a seed is otherwise what it was before they came."""
+"""Kinds with generators of their own: adding them did not change the rest of a seed's scenario."""
 
 FAULT_KINDS: Final = (*FAULTS_PER_SECOND, *FAULTS_PER_CHANCE)
 
@@ -89,21 +89,21 @@ class Scenario:
     latency_seconds: float
     step_seconds: float
     max_waiting_entries: int
-    """Of one client's outbox in the router."""
+    """The size of a client's outbox in the router."""
     chaos_seconds: float
     batch_share: float
-    """Of the requests: those that can wait."""
+    """The share of requests in the batch tier."""
     num_epochs: int
-    """How often chaos and rest follow each other."""
+    """How many periods of faults there are, each followed by a period without."""
     rates: Mapping[str, float]
-    """Kind of fault → times a second, or probability; kinds that this seed does not have are left out."""
+    """Kind of fault to rate per second, or to probability. Kinds that this seed does not have are left out."""
 
 
 DEFAULT_POLICY: Final = CoreConfig().policy
 
 
 def draw_scenario(seed: int, rng: random.Random) -> Scenario:
-    """Every seed has about half of the faults: bugs that hide behind a frequent one are then seen without it."""
+    """Every seed has about half of the faults, so that bugs that a frequent fault masks are found without it."""
     share = rng.choice((0.25, 0.5, 0.5, 0.75))
     rates: dict[str, float] = {}
     for kind, rate in (*FAULTS_PER_SECOND.items(), *FAULTS_PER_CHANCE.items()):
@@ -138,8 +138,8 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         max_queue_seconds=rng.choice((0.05, 0.3, 5.0)),
         request_timeout_seconds=rng.choice((0.3, 2.0, 10.0)),
         max_attempts=rng.choice((1, 3, 5)),
-        # Of a generator of its own: another policy must not change all the rest of a seed. The default has more to it
-        # than the others.
+        # From a generator of its own, so that another policy does not change the rest of the scenario. The default
+        # policy is drawn more often because it has more code than the others.
         policy=random.Random(f"{seed} policy").choice([*sorted(POLICIES), *[DEFAULT_POLICY] * (len(POLICIES) // 2)]),
         answer_mode=rng.choice(("gate", "gate", "async", "off")),
         safety_required=rng.random() < 0.6,
@@ -148,7 +148,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
         overload=_draw_overload(random.Random(f"{seed} overload")),
-        # In the measure of simulated prompts, which are short.
+        # Sized for simulated prompts, which are short.
         prefill_chunks=random.Random(f"{seed} portions").choice(
             (None, PrefillChunkSettings(1e-6, 0.001, 4), PrefillChunkSettings(1e-6, 0.004, 8))
         ),
@@ -156,7 +156,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
 
 
 def _draw_health(rng: random.Random) -> HealthSettings | None:
-    """In the measure of simulated steps, which are short."""
+    """Sized for simulated steps, which are short."""
     if rng.random() < 0.2:
         return None
     return HealthSettings(

@@ -1,4 +1,4 @@
-"""What every simulated sequence will say: tokens and text as pure functions of a name."""
+"""The answers of simulated sequences: tokens and text are pure functions of a request's key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import xxhash
 
 BLOCKED_WORD = "blocked"
-"""In a prompt: the safety service forbids it."""
+"""The safety service blocks a prompt with this word."""
 HALTED_TOKEN = 13
-"""In an answer: the safety service halts it."""
+"""The safety service halts an answer with this token."""
 MAX_ANSWER_TOKENS = 28
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """Stands where requests carry their sampling parameters, which the core never looks into."""
+    """Takes the place of the sampling parameters of a request, which the core never reads."""
 
     script_key: str
     wants_logprobs: bool = False
@@ -29,7 +29,7 @@ def number(*parts: object) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def answer(script_key: str, index: int) -> tuple[int, ...]:
-    """The whole answer, as it ends by itself. Its tokens are below 100."""
+    """The whole answer if no limit cuts it off. Its tokens are below 100."""
     length = 1 + number(script_key, index, "length") % MAX_ANSWER_TOKENS
     tokens: list[int] = []
     for part in range(-(-length // 8)):
@@ -48,8 +48,8 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def text_shown(tokens: Sequence[int], count: int, *, is_final: bool = False) -> str:
-    """Text that a detokenizer shows after `count` tokens: every fifth token's word waits for the next token, as an
-    incomplete character would."""
+    """The text that a detokenizer returns after `count` tokens. A token that is a multiple of 5 is held back until the
+    next one, as an incomplete character would be."""
     if count and not is_final and tokens[count - 1] % 5 == 0:
         count -= 1
     return text_of(tokens[:count])

@@ -6,13 +6,13 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from tools.dst.violation import Violation
+from tools.dst.checker import Violation
 
 MAX_CALLBACKS = 500_000
 
 
 class Timeline:
-    """Callbacks run in the order of their times, those of one time in the order in which they were added."""
+    """A queue of callbacks. They run in the order of their times, those of the same time in the order of insertion."""
 
     def __init__(self, start: float) -> None:
         self.now = start
@@ -27,12 +27,12 @@ class Timeline:
         heapq.heappush(self._heap, (max(time, self.now), self._count, callback, args))
 
     def run_until(self, end: float) -> None:
-        """Raises Violation when so much happens that something must be going round in circles."""
+        """Raises Violation after so many callbacks that something must be looping."""
         heap = self._heap
         while heap and heap[0][0] <= end:
             time, _, callback, args = heapq.heappop(heap)
             self.now = time
             if self._count > MAX_CALLBACKS:
-                raise Violation("comes_to_rest", f"more than {MAX_CALLBACKS} things happened")
+                raise Violation("reaches_quiescence", f"more than {MAX_CALLBACKS} callbacks ran")
             callback(*args)
         self.now = end

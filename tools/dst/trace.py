@@ -1,10 +1,9 @@
-"""A history to be read by people: who heard what when, and what came of it."""
+"""The history of a simulation as text: the events that each router handled, and the actions that followed."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
@@ -38,14 +37,12 @@ from router.core.events import (
     StepArrived,
 )
 from router.core.frames import Finish, Step
-
-if TYPE_CHECKING:
-    from tools.dst.scenario import Scenario
-    from tools.dst.world import TraceEntry
+from tools.dst.environment import TraceEntry
+from tools.dst.scenario import Scenario
 
 
 def scenario_lines(scenario: Scenario) -> list[str]:
-    """What the seed decided beforehand."""
+    """The sizes, settings and kinds of faults that the seed determines."""
     shards = ", ".join(
         f"{s.model} batch {s.max_batch} window {s.max_model_len} blocks {s.num_blocks}x{s.block_size}"
         for s in scenario.shards
@@ -58,7 +55,7 @@ def scenario_lines(scenario: Scenario) -> list[str]:
 
 
 def history_lines(trace: Sequence[TraceEntry], num_lines: int) -> list[str]:
-    """The newest entries, oldest first."""
+    """The newest `num_lines` entries, oldest first."""
     newest = itertools.islice(trace, max(0, len(trace) - num_lines), None)
     return [
         f"{time - 100.0:9.4f} {router} {_event(event)}{' -> ' if actions else ''}{'; '.join(map(_action, actions))}"
@@ -108,7 +105,7 @@ def _event(event: Event) -> str:
 def _action(action: Action) -> str:
     match action:
         case SendStep():
-            return f"tell {action.client_id} {_step(action.step)}"
+            return f"send {action.client_id} {_step(action.step)}"
         case SubmitAttempt():
             slots = {spec.slot: len(spec.output_token_ids) for spec in action.choices}
             return f"submit {action.request.request_id} #{action.attempt_id} to {action.shard_id} slots {slots}"

@@ -1,63 +1,61 @@
-"""Who asks for what and when."""
+"""The clients' requests: what they ask for, when, and what they resume."""
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from router.core.events import ChoiceSpec, Request, Tier
 from tools.dst import script
+from tools.dst.environment import Environment
 from tools.dst.nodes.client import Answer, ClientStream
+from tools.dst.nodes.router_node import RouterNode
 from tools.dst.scenario import MODELS
-
-if TYPE_CHECKING:
-    from tools.dst.world import World
 
 LONGEST_WINDOW = 96
 
 
 class Traffic:
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._rng: random.Random = world.rng
-        self._tier_rng = random.Random(f"{world.scenario.seed} tier of each")
+    def __init__(self, env: Environment, nodes: list[RouterNode]) -> None:
+        self._env = env
+        self._nodes = nodes
+        """The current incarnations; the list belongs to the world."""
+        self._rng: random.Random = env.rng
+        self._tier_rng = random.Random(f"{env.scenario.seed} tier of each")
         self._num_streams = 0
         self.num_requests = 0
         self.prompts: dict[tuple[str, str, tuple[int, ...]], None] = {}
-        """(model, tenant, prompt) of everything that was ever asked."""
+        """(model, tenant, prompt) of every request so far."""
 
     def start(self) -> None:
-        self._world.timeline.after(self._rng.expovariate(self._world.scenario.requests_per_second), self._next_request)
+        self._env.timeline.after(self._rng.expovariate(self._env.scenario.requests_per_second), self._next_request)
 
     def add_stream(self, router: int) -> ClientStream:
         self._num_streams += 1
-        return ClientStream(self._world, self._world.nodes[router], f"client-{self._num_streams}")
+        return ClientStream(
+            self._env, self._nodes[router], f"client-{self._num_streams}", self._reconnect, self._resume_elsewhere
+        )
 
-    def ask(self, stream: ClientStream | None = None) -> Request:
-        """One more request, over any stream."""
-        stream = stream or self.any_stream()
-        request = self._draw_request(stream)
-        self._submit(stream, request)
-        return request
+    def send_request(self, stream: ClientStream) -> None:
+        self._submit(stream, self._draw_request(stream))
 
-    def ask_again(self, stream: ClientStream, request: Request, request_id: str) -> None:
-        """The same once more, under a name that is or was in use."""
+    def send_again(self, stream: ClientStream, request: Request, request_id: str) -> None:
+        """Send the same request once more, under an id that is or was in use."""
         specs = [ChoiceSpec(stream.take_slot(), spec.index) for spec in request.choices]
         self._submit(
             stream, msgspec.structs.replace(request, request_id=request_id, client_id=stream.client_id, choices=specs)
         )
 
     def any_stream(self) -> ClientStream:
-        """One whose client is there. There is always one: who leaves is replaced."""
-        streams = [s for node in self._world.nodes for s in node.clients.values() if s.is_open_at_client]
-        return self._rng.choice(streams) if streams else self.add_stream(self._rng.randrange(len(self._world.nodes)))
+        """A stream whose client is connected. A client that leaves is replaced, so that there is one."""
+        streams = [s for node in self._nodes for s in node.clients.values() if s.is_open_at_client]
+        return self._rng.choice(streams) if streams else self.add_stream(self._rng.randrange(len(self._nodes)))
 
-    def come_back(self, stream: ClientStream) -> None:
-        """A client whose stream broke connects again, and has its open answers continued."""
+    def _reconnect(self, stream: ClientStream) -> None:
+        """A client whose stream broke connects again and resumes most of its open answers."""
         again = self.add_stream(stream.node.number)
-        # Not by name: a refused twin of the same name may be open, too.
+        # Not by id: a rejected duplicate with the same id may be open too.
         by_request: dict[int, list[Answer]] = {}
         for answer in stream.open.values():
             by_request.setdefault(answer.request.choices[0].slot, []).append(answer)
@@ -65,17 +63,17 @@ class Traffic:
             if self._rng.random() < 0.7:
                 self._continue(again, answers)
 
-    def go_on_elsewhere(self, answer: Answer) -> None:
-        """Its router has stopped and waits no longer: another one is asked for the rest."""
-        if not self._world.is_calm:
+    def _resume_elsewhere(self, answer: Answer) -> None:
+        """The answer ended because its router drains. Another router is asked for the rest."""
+        if not self._env.is_calm:
             self._continue(self.any_stream(), [answer])
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> None:
-        if self._world.is_calm:
+        if self._env.is_calm:
             return
-        self.ask()
+        self.send_request(self.any_stream())
         self.start()
 
     def _submit(self, stream: ClientStream, request: Request) -> None:
@@ -85,41 +83,46 @@ class Traffic:
 
     def _continue(self, stream: ClientStream, answers: list[Answer]) -> None:
         request = answers[0].request
-        self._world.count_fault("client_resumes")
+        self._env.count_fault("client_resumes")
         specs = [
-            self._given(stream, request, answer.spec.index, answer.num_tokens, answer.num_chars) for answer in answers
+            self._resumed_spec(stream, request, answer.spec.index, answer.num_tokens, answer.num_chars)
+            for answer in answers
         ]
         self._submit(
             stream,
-            msgspec.structs.replace(request, request_id=self._new_name(), client_id=stream.client_id, choices=specs),
+            msgspec.structs.replace(
+                request, request_id=self._new_request_id(), client_id=stream.client_id, choices=specs
+            ),
         )
 
-    def _given(self, stream: ClientStream, request: Request, index: int, num_tokens: int, num_chars: int) -> ChoiceSpec:
+    def _resumed_spec(
+        self, stream: ClientStream, request: Request, index: int, num_tokens: int, num_chars: int
+    ) -> ChoiceSpec:
         assert isinstance(request.sampling, script.Sampling)
         tokens = script.answer(request.sampling.script_key, index)[:num_tokens]
         return ChoiceSpec(stream.take_slot(), index, tokens, num_chars)
 
-    def _new_name(self) -> str:
+    def _new_request_id(self) -> str:
         return f"request-{self.num_requests + 1}"
 
     def _draw_request(self, stream: ClientStream) -> Request:
-        rng, world = self._rng, self._world
-        name = self._new_name()
-        tenant = rng.choices(world.scenario.tenants, world.scenario.tenant_weights)[0]
+        rng, env = self._rng, self._env
+        name = self._new_request_id()
+        tenant = rng.choices(env.scenario.tenants, env.scenario.tenant_weights)[0]
         sampling = script.Sampling(name, wants_logprobs=rng.random() < 0.2)
         prompt = [
             *[rng.randrange(3)] * rng.randrange(0, 36, 4),
             *(rng.randrange(50) for _ in range(rng.randrange(1, 20))),
         ]
         max_tokens = rng.choice((None, 1, 4, 12, 40))
-        if world.chance("impossible_request"):
+        if env.chance("impossible_request"):
             prompt, max_tokens = rng.choice(
                 (([1] * LONGEST_WINDOW, None), ([], 4), ([1], LONGEST_WINDOW), ([1], 0), ([1] * 80, 15))
             )
         model = MODELS[0]
-        if rng.random() < 0.3 and any(shard.model == MODELS[1] for shard in world.scenario.shards):
+        if rng.random() < 0.3 and any(shard.model == MODELS[1] for shard in env.scenario.shards):
             model = MODELS[1]
-        if world.chance("unknown_model"):
+        if env.chance("unknown_model"):
             model = "unknown"
         request = Request(
             request_id=name,
@@ -132,18 +135,18 @@ class Traffic:
             sampling=sampling,
             timeout_seconds=rng.choice((0.0, 0.0, 0.1, 5.0)),
             tenant=tenant,
-            tier=Tier.BATCH if self._tier_rng.random() < world.scenario.batch_share else Tier.INTERACTIVE,
+            tier=Tier.BATCH if self._tier_rng.random() < env.scenario.batch_share else Tier.INTERACTIVE,
         )
         specs = [self._draw_choice(stream, request, index) for index in range(rng.choice((1, 1, 1, 3)))]
         return msgspec.structs.replace(request, choices=specs)
 
     def _draw_choice(self, stream: ClientStream, request: Request, index: int) -> ChoiceSpec:
-        """Now and then one that has been begun elsewhere."""
-        if not self._world.chance("resumed_request"):
+        """Now and then, a choice that resumes an answer of another stream."""
+        if not self._env.chance("resumed_request"):
             return ChoiceSpec(stream.take_slot(), index)
         assert isinstance(request.sampling, script.Sampling)
         tokens = script.answer(request.sampling.script_key, index)
         most = min(len(tokens), request.max_tokens or len(tokens))
         count = most if self._rng.random() < 0.3 else self._rng.randint(1, most)
         text = script.text_shown(tokens, count, is_final=self._rng.random() < 0.5)
-        return self._given(stream, request, index, count, len(text))
+        return self._resumed_spec(stream, request, index, count, len(text))

@@ -1,7 +1,7 @@
-"""What no router can beat by much: the fleet as one pool with one queue and one endless cache.
+"""A bound that no router can beat by much: the fleet as one pool with one queue and one unlimited cache.
 
-As many prefill servers as the fleet has shards take calls in the order of arrival from one queue, one call at a time,
-and know every block of every call that came before. Prefill costs what the fleet model says, undisturbed by decoding;
+There are as many prefill servers as shards. They take calls from one queue in order of arrival, one call at a time, and
+have every block of every earlier call. Prefill takes the time of the fleet model without concurrent decoding, and
 answers are decoded as if alone on a shard. Reordering the queue could still do better: the bound is for FCFS shards.
 """
 
@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 from typing import Final
 
-from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.profile import Profile
 from tools.simulate.workload import Call, Outcome, SimulationResult, Workload
 
 _PROGRESS_EVERY: Final = 256
@@ -20,11 +20,11 @@ _PROGRESS_EVERY: Final = 256
 def simulate_bound(
     workload: Workload, profile: Profile, num_shards: int, on_progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
-    """`on_progress`: told the number of calls done."""
+    """`on_progress` is called with the number of calls that have ended."""
     arrivals = [(arrival, call.call_id, call) for arrival, call in workload.first_calls()]
     heapq.heapify(arrivals)
     servers = [(0.0, index) for index in range(num_shards)]
-    """(free from, index); a heap."""
+    """A heap of (free from, index)."""
     cached: set[int] = set()
     outcomes: list[Outcome] = []
     while arrivals:
@@ -44,7 +44,7 @@ def simulate_bound(
 
 
 def prefill_seconds(profile: Profile, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    """Steps of at most a chunk each, nothing else in them."""
+    """The duration of steps of at most one chunk each, without decoding."""
     num_tokens = num_prompt_tokens - num_cached_tokens
     num_full_chunks, rest = divmod(num_tokens, profile.chunk_tokens)
     chunk_seconds = max(profile.step_floor_seconds, profile.seconds_per_prefill_token * profile.chunk_tokens)
@@ -54,7 +54,7 @@ def prefill_seconds(profile: Profile, num_prompt_tokens: int, num_cached_tokens:
 
 
 def decode_seconds(profile: Profile, num_prompt_tokens: int, num_output_tokens: int) -> float:
-    """All tokens behind the first, alone on a shard."""
+    """The duration of all tokens after the first, alone on a shard."""
     num_steps = num_output_tokens - 1
     context_tokens = num_steps * (num_prompt_tokens + num_output_tokens / 2)
     step_seconds = profile.step_floor_seconds + profile.seconds_per_decode_sequence
@@ -62,7 +62,8 @@ def decode_seconds(profile: Profile, num_prompt_tokens: int, num_output_tokens: 
 
 
 def _look_up(call: Call, cached: set[int], block_size: int) -> int:
-    """Tokens that lie in the cache; the call's blocks lie there from now on. At least one token is always computed."""
+    """Returns the number of cached prompt tokens, and adds the blocks of the call to the cache. At least one token is
+    always computed."""
     num_blocks = 0
     for block_hash in call.block_hashes:
         if block_hash not in cached:

@@ -1,4 +1,4 @@
-"""The highest load that a fleet bears, by bisection."""
+"""Finds the highest load that a fleet sustains, by bisection."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def find_capacity(
     precision: float = CAPACITY_PRECISION,
     whole_numbers: bool = False,
 ) -> float:
-    """The highest load at which `goodput_at` reaches `goodput`, to `precision` (relative) from below; of several
-    crossings, one of them.
+    """Returns the highest load at which `goodput_at` reaches `goodput`, up to the relative `precision` below it. If
+    there are several crossings, it returns one of them.
 
-    First `start` is doubled or halved until the answer lies between two loads. Raises CommandError when it does not
-    within a factor of 4,096, or when one user is too much.
+    First `start` is doubled or halved until the result is bracketed. Raises CommandError if it is not within a factor
+    of 4,096, or if a single user is too much.
     """
     low, high = _bracket(goodput_at, float(round(start)) if whole_numbers else start, goodput, whole_numbers)
     while high > low * (1 + precision) and not (whole_numbers and high - low <= 1):
@@ -41,7 +41,7 @@ def find_capacity(
 def _bracket(
     goodput_at: Callable[[float], float], start: float, goodput: float, whole_numbers: bool
 ) -> tuple[float, float]:
-    """(highest load known to be borne, lowest known not to be)."""
+    """Returns the highest load known to be sustained and the lowest known not to be."""
     low: float | None = None
     high: float | None = None
     load = start

@@ -1,4 +1,4 @@
-"""`kvloom simulate`: a trace through the real router and modelled shards."""
+"""`kvloom simulate`: replays a trace through the real router core and modelled shards."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from router.core.placement import POLICIES
 from tools.failures import CommandError
 from tools.options import option
 from tools.simulate.decisions import RECORDED, Replay, read_decision_log
-from tools.simulate.fleet.profiles import load_profile
+from tools.simulate.fleet.profile import load_profile
 from tools.simulate.parallel import perform_all
 from tools.simulate.plot import check_plot_file, draw
-from tools.simulate.rows import combine, recorded_row
 from tools.simulate.runs import (
     BOUND,
     CapacitySpec,
@@ -31,7 +30,7 @@ from tools.simulate.runs import (
     perform_capacity,
     perform_run,
 )
-from tools.simulate.statistics import Slo
+from tools.simulate.statistics import Slo, combine, recorded_row
 from tools.simulate.table import print_table
 from tools.simulate.traces import FORMATS, MAX_THINK_SECONDS, TraceFormat, guess_format
 
@@ -40,7 +39,7 @@ DEFAULT_SHARDS: Final = 8
 DEFAULT_PROFILE: Final = "70b"
 _MAX_SEEDS: Final = 100
 _FILE_WIDTH: Final = 200
-"""Columns of a table that goes to no terminal."""
+"""The width in columns of a table that is not printed to a terminal."""
 
 
 @click.command("simulate")
@@ -49,47 +48,47 @@ _FILE_WIDTH: Final = 200
     "trace_file",
     scope="simulate",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Recorded calls; may be gzipped.",
+    help="A file of recorded calls, which may be gzipped.",
 )
 @option(
     "--decisions",
     "decision_file",
     scope="simulate",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Instead of a trace: a router's decision file, for requests, shards and speeds. FILE.1 is read too.",
+    help="The decision file of a router, used instead of a trace for requests, shards and speeds. FILE.1 is also read.",
 )
 @option(
     "--format",
     "trace_format",
     scope="simulate",
     type=click.Choice(FORMATS),
-    help="Of the trace. By default told by the file's name.",
+    help="The format of the trace. By default it is derived from the name of the file.",
 )
 @option(
     "--shards",
     scope="simulate",
     type=click.IntRange(1, 4096),
-    help=f"[default: {DEFAULT_SHARDS}, or as in the decision file]",
+    help=f"The number of shards.  [default: {DEFAULT_SHARDS}, or as in the decision file]",
 )
 @option(
     "--profile",
     "profile_name",
     scope="simulate",
     metavar="8b|70b|FILE",
-    help="Model and machine of a shard; FILE: as JSON or TOML.  "
+    help="The model and machine of a shard. A FILE is JSON or TOML.  "
     f"[default: {DEFAULT_PROFILE}, or as in the decision file]",
 )
 @option(
     "--rate",
     scope="simulate",
     type=click.FloatRange(0, 1e6, min_open=True),
-    help="Times the recorded rate (mooncake, azure, decisions).  [default: 1]",
+    help="The multiple of the recorded rate (mooncake, azure, decisions).  [default: 1]",
 )
 @option(
     "--users",
     scope="simulate",
     type=click.IntRange(1, 1_000_000),
-    help=f"Who play sessions at the same time (weka).  [default: {DEFAULT_USERS}]",
+    help=f"The number of concurrent users, each with a session (weka).  [default: {DEFAULT_USERS}]",
 )
 @option(
     "--max-think",
@@ -98,7 +97,7 @@ _FILE_WIDTH: Final = 200
     type=click.FloatRange(0),
     default=MAX_THINK_SECONDS,
     show_default=True,
-    help="Longer think times are cut to so many seconds (weka); inf: none is.",
+    help="Longer think times are cut to this many seconds (weka). With inf none is.",
 )
 @option(
     "--policy",
@@ -106,22 +105,22 @@ _FILE_WIDTH: Final = 200
     scope="simulate",
     default="ect",
     show_default=True,
-    help="A name, several with commas between, or all. The bound is always shown beside them.",
+    help="The name of a policy, several names separated by commas, or all. The bound is always shown too.",
 )
-@option("--seed", scope="simulate", type=int, default=0, show_default=True, help="The first one.")
+@option("--seed", scope="simulate", type=int, default=0, show_default=True, help="The first seed.")
 @option(
     "--seeds",
     scope="simulate",
     type=click.IntRange(1, _MAX_SEEDS),
     default=1,
     show_default=True,
-    help="How many: means, and half the range.",
+    help="The number of seeds. Figures are means, with half their range.",
 )
 @option(
     "--capacity-blocks",
     scope="simulate",
     type=click.IntRange(1),
-    help="KV blocks of a shard.  [default: what the profile holds]",
+    help="The number of KV blocks of a shard.  [default: the capacity in the profile]",
 )
 @option(
     "--staleness",
@@ -130,16 +129,23 @@ _FILE_WIDTH: Final = 200
     type=click.FloatRange(0, 3600),
     default=0.0,
     show_default=True,
-    help="Age in seconds of what the router sees of shards.",
+    help="The age in seconds of load reports and KV events at the router.",
 )
-@option("--routers", scope="simulate", type=click.IntRange(1, 256), default=1, show_default=True)
+@option(
+    "--routers",
+    scope="simulate",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="The number of routers.",
+)
 @option(
     "--engine-order",
     scope="simulate",
     type=click.Choice(["fcfs", "shortest_prefill"]),
     default="fcfs",
     show_default=True,
-    help="Of a shard's waiting queue.",
+    help="The order of the waiting queue of a shard.",
 )
 @option(
     "--peer-fetch",
@@ -149,44 +155,60 @@ _FILE_WIDTH: Final = 200
     default=0.0,
     show_default=True,
     metavar="GBPS",
-    help="GB/s at which a shard fetches KV blocks from another; 0: it does not.",
+    help="The bandwidth in GB/s at which a shard fetches KV blocks from another one. With 0 it does not.",
 )
 @option(
     "--speed-factors",
     scope="simulate",
     metavar="X,X,...",
-    help="How many times slower than the profile each shard is.  [default: all 1]",
+    help="How many times slower than the profile each shard is.  [default: 1 for all]",
 )
 @option(
     "--max-requests",
     scope="simulate",
     type=click.IntRange(1),
-    help="Replay so many.  [default: as many as the trace has]",
+    help="The number of requests to replay.  [default: all in the trace]",
 )
 @option(
     "--block-size",
     scope="simulate",
     type=click.IntRange(1, 65536),
-    help="Tokens of a KV block (azure; the others have their own).  [default: 512]",
+    help="The number of tokens in a KV block (azure; the other formats define it).  [default: 512]",
 )
-@option("--slo-ttft", scope="simulate", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True)
-@option("--slo-tpot", scope="simulate", type=click.FloatRange(0, min_open=True), default=0.1, show_default=True)
+@option(
+    "--slo-ttft",
+    scope="simulate",
+    type=click.FloatRange(0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="The SLO for the time to first token, in seconds.",
+)
+@option(
+    "--slo-tpot",
+    scope="simulate",
+    type=click.FloatRange(0, min_open=True),
+    default=0.1,
+    show_default=True,
+    help="The SLO for the mean time per output token, in seconds.",
+)
 @option(
     "--capacity",
     "with_capacity",
     scope="simulate",
     is_flag=True,
-    help="Find the highest rate, or number of users, with 90% inside the SLO.",
+    help="Find the highest rate, or number of users, at which 90% of requests meet the SLO.",
 )
 @option(
     "--plot",
     "plot_file",
     scope="simulate",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw TTFT distributions and timelines into a .svg or .png file.",
+    help="Plot TTFT distributions and timelines to this .svg or .png file.",
 )
-@option("--jobs", scope="simulate", type=click.IntRange(1, 1024), help="Processes.  [default: one per core]")
-@option("--json", "as_json", scope="simulate", is_flag=True, help="Print a JSON array, an object for each policy.")
+@option(
+    "--jobs", scope="simulate", type=click.IntRange(1, 1024), help="The number of processes.  [default: one per core]"
+)
+@option("--json", "as_json", scope="simulate", is_flag=True, help="Print a JSON array with an object for each policy.")
 def simulate_command(
     trace_file: Path | None,
     decision_file: Path | None,
@@ -214,7 +236,7 @@ def simulate_command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Replay a trace through the router's own core and modelled shards, in virtual time."""
+    """Replay a trace through the real router core and modelled shards, in virtual time."""
     if plot_file is not None:
         check_plot_file(plot_file)
     source = _choose_source(trace_file, decision_file, trace_format, block_size, max_think_seconds)
@@ -222,9 +244,9 @@ def simulate_command(
     replay = None
     if decision_file is not None:
         if block_size is not None:
-            raise CommandError("--block-size is for azure traces: decisions have blocks of their own")
+            raise CommandError("--block-size is for azure traces: decision files define the block size")
         replay = read_decision_log(decision_file)
-        _tell_notes(replay)
+        _print_notes(replay)
     num_shards = shards or (replay.fleet.num_shards if replay else DEFAULT_SHARDS)
     run = RunSpec(
         trace=source,
@@ -296,10 +318,10 @@ def _choose_source(
 ) -> TraceSource:
     if decision_file is not None:
         if trace_file is not None or trace_format is not None:
-            raise CommandError("--decisions is instead of --trace and --format")
+            raise CommandError("--decisions cannot be combined with --trace and --format")
         return TraceSource(path=str(decision_file), format="decisions")
     if trace_file is None:
-        raise click.UsageError("give one of --trace and --decisions")
+        raise click.UsageError("give either --trace or --decisions")
     return TraceSource(
         path=str(trace_file),
         format=trace_format or guess_format(trace_file),
@@ -318,16 +340,18 @@ def _choose_load(source: TraceSource, rate: float | None, users: int | None) -> 
     return rate or 1.0
 
 
-def _tell_notes(replay: Replay) -> None:
+def _print_notes(replay: Replay) -> None:
     notes = list(replay.notes)
     if replay.policy not in POLICIES:
-        notes.append(f"the policy in force, {replay.policy!r}, is none of this kvloom's: it is not replayed")
+        notes.append(
+            f"the policy in force, {replay.policy!r}, does not exist in this version of kvloom: it is not replayed"
+        )
     for note in notes:
         click.echo(f"note: {note}", err=True)
 
 
 def _choose_speed_factors(text: str | None, num_shards: int, replay: Replay | None) -> tuple[float, ...]:
-    """More shards than were recorded are as the recorded ones, over again."""
+    """If there are more shards than were recorded, the recorded factors repeat."""
     if text is not None or replay is None:
         return _parse_speed_factors(text, num_shards)
     recorded = replay.fleet.speed_factors
@@ -335,7 +359,7 @@ def _choose_speed_factors(text: str | None, num_shards: int, replay: Replay | No
 
 
 def _parse_policies(names: str) -> list[str]:
-    """Each once, the bound last."""
+    """Returns each policy once, and the bound last."""
     chosen: list[str] = []
     for name in (part.strip() for part in names.split(",")):
         if name == "all":
@@ -343,7 +367,9 @@ def _parse_policies(names: str) -> list[str]:
         elif name in POLICIES:
             chosen.append(name)
         elif name != BOUND:
-            raise CommandError(f"--policy {name}: no such policy; there are {', '.join(POLICIES)}, {BOUND} and all")
+            raise CommandError(
+                f"--policy {name}: there is no such policy; there are {', '.join(POLICIES)}, {BOUND} and all"
+            )
     return [*dict.fromkeys(chosen), BOUND]
 
 
@@ -353,7 +379,7 @@ def _parse_speed_factors(text: str | None, num_shards: int) -> tuple[float, ...]
     try:
         factors = tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise CommandError(f"--speed-factors {text}: not numbers with commas between") from error
+        raise CommandError(f"--speed-factors {text}: not numbers separated by commas") from error
     if len(factors) != num_shards or not all(0 < factor < 1e6 for factor in factors):
         raise CommandError(f"--speed-factors {text}: expected {num_shards} positive numbers, one for each shard")
     return factors

@@ -1,7 +1,8 @@
-"""A router's decision file as a trace and a fleet, for a what-if: `kvloom simulate --decisions FILE`.
+"""Reads a router's decision file as a trace and a fleet, for `kvloom simulate --decisions FILE`.
 
-Every request from which a token came is a call of an open loop, with as many output tokens as came: cancelled ones too.
-Those from which none came did next to no work on a shard. They are not replayed, and failed in what is recorded.
+Every request that produced a token becomes a call of an open loop with as many output tokens as were produced, also if
+it was cancelled. The others did almost no work on a shard. They are not replayed, and count as failed in the recorded
+row.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from tools.simulate.traces.reading import MAX_CALLS, MAX_TOKENS, ReadFraction, l
 from tools.simulate.workload import Call, Outcome, SimulationResult
 
 RECORDED: Final = "recorded"
-"""Stands where a policy's name does."""
+"""Used in place of a policy name for the recorded run."""
 MIN_LOAD_SHARE: Final = 0.8
-"""What of the load is seen below which the file is said to lack some: counts of the moment scatter."""
+"""If less than this share of the load is in the file, a note says that some is missing. Momentary counts scatter."""
 MIN_IN_FLIGHT: Final = 30
-"""Summed over the decisions; with less there is no telling."""
+"""The sum over the decisions that is needed to judge this."""
 MAX_UNEXPLAINED_HITS: Final = 0.02
-"""Share of the prompt tokens that were cached without any earlier prompt of the file."""
+"""The share of prompt tokens that were cached although no earlier prompt in the file has them."""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, gc=False):
-    """What is needed of a line of the file."""
+    """The fields of a line of the file that are needed."""
 
     arrived_at: float
     decided_at: float
@@ -45,30 +46,30 @@ class RecordedRequest(msgspec.Struct, frozen=True, gc=False):
     block_size: int
     num_choices: int
     num_shard_sequences: int
-    """On all shards when it was placed, as the router saw them."""
+    """Sequences on all shards when it was placed, as the router saw them."""
     shard_id: str
     num_cached_tokens: int
     ttft_seconds: float | None
-    """None: it failed."""
+    """None if it failed."""
     call: Call
-    """Its id is that in the order of arrival only once all are read."""
+    """Its id is set to the order of arrival after all lines are read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay:
-    """All that a decision file tells a simulation."""
+    """Everything that a simulation takes from a decision file."""
 
     trace: OpenTrace
     fleet: RecordedFleet
     policy: str
-    """In force when the file ended."""
+    """The policy in force at the end of the file."""
     requests: Sequence[RecordedRequest]
-    """Of the model that is replayed, by arrival."""
+    """The requests for the replayed model, by arrival."""
     notes: Sequence[str]
-    """What the reader of the figures must know."""
+    """Remarks for the reader of the figures."""
 
     def recorded(self, slo: Slo, max_requests: int | None = None) -> Statistics:
-        """What really happened, by the same rules as for a simulation."""
+        """The figures of the recorded run, computed in the same way as for a simulation."""
         requests = self.requests[:max_requests]
         shard_ids = [*dict.fromkeys([*self.fleet.shard_ids, *(request.shard_id for request in requests)])]
         index_of = {shard_id: index for index, shard_id in enumerate(shard_ids)}
@@ -89,13 +90,13 @@ class Replay:
 
 
 def predecessor_of(path: Path) -> Path | None:
-    """The file that was rotated away before this one began, if it is still there."""
+    """The previous file of a rotation, if it still exists."""
     rotated = path.with_name(path.name + ".1")
     return rotated if rotated.is_file() else None
 
 
 def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Replay:
-    """Reads FILE.1 first where there is one. Raises CommandError."""
+    """Read a decision file, and before it FILE.1 if it exists. Raises CommandError."""
     notes: list[str] = []
     requests: list[RecordedRequest] = []
     fleets: list[FleetLine] = []
@@ -109,12 +110,17 @@ def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Re
                 fleets.append(line)
                 continue
             if not fleets:
-                raise line_error(file, line_number, "type", "a request before any fleet: the file's head is missing")
+                raise line_error(
+                    file,
+                    line_number,
+                    "type",
+                    "there is a request before the first fleet: the beginning of the file is missing",
+                )
             if len(requests) >= MAX_CALLS:
                 raise line_error(file, line_number, "", f"more than {MAX_CALLS} requests")
             requests.append(_recorded_request(file, line_number, line))
     if not requests:
-        raise CommandError(f"{path}: no requests in it")
+        raise CommandError(f"{path}: there are no requests in it")
     chosen = _of_one_model(requests, notes)
     chosen.sort(key=lambda request: request.arrived_at)
     chosen = [
@@ -123,7 +129,7 @@ def read_decision_log(path: Path, on_fraction: ReadFraction | None = None) -> Re
     ]
     served = [request for request in chosen if request.ttft_seconds is not None]
     if not served:
-        raise CommandError(f"{path}: no request in it got a token: nothing to replay")
+        raise CommandError(f"{path}: no request in it got a token, so that there is nothing to replay")
     fleet = _fleet(path, fleets, served, notes)
     _note_missing_load(chosen, notes)
     _note_missing_prompts(served, notes)
@@ -213,7 +219,7 @@ def _recorded_request(path: Path, line_number: int, line: RequestLine) -> Record
 
 
 def _of_one_model(requests: Sequence[RecordedRequest], notes: list[str]) -> list[RecordedRequest]:
-    """The model, and the size of its blocks, that most requests were for."""
+    """The requests for the most requested model and block size."""
     counts = Counter((request.model, request.block_size) for request in requests)
     (model, block_size), count = counts.most_common(1)[0]
     if count < len(requests):

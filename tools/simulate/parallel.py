@@ -1,4 +1,4 @@
-"""Runs side by side in processes of their own, with their progress on one screen."""
+"""Runs jobs in parallel processes and shows their progress."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tools.failures import CommandError
-from tools.simulate.runs import TellProgress
+from tools.simulate.runs import ProgressCallback
 
 J = TypeVar("J")
 R = TypeVar("R")
 
-_TELL_EVERY_SECONDS: Final = 0.2
+_REPORT_INTERVAL_SECONDS: Final = 0.2
 _MAX_UNREAD_MESSAGES: Final = 10_000
 
 _worker: dict[str, Any] = {}
-"""In a worker process: the queue and the event that it was started with."""
+"""The queue and the event of a worker process."""
 
 
 class _StoppedError(Exception):
-    """The parent wants no more."""
+    """The parent has stopped the run."""
 
 
 class RunDisplay:
-    """Progress bars on stderr where that is a terminal; else nothing."""
+    """Progress bars on stderr if it is a terminal, otherwise nothing."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._progress = Progress(
@@ -58,13 +58,13 @@ class RunDisplay:
 
     def update(self, index: int, text: str, share: float) -> None:
         if index in self._done:
-            return  # told before the result, read after it
+            return  # sent before the result, but read after it
         if index not in self._tasks:
             self._tasks[index] = self._progress.add_task(self._names[index], total=1.0, text=text)
         self._progress.update(self._tasks[index], completed=share, text=text)
 
     def done(self, index: int) -> None:
-        """Its bar goes away: there may be hundreds."""
+        """Remove the bar of a finished job, because there may be hundreds."""
         self._done.add(index)
         if (task := self._tasks.pop(index, None)) is not None:
             self._progress.remove_task(task)
@@ -73,15 +73,16 @@ class RunDisplay:
 
 
 def perform_all(
-    perform: Callable[[J, TellProgress], R],
+    perform: Callable[[J, ProgressCallback], R],
     jobs: Sequence[J],
     names: Sequence[str],
     num_processes: int,
     on_done: Callable[[J, R], None] | None = None,
 ) -> list[R]:
-    """Results in the order of `jobs`. `on_done` is told each one as it comes. `perform` must be a module's function.
+    """Returns the results in the order of `jobs`. `on_done` is called with each one as it arrives. `perform` must be a
+    function of a module.
 
-    The first job that raises ends the rest. Raises what it raised, and CommandError when a process died.
+    The first job that raises stops the others. Raises its exception, or CommandError if a process died.
     """
     display = RunDisplay(names)
     results: dict[int, R] = {}
@@ -102,11 +103,11 @@ def perform_all(
 
 
 class _Pool(Generic[J, R]):
-    """Fresh interpreters: a fork would copy threads' locks in whatever state they are."""
+    """Workers in new interpreters, because a fork would copy the locks of threads in an arbitrary state."""
 
     def __init__(
         self,
-        perform: Callable[[J, TellProgress], R],
+        perform: Callable[[J, ProgressCallback], R],
         jobs: Sequence[J],
         num_processes: int,
         display: RunDisplay,
@@ -131,7 +132,7 @@ class _Pool(Generic[J, R]):
             }
             waiting = set(indices)
             while waiting:
-                ended, waiting = wait(waiting, _TELL_EVERY_SECONDS, FIRST_COMPLETED)
+                ended, waiting = wait(waiting, _REPORT_INTERVAL_SECONDS, FIRST_COMPLETED)
                 self._show_messages()
                 for future in ended:
                     self._keep(indices[future], future.result())
@@ -152,30 +153,30 @@ class _Pool(Generic[J, R]):
 
 
 class _Throttled:
-    """Passes on only so many reports as eyes can follow."""
+    """Forwards progress reports at a limited rate."""
 
-    def __init__(self, tell: TellProgress) -> None:
-        self._tell = tell
+    def __init__(self, report: ProgressCallback) -> None:
+        self._report = report
         self._next_time = 0.0
 
     def __call__(self, text: str, share: float) -> None:
         now = time.monotonic()
         if now >= self._next_time:
-            self._next_time = now + _TELL_EVERY_SECONDS
-            self._tell(text, share)
+            self._next_time = now + _REPORT_INTERVAL_SECONDS
+            self._report(text, share)
 
 
 def _begin_worker(messages: Any, stop: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
-    messages.cancel_join_thread()  # progress nobody reads must not keep a process alive
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, but the parent stops its workers
+    messages.cancel_join_thread()  # unread progress must not keep a process alive
     _worker.update(messages=messages, stop=stop)
 
 
-def _perform_in_worker(perform: Callable[[J, TellProgress], R], job: J, index: int) -> R:
-    def tell(text: str, share: float) -> None:
+def _perform_in_worker(perform: Callable[[J, ProgressCallback], R], job: J, index: int) -> R:
+    def report(text: str, share: float) -> None:
         if _worker["stop"].is_set():
             raise _StoppedError
         with suppress(Full):
             _worker["messages"].put_nowait((index, text, share))
 
-    return perform(job, _Throttled(tell))
+    return perform(job, _Throttled(report))

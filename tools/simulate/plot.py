@@ -1,4 +1,4 @@
-"""Pictures of simulations: how TTFT is distributed, and what each shard did over time. Needs matplotlib."""
+"""Plots of simulations: the distribution of TTFT, and the load of each shard over time. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PANELS: Final[tuple[tuple[str, Callable[[ShardSample], float]], ...]] = (
 
 
 def check_plot_file(path: Path) -> None:
-    """Before hours of simulation, not after. Raises CommandError."""
+    """Check before hours of simulation that the plot can be written. Raises CommandError."""
     if path.suffix.lower() not in SUFFIXES:
         raise CommandError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
@@ -32,8 +32,8 @@ def check_plot_file(path: Path) -> None:
 
 
 def draw(path: Path, curves: Mapping[str, Curves], title: str) -> None:
-    """By policy: the TTFT CDFs on top, below a row of timelines for each policy that has samples. Raises
-    CommandError."""
+    """Draw the TTFT CDFs of all policies on top, and below them a row of timelines for each policy that has samples.
+    Raises CommandError."""
     with_timelines = [policy for policy in curves if curves[policy].samples]
     figure = _figure_class()(figsize=(15, 5 + 2.6 * len(with_timelines)), layout="constrained")
     grid = figure.add_gridspec(1 + len(with_timelines), len(_PANELS), height_ratios=[2] + [1] * len(with_timelines))

@@ -1,4 +1,4 @@
-"""One simulation, or one search for a capacity, as a value that can go to another process."""
+"""Simulations and capacity searches as values that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from tools.simulate.bound import simulate_bound
 from tools.simulate.capacity import find_capacity
 from tools.simulate.decisions import read_decision_log
-from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.profile import Profile
 from tools.simulate.statistics import Slo, Statistics, measured_outcomes, summarise, without_warm_up
 from tools.simulate.traces import MAX_THINK_SECONDS, Trace, TraceFormat, read_trace
 from tools.simulate.traces.reading import ReadFraction
@@ -20,12 +20,12 @@ from tools.simulate.workload import ShardSample, SimulationResult
 from tools.simulate.world import FleetOptions, simulate
 
 BOUND: Final = "bound"
-"""Stands where a policy's name does."""
+"""Used in place of a policy name for the bound."""
 MAX_TIMELINE_POINTS: Final = 500
 
 EngineOrder = Literal["fcfs", "shortest_prefill"]
-TellProgress = Callable[[str, float], None]
-"""(what is being done, share of it that is done)"""
+ProgressCallback = Callable[[str, float], None]
+"""Called with the current activity and the completed share of it."""
 
 
 class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +36,11 @@ class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one simulation depends on."""
+    """Everything that one simulation depends on."""
 
     trace: TraceSource
     load: float
-    """Rate multiple, or users of a closed loop."""
+    """A multiple of the recorded rate, or the number of users of a closed loop."""
     policy: str
     """A name in router.core.placement.POLICIES, or BOUND."""
     profile: Profile
@@ -58,17 +58,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacitySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest load with enough goodput, averaged over the seeds. `run.load` is where the search begins."""
+    """A search for the highest load with sufficient goodput, averaged over the seeds. It begins at `run.load`."""
 
     run: RunSpec
     seeds: tuple[int, ...]
 
 
 class Curves(msgspec.Struct, frozen=True):
-    """What a plot needs."""
+    """The data of a plot."""
 
     ttfts: list[float]
-    """Ascending, behind the warm-up."""
+    """Ascending, without the warm-up."""
     samples: list[ShardSample]
 
 
@@ -80,17 +80,17 @@ class RunReport(msgspec.Struct, frozen=True):
 class CapacityReport(msgspec.Struct, frozen=True):
     capacity: float
     runs: list[RunReport]
-    """At that load, one for each seed."""
+    """The run of each seed at that load."""
 
 
-def perform_run(spec: RunSpec, tell_progress: TellProgress) -> RunReport:
+def perform_run(spec: RunSpec, report_progress: ProgressCallback) -> RunReport:
     """Raises CommandError for a bad trace."""
-    trace = _read_once(spec.trace, tell_progress)
+    trace = _read_once(spec.trace, report_progress)
     workload = trace.workload(spec.load, spec.seed, spec.max_requests)
     num_calls = max(workload.num_measured_calls, 1)
 
     def on_progress(num_ended: int) -> None:
-        tell_progress("", min(1.0, num_ended / num_calls))
+        report_progress("", min(1.0, num_ended / num_calls))
 
     if spec.policy == BOUND:
         result = simulate_bound(workload, spec.profile, spec.num_shards, on_progress)
@@ -103,16 +103,16 @@ def perform_run(spec: RunSpec, tell_progress: TellProgress) -> RunReport:
     return RunReport(summary, curves)
 
 
-def perform_capacity(spec: CapacitySpec, tell_progress: TellProgress) -> CapacityReport:
-    """Raises CommandError for a bad trace, or when there is no such load."""
+def perform_capacity(spec: CapacitySpec, report_progress: ProgressCallback) -> CapacityReport:
+    """Raises CommandError for a bad trace, or if there is no such load."""
     runs_at: dict[float, list[RunReport]] = {}
-    is_closed_loop = _read_once(spec.run.trace, tell_progress).is_closed_loop
+    is_closed_loop = _read_once(spec.run.trace, report_progress).is_closed_loop
 
     def goodput_at(load: float) -> float:
         runs_at[load] = [
             perform_run(
                 msgspec.structs.replace(spec.run, load=load, seed=seed),
-                lambda text, share: tell_progress(text or f"at {load:.4g}", share),
+                lambda text, share: report_progress(text or f"at {load:.4g}", share),
             )
             for seed in spec.seeds
         ]
@@ -122,11 +122,12 @@ def perform_capacity(spec: CapacitySpec, tell_progress: TellProgress) -> Capacit
     return CapacityReport(capacity, runs_at[capacity])
 
 
-def _read_once(source: TraceSource, tell_progress: TellProgress) -> Trace:
-    """The last trace stays in memory: a process performs many runs of one."""
+def _read_once(source: TraceSource, report_progress: ProgressCallback) -> Trace:
+    """Read a trace, or return it from memory if it is the last one that was read. A process runs many simulations of
+    the same trace."""
     if source not in _last_trace:
-        tell_progress("reading", 0.0)
-        trace = _read(source, lambda share: tell_progress("reading", share))
+        report_progress("reading", 0.0)
+        trace = _read(source, lambda share: report_progress("reading", share))
         _last_trace.clear()
         _last_trace[source] = trace
     return _last_trace[source]

@@ -1,26 +1,27 @@
-"""What a simulation amounts to: one row of figures."""
+"""Summarises a simulation as one row of figures, and combines the rows of several seeds."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from tools.simulate.workload import Outcome, ShardSample, SimulationResult
 
 WARM_UP_SHARE: Final = 0.1
-"""Of the calls, the first to arrive: they meet empty caches and short queues."""
+"""The share of calls that arrive first and do not count, because they meet empty caches and short queues."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What counts as good. Both must hold."""
+    """A service-level objective: both limits must be met."""
 
     ttft_seconds: float = 2.0
     tpot_seconds: float = 0.1
-    """Mean of the request's output tokens behind the first."""
+    """Mean time per output token after the first."""
 
     def is_met_by(self, outcome: Outcome) -> bool:
         return (
@@ -31,37 +32,37 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Seconds and shares, of the requests behind the warm-up except where it says otherwise. Times are of those that
-    did not fail, None when all did."""
+    """Times in seconds, and shares, of the requests after the warm-up unless noted otherwise. Times are those of
+    requests that did not fail. They are None if all failed."""
 
     hit_rate: float
-    """Cached prompt tokens / prompt tokens, of the whole run: an empty cache is part of what a fleet lives through."""
+    """Cached prompt tokens / prompt tokens of the whole run, because empty caches occur in real fleets too."""
     warm_hit_rate: float
-    """The same behind the warm-up."""
+    """The same after the warm-up."""
     ttft_mean: float | None
     ttft_p50: float | None
     ttft_p90: float | None
     ttft_p99: float | None
     tpot_mean: float | None
     goodput: float
-    """Share of requests inside the SLO; failed ones are not."""
+    """The share of requests within the SLO. Failed ones are not."""
     requests: int
     failed: int
     prefill_imbalance: float
-    """Most prompt tokens that one shard computed / mean over the shards; 1 is even."""
+    """Maximum / mean over the shards of the prompt tokens that they computed. 1 is even."""
     in_flight_imbalance: float | None
-    """Most sequences running or waiting on one shard / mean over the shards, averaged over time; None: no samples."""
+    """Maximum / mean over the shards of the sequences running or waiting, averaged over time. None without samples."""
     router_microseconds: float
-    """CPU time in the router core for one request."""
+    """CPU time in the router core per request."""
 
 
 def measured_outcomes(outcomes: Sequence[Outcome], num_measured_calls: int) -> list[Outcome]:
-    """Those that count, by arrival: the first `num_measured_calls`, warm-up still among them."""
+    """The first `num_measured_calls` outcomes by arrival, including the warm-up."""
     return sorted(outcomes, key=lambda outcome: (outcome.arrived_at, outcome.call.call_id))[:num_measured_calls]
 
 
 def without_warm_up(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """`outcomes` by arrival."""
+    """`outcomes` must be ordered by arrival."""
     return outcomes[int(len(outcomes) * WARM_UP_SHARE) :]
 
 
@@ -96,7 +97,7 @@ def hit_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Between the two nearest values, linearly. None of an empty sequence."""
+    """Interpolates linearly between the two nearest values. None for an empty sequence."""
     if not ordered:
         return None
     place = share * (len(ordered) - 1)
@@ -113,7 +114,7 @@ def prefill_imbalance(served: Sequence[Outcome], num_shards: int) -> float:
 
 
 def in_flight_imbalance(samples: Sequence[ShardSample], num_shards: int, window: tuple[float, float]) -> float | None:
-    """Moments when nothing is in flight say nothing and are left out."""
+    """Times at which nothing is in flight are left out."""
     in_flight: defaultdict[float, list[int]] = defaultdict(list)
     for sample in samples:
         if window[0] <= sample.at <= window[1]:
@@ -123,3 +124,33 @@ def in_flight_imbalance(samples: Sequence[ShardSample], num_shards: int, window:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def combine(policy: str, seeds: Sequence[Statistics]) -> dict[str, Any]:
+    """Returns `{"policy", ...means of the fields of Statistics, "seeds", "spread"}`. The spread of each figure is half
+    its range over the seeds. It is absent for a single seed. Means of counts are rounded to whole numbers."""
+    rows = [msgspec.structs.asdict(one) for one in seeds]
+    row: dict[str, Any] = {"policy": policy}
+    spread: dict[str, float] = {}
+    for field in rows[0]:
+        values = [row[field] for row in rows if row[field] is not None]
+        row[field] = _mean_of_figures(values)
+        if values:
+            spread[field] = (max(values) - min(values)) / 2
+    row["seeds"] = len(rows)
+    if len(rows) > 1:
+        row["spread"] = spread
+    return row
+
+
+def recorded_row(name: str, recorded: Statistics, *, with_capacity: bool) -> dict[str, Any]:
+    """A row for the recorded run, to be shown with the simulated ones. Figures that were not recorded are None."""
+    row = {**combine(name, [recorded]), "router_microseconds": None, "in_force": False}
+    return {**row, "capacity": None, "load_unit": "rate"} if with_capacity else row
+
+
+def _mean_of_figures(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    return round(mean) if all(isinstance(value, int) for value in values) else mean

@@ -10,7 +10,7 @@ from rich.table import Table
 
 _Format = Callable[[float], str]
 _Column = tuple[str, str, _Format]
-"""Heading, field, form."""
+"""Heading, field and format."""
 
 
 def _seconds(value: float) -> str:
@@ -41,7 +41,7 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
 )
 
 
-_FIRST_TO_GO: Final = (
+_OPTIONAL_COLUMNS: Final = (
     "router_microseconds",
     "prefill_imbalance",
     "in_flight_imbalance",
@@ -49,8 +49,8 @@ _FIRST_TO_GO: Final = (
     "ttft_p50",
     "ttft_p90",
 )
-"""Where the terminal is too narrow. --json has everything."""
-_ENDLESS: Final = 10_000
+"""Columns that are left out, in this order, if the terminal is too narrow. --json has all of them."""
+_UNLIMITED_WIDTH: Final = 10_000
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
@@ -60,8 +60,8 @@ def print_table(rows: Sequence[dict[str, Any]], title: str, console: Console) ->
     if any("capacity" in row for row in rows):
         columns.insert(0, (f"capacity {rows[0]['load_unit']}", "capacity", "{:.4g}".format))
     table = _make_table(rows, title, columns)
-    for field in _FIRST_TO_GO:
-        if console.measure(table, options=console.options.update(max_width=_ENDLESS)).maximum <= console.width:
+    for field in _OPTIONAL_COLUMNS:
+        if console.measure(table, options=console.options.update(max_width=_UNLIMITED_WIDTH)).maximum <= console.width:
             break
         columns = [column for column in columns if column[1] != field]
         table = _make_table(rows, title, columns)

@@ -1,4 +1,4 @@
-"""What a simulation is fed with and what it yields: calls in, outcomes out. Times are virtual seconds from 0."""
+"""The input and the output of a simulation: calls and outcomes. Times are virtual seconds from 0."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ class Call:
     """One request of a trace."""
 
     call_id: int
-    """Unique in the workload; in the order of the trace."""
+    """Unique in the workload, ascending in the order of the trace."""
     num_prompt_tokens: int
     num_output_tokens: int
     """At least 1."""
     block_hashes: Sequence[int]
-    """Of the prompt's full blocks, of the workload's block size. Equal hash = reusable KV."""
+    """Hashes of the full blocks of the prompt. Blocks with equal hashes have the same KV."""
     session_key: str = ""
 
 
 class Workload(Protocol):
-    """Open loop (arrivals are given) or closed loop (a session's next call follows the end of the one before)."""
+    """An open loop with given arrivals, or a closed loop, where each call of a session follows the end of the previous
+    one."""
 
     block_size: int
-    """Tokens in a block of `Call.block_hashes`."""
+    """The number of tokens in a block of `Call.block_hashes`."""
 
     def first_calls(self) -> Iterable[tuple[float, Call]]:
-        """(arrival, call), arrivals ascending: what does not depend on any other call's end."""
+        """(arrival, call) of the calls that do not depend on the end of another one, by ascending arrival."""
         ...
 
     def next_calls(self, ended: Call, now: float) -> Iterable[tuple[float, Call]]:
-        """Calls that follow once `ended` has ended at `now`; arrivals are not before `now`. Also called when it
-        failed."""
+        """(arrival, call) of the calls that follow after `ended` has ended at `now`, successfully or not. Arrivals are
+        not before `now`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one call went."""
+    """The outcome of one call."""
 
     call: Call
     arrived_at: float
     shard_index: int
-    """Where it ended; meaningless when it failed unplaced."""
+    """The shard where it ended. Meaningless if it failed before it was placed."""
     num_cached_tokens: int
     ttft_seconds: float
     finished_at: float
@@ -52,7 +53,7 @@ class Outcome:
 
     @property
     def tpot_seconds(self) -> float:
-        """Mean time per output token behind the first; 0 for answers of one token."""
+        """Mean time per output token after the first. 0 for answers of one token."""
         num_later_tokens = self.call.num_output_tokens - 1
         if num_later_tokens < 1:
             return 0.0
@@ -61,7 +62,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardSample:
-    """One shard at one time, for plots and imbalance."""
+    """The state of one shard at one time, for plots and imbalance."""
 
     at: float
     shard_index: int
@@ -74,7 +75,7 @@ class ShardSample:
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulationResult:
     outcomes: Sequence[Outcome]
-    """In the order of their ends."""
+    """Ordered by the end of the calls."""
     samples: Sequence[ShardSample]
     router_cpu_seconds: float
     """CPU time spent inside the router core."""

@@ -1,29 +1,28 @@
-"""The simulated fleet: calls arrive, real router cores place them, modelled shards run them, in virtual time.
+"""A simulated fleet: calls arrive, real router cores place them, and modelled shards run them, in virtual time.
 
     result = simulate(workload, FleetOptions(profile=PROFILES["70b"], num_shards=8, policy="ect"))
 
-Links take no time. What happens at one time happens in the order in which it was scheduled, so a run is a function of
-its workload and options.
+Links have no latency. Events at the same time happen in the order in which they were scheduled, so that a run is a
+function of its workload and options.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
-from router.core.actions import CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
-from router.core.core import CoreConfig
+from router.core.actions import Action, CancelOnShard, RequestEnded, SubmitAttempt, WantKvSnapshot
+from router.core.core import CoreConfig, RouterCore
 from router.core.events import ChoiceSpec, KvChange, Request, ShardDescription
-from tools.simulate.fleet.fleet import make_shards
-from tools.simulate.fleet.fleet_options import FleetOptions
-from tools.simulate.fleet.sequence import Sequence as ShardSequence
-from tools.simulate.fleet.shard import ShardOutput, SimShard
+from tools.simulate.fleet.fleet import FleetOptions, make_shards
+from tools.simulate.fleet.sequence import ShardSequence
+from tools.simulate.fleet.shard import SimShard, StepResult
 from tools.simulate.fleet.shard_frames import step_of, too_long
-from tools.simulate.router_link import RouterLink
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult, Workload
 
 __all__ = ["FleetOptions", "simulate"]
@@ -38,7 +37,7 @@ _UNLIMITED: Final = 2**40
 def simulate(
     workload: Workload, options: FleetOptions, on_progress: Callable[[int], None] | None = None
 ) -> SimulationResult:
-    """Run the workload to its end. `on_progress` gets the number of calls that have ended, now and then and at the end.
+    """Run the workload to its end. `on_progress` is called with the number of ended calls, now and then and at the end.
 
     Raises ValueError for a policy that does not exist.
     """
@@ -55,16 +54,16 @@ class _World:
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._num_scheduled = 0
         self._arrivals: Iterator[tuple[float, Call]] = iter(workload.first_calls())
-        self._num_coming = 0
-        """Arrivals in the heap."""
+        self._num_scheduled_arrivals = 0
+        """The number of arrivals in the heap."""
         self._open: dict[str, tuple[Call, float]] = {}
-        """Calls that have arrived and not ended, by request_id, with their arrival."""
+        """Calls that have arrived and not ended, with their arrival times, by request_id."""
         self._outcomes: list[Outcome] = []
         self._samples: list[ShardSample] = []
         self._shards = make_shards(options, workload.block_size)
         self._index_of = {shard.shard_id: index for index, shard in enumerate(self._shards)}
         self._due_at = dict.fromkeys(self._index_of, math.inf)
-        """When the heap has the next event that counts for a shard."""
+        """The time of the next valid event of each shard in the heap."""
         self._num_kv_events = dict.fromkeys(self._index_of, 0)
         config = options.core_config or CoreConfig(
             max_queued_requests=_UNLIMITED,
@@ -86,14 +85,14 @@ class _World:
     def run(self) -> SimulationResult:
         self._connect()
         self._schedule_next_arrival()
-        while self._open or self._num_coming:
-            at, _, happen, subject = self._heap[0]
+        while self._open or self._num_scheduled_arrivals:
+            at, _, callback, subject = self._heap[0]
             if self._next_sample_at <= at or self._next_report_at <= at:
                 self._observe(at)
                 continue
             heapq.heappop(self._heap)
             self._now = at
-            happen(subject)
+            callback(subject)
         if self._on_progress is not None:
             self._on_progress(len(self._outcomes))
         return SimulationResult(
@@ -103,16 +102,16 @@ class _World:
             sum(link.num_events for link in self._links),
         )
 
-    def _schedule(self, at: float, happen: Callable[[Any], None], subject: object) -> None:
+    def _schedule(self, at: float, callback: Callable[[Any], None], subject: object) -> None:
         self._num_scheduled += 1
-        heapq.heappush(self._heap, (at, self._num_scheduled, happen, subject))
+        heapq.heappush(self._heap, (at, self._num_scheduled, callback, subject))
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _schedule_next_arrival(self) -> None:
         entry = next(self._arrivals, None)
         if entry is not None:
-            self._num_coming += 1
+            self._num_scheduled_arrivals += 1
             self._schedule(max(entry[0], self._now), self._on_first_call, entry[1])
 
     def _on_first_call(self, call: Call) -> None:
@@ -120,7 +119,7 @@ class _World:
         self._schedule_next_arrival()
 
     def _on_call(self, call: Call) -> None:
-        self._num_coming -= 1
+        self._num_scheduled_arrivals -= 1
         now = self._now
         link = self._links[call.call_id % len(self._links)]
         self._refresh_loads(link)
@@ -137,7 +136,7 @@ class _World:
             session_key=call.session_key,
             block_hashes={self._block_size: tuple(call.block_hashes)},
         )
-        self._tell(link, ev.RequestArrived(request))
+        self._deliver(link, ev.RequestArrived(request))
         self._schedule_tick(link)
 
     def _on_request_ended(self, link: RouterLink, ended: RequestEnded) -> None:  # noqa: ARG002
@@ -158,7 +157,7 @@ class _World:
         if self._on_progress is not None and len(self._outcomes) % 64 == 0:
             self._on_progress(len(self._outcomes))
         for at, following in self._workload.next_calls(call, now):
-            self._num_coming += 1
+            self._num_scheduled_arrivals += 1
             self._schedule(max(at, now), self._on_call, following)
 
     # -- routers --------------------------------------------------------------------------------------------------
@@ -175,34 +174,34 @@ class _World:
                     max_batch=self._options.profile.max_batch,
                     max_model_len=_UNLIMITED,
                 )
-                self._tell(link, ev.ShardUp(description))
-                self._tell(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
+                self._deliver(link, ev.ShardUp(description))
+                self._deliver(link, ev.KvSnapshotArrived(shard.shard_id, 0, ()))
 
-    def _tell(self, link: RouterLink, event: ev.Event) -> None:
-        """Have a router take in an event, and do what it wants done."""
+    def _deliver(self, link: RouterLink, event: ev.Event) -> None:
+        """Deliver an event to a router and carry out its actions."""
         on_action = self._options.on_action
         for action in link.handle(event, self._now):
             if on_action is not None:
                 on_action(action, self._now)
-            act = _ACTS.get(type(action))
-            if act is not None:
-                act(self, link, action)
+            handler = _ACTION_HANDLERS.get(type(action))
+            if handler is not None:
+                handler(self, link, action)
 
     def _refresh_loads(self, link: RouterLink) -> None:
-        """Before a placement: with a fresh view, reports are only needed (and only made) then."""
+        """Deliver load reports before a placement. Without staleness they are needed, and made, only then."""
         if not self._options.staleness_seconds:
             for report in link.take_reports(self._now):
-                self._tell(link, report)
+                self._deliver(link, report)
 
-    def _tell_later(self, subject: tuple[RouterLink, ev.Event]) -> None:
-        self._tell(*subject)
+    def _deliver_later(self, subject: tuple[RouterLink, ev.Event]) -> None:
+        self._deliver(*subject)
 
-    def _tell_delayed(self, link: RouterLink, event: ev.Event) -> None:
-        """News of the control plane: as old as the options say when it arrives."""
+    def _deliver_delayed(self, link: RouterLink, event: ev.Event) -> None:
+        """Deliver an event of the control plane after the staleness in the options."""
         if self._options.staleness_seconds:
-            self._schedule(self._now + self._options.staleness_seconds, self._tell_later, (link, event))
+            self._schedule(self._now + self._options.staleness_seconds, self._deliver_later, (link, event))
         else:
-            self._tell(link, event)
+            self._deliver(link, event)
 
     def _schedule_tick(self, link: RouterLink) -> None:
         deadline = link.core.next_deadline()
@@ -215,7 +214,7 @@ class _World:
             link.tick_at = None
         if link.core.num_queued_requests:
             self._refresh_loads(link)
-        self._tell(link, ev.Tick())
+        self._deliver(link, ev.Tick())
         self._schedule_tick(link)
 
     def _on_submit(self, link: RouterLink, action: SubmitAttempt) -> None:
@@ -226,7 +225,7 @@ class _World:
         assert request.block_hashes is not None
         for choice in action.choices:
             if not shard.can_hold(num_prompt_tokens, action.max_tokens):
-                self._schedule(self._now, self._tell_later, (link, too_long(shard.shard_id, choice.slot)))
+                self._schedule(self._now, self._deliver_later, (link, too_long(shard.shard_id, choice.slot)))
                 continue
             shard.submit(
                 ShardSequence(
@@ -252,12 +251,12 @@ class _World:
         snapshot = ev.KvSnapshotArrived(
             shard.shard_id, self._num_kv_events[shard.shard_id], shard.cache.cached_hashes()
         )
-        self._tell_delayed(link, snapshot)
+        self._deliver_delayed(link, snapshot)
 
     # -- shards ---------------------------------------------------------------------------------------------------
 
     def _schedule_shard(self, shard: SimShard) -> None:
-        """See that `_on_shard_due` comes in time; what is in the heap for later is void then."""
+        """Schedule `_on_shard_due` for the end of the current steps. A later event in the heap becomes void."""
         if shard.busy_until < self._due_at[shard.shard_id]:
             self._due_at[shard.shard_id] = shard.busy_until
             self._schedule(shard.busy_until, self._on_shard_due, shard)
@@ -265,37 +264,37 @@ class _World:
     def _on_shard_due(self, shard: SimShard) -> None:
         if self._due_at[shard.shard_id] != self._now:
             return
-        self._due_at[shard.shard_id] = -math.inf  # what is submitted meanwhile is taken up below
-        self._spread(shard, shard.end_steps(self._now))
+        self._due_at[shard.shard_id] = -math.inf  # submissions during the following calls are handled below
+        self._publish(shard, shard.end_steps(self._now))
         shard.begin_steps(self._now)
         self._due_at[shard.shard_id] = math.inf
         self._schedule_shard(shard)
 
-    def _spread(self, shard: SimShard, news: ShardOutput) -> None:
-        """Tell the routers what a shard's steps brought."""
-        if news.stored or news.removed:
+    def _publish(self, shard: SimShard, result: StepResult) -> None:
+        """Send the results of a shard's steps to the routers."""
+        if result.stored or result.removed:
             self._num_kv_events[shard.shard_id] += 1
-            changes = (KvChange(stored=news.stored, removed=news.removed),)
+            changes = (KvChange(stored=result.stored, removed=result.removed),)
             event = ev.KvEventsArrived(shard.shard_id, self._num_kv_events[shard.shard_id], changes)
             for link in self._links:
-                self._tell_delayed(link, event)
-        if news.starts or news.ends:
+                self._deliver_delayed(link, event)
+        if result.starts or result.ends:
             for link in self._links:
-                step = step_of(news, link.index)
+                step = step_of(result, link.index)
                 if step:
                     if link.core.num_queued_requests:
                         self._refresh_loads(link)
-                    self._tell(link, ev.StepArrived(shard.shard_id, step))
+                    self._deliver(link, ev.StepArrived(shard.shard_id, step))
 
     # -- observation ----------------------------------------------------------------------------------------------
 
     def _observe(self, before: float) -> None:
-        """Take the samples and the load reports that are due next, at the latest at `before`."""
+        """Take the samples and load reports that are due next, not after `before`."""
         at = min(self._next_sample_at, self._next_report_at)
         if at == self._next_report_at:
             for link in self._links:
                 for report in link.take_reports(at):
-                    self._schedule(at + self._options.staleness_seconds, self._tell_later, (link, report))
+                    self._schedule(at + self._options.staleness_seconds, self._deliver_later, (link, report))
             self._next_report_at = self._following(at, self._report_interval_seconds, before)
         if at == self._next_sample_at:
             self._samples.extend(
@@ -312,16 +311,54 @@ class _World:
             self._next_sample_at = self._following(at, self._options.sample_interval_seconds, before)
 
     def _following(self, at: float, interval_seconds: float, before: float) -> float:
-        """The next time of observation. While nothing runs there is nothing to observe."""
+        """The time of the next observation. Idle times are skipped."""
         if self._open:
             return at + interval_seconds
         return at + interval_seconds * max(1, math.ceil((before - at) / interval_seconds))
 
 
-_ACTS: Final[dict[type, Callable[[_World, RouterLink, Any], None]]] = {
+_ACTION_HANDLERS: Final[dict[type, Callable[[_World, RouterLink, Any], None]]] = {
     SubmitAttempt: _World._on_submit,
     CancelOnShard: _World._on_cancel,
     WantKvSnapshot: _World._on_want_snapshot,
     RequestEnded: _World._on_request_ended,
 }
-"""The client sees what it needs in RequestEnded, so SendStep brings nothing more; the rest goes to nobody here."""
+"""RequestEnded has everything about an answer, so that SendStep is not needed. Other actions have no receiver here."""
+
+
+MIN_REPORTED_CONTEXT_GROWTH = 0.01
+"""When only decoding changes the load of a shard, it is reported again after its context has grown by this share."""
+
+
+class RouterLink:
+    """One router core. Tracks the load that was last reported to it for each shard, and the CPU time of the core."""
+
+    def __init__(self, index: int, config: CoreConfig, seed: int, shards: Sequence[SimShard]) -> None:
+        self.index = index
+        self.core = RouterCore(config, seed=seed)
+        self.cpu_nanoseconds = 0
+        self.num_events = 0
+        self.tick_at: float | None = None
+        """The time of the scheduled Tick."""
+        self._shards = shards
+        self._reported_changes = [-1] * len(shards)
+        self._next_reports_at = [0.0] * len(shards)
+
+    def handle(self, event: ev.Event, now: float) -> list[Action]:
+        began = time.thread_time_ns()
+        actions = self.core.handle(event, now)
+        self.cpu_nanoseconds += time.thread_time_ns() - began
+        self.num_events += 1
+        return actions
+
+    def take_reports(self, now: float) -> list[ev.LoadReported]:
+        """Load reports of all shards whose load has changed since their last report."""
+        reports: list[ev.LoadReported] = []
+        reported_changes, next_report_at = self._reported_changes, self._next_reports_at
+        for index, shard in enumerate(self._shards):
+            if shard.num_changes == reported_changes[index] and now < next_report_at[index]:
+                continue
+            reported_changes[index] = shard.num_changes
+            next_report_at[index] = now + shard.seconds_until_growth(MIN_REPORTED_CONTEXT_GROWTH)
+            reports.append(ev.LoadReported(shard.shard_id, shard.load(self.index, now)))
+        return reports

@@ -24,7 +24,7 @@ from tools.dst.checkers import (
     AnswersComplete,
     EndsJustified,
     EndsOnce,
-    FramesInShape,
+    FramesWellFormed,
     MeteredIsDelivered,
     TextIntact,
     TokensExact,
@@ -74,7 +74,7 @@ def loses_text_without_tokens(patch: Patch) -> None:
     change_steps(patch, change)
 
 
-@caught_by(FramesInShape)
+@caught_by(FramesWellFormed)
 def forgets_the_counts_of_tokens(patch: Patch) -> None:
     """A frame with entries of several tokens leaves without their counts."""
     original = ActionBuffer.take

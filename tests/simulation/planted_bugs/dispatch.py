@@ -23,13 +23,13 @@ from tools.dst.checkers import (
     AttemptsContinue,
     Fence,
     Integrity,
-    LoadTrue,
+    LoadExact,
     NoIdleWait,
     NoStarvation,
     PlacementsFit,
     PrefillChunksFit,
     QueueBound,
-    SlotsRest,
+    SlotsExclusive,
 )
 
 
@@ -48,7 +48,7 @@ def keeps_reservations_of_cancelled_sequences(patch: Patch) -> None:
     patch.setattr(AttemptSender, "end_slot", end_slot)
 
 
-@caught_by(LoadTrue)
+@caught_by(LoadExact)
 def never_forgets_a_placement(patch: Patch) -> None:
     """The ledger drops a reservation, but not the load that it stood for."""
     original = LoadLedger.release
@@ -82,7 +82,7 @@ def has_no_fence(patch: Patch) -> None:
     change_steps(patch, change)
 
 
-@caught_by(SlotsRest)
+@caught_by(SlotsExclusive)
 def reuses_slots_of_cancelled_sequences(patch: Patch) -> None:
     """A slot counts as free as soon as its sequence is cancelled."""
     original = Lifecycle._leave_shard

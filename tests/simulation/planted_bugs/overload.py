@@ -20,12 +20,12 @@ from tools.dst.checkers import (
     DrainsEnd,
     OutagePatience,
     PlacementsFit,
-    RefusalsFit,
+    RejectionsJustified,
     TiersKept,
 )
 
 
-@caught_by(RefusalsFit)
+@caught_by(RejectionsJustified)
 def takes_answering_for_waiting(patch: Patch) -> None:
     """How long an answer takes is held against who comes as if it had to wait that long."""
     original = OverloadGuard.refusal

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.dst.checkers.base import Checker
+from tools.dst.checker import Checker
 
 Patch = pytest.MonkeyPatch
 

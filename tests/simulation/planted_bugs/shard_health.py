@@ -12,10 +12,10 @@ from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
 from router.core.placement.placer import Placer
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import NobodyWaitsForTheHung, PlacementsFit, SuspicionBounded
+from tools.dst.checkers import HungShardsAbandoned, PlacementsFit, SuspicionBounded
 
 
-@caught_by(NobodyWaitsForTheHung, max_seeds=150)
+@caught_by(HungShardsAbandoned, max_seeds=150)
 def takes_reports_for_progress(patch: Patch) -> None:
     """A load report counts as a sign of life, as a ping would: whose engine hangs is never suspected."""
     original = ShardHealth.note_load
@@ -27,7 +27,7 @@ def takes_reports_for_progress(patch: Patch) -> None:
     patch.setattr(ShardHealth, "note_load", note_load)
 
 
-@caught_by(NobodyWaitsForTheHung)
+@caught_by(HungShardsAbandoned)
 def leaves_the_suspected_their_work(patch: Patch) -> None:
     """A suspected shard gets nothing new, but what runs there stays."""
     patch.setattr(Migrator, "move_off", lambda _self, _shard, _now: None)

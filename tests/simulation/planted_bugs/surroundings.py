@@ -21,7 +21,7 @@ from tests.simulation.planted_bugs.registry import Patch, caught_by
 from tools.dst.checkers import (
     DeadlinesKept,
     EndsJustified,
-    FleetTold,
+    FleetReported,
     IndexExact,
     SafetyKept,
 )
@@ -119,7 +119,7 @@ def has_no_patience_with_safety(patch: Patch) -> None:
     patch.setattr(Verdicts, "on_down", on_down)
 
 
-@caught_by(FleetTold)
+@caught_by(FleetReported)
 def does_not_tell_of_draining(patch: Patch) -> None:
     """Clients are not told that a shard drains."""
     original = ShardEventHandler._on_load
@@ -165,7 +165,7 @@ def overlooks_gaps(patch: Patch) -> None:
     patch.setattr(PrefixIndex, "apply_snapshot", apply_snapshot)
 
 
-@caught_by(None, "comes_to_rest")
+@caught_by(None, "reaches_quiescence")
 def loses_retried_requests(patch: Patch) -> None:
     """A request that is to be tried again is not put in the queue, and its deadline was lost with the attempt."""
 

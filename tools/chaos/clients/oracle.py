@@ -1,4 +1,4 @@
-"""What the right answers are."""
+"""The correct answers to the users' questions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def prompt_ids_of(question: Question, tokenizer: ModelTokenizer) -> list[i
 
 
 class SimOracle:
-    """The simulated engine's answers, worked out without it."""
+    """Computes the answers of the simulated engine without running it."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +38,7 @@ class SimOracle:
 
     @property
     def words(self) -> Sequence[str]:
-        """What answers are made of."""
+        """The words that answers consist of."""
         return list(self._pieces.values())
 
     async def expected(self, question: Question) -> Expected:
@@ -55,7 +55,7 @@ class SimOracle:
 
 
 def cut_at_stop(token_ids: Sequence[int], pieces: Sequence[str], stop: Sequence[str]) -> ExpectedChoice:
-    """The answer ends with the token that completes a stop string, its text before that."""
+    """An answer ends with the token that completes a stop string. Its text ends before the stop string."""
     text = ""
     lengths: list[int] = []
     for count, piece in enumerate(pieces, 1):
@@ -69,7 +69,7 @@ def cut_at_stop(token_ids: Sequence[int], pieces: Sequence[str], stop: Sequence[
 
 
 class RecordedOracle:
-    """Answers that an engine gave before anything was disturbed."""
+    """Answers that a real engine gave before the first fault."""
 
     def __init__(self, answers: Mapping[Question, Expected]) -> None:
         self._answers = answers
@@ -81,7 +81,7 @@ class RecordedOracle:
     async def record(
         cls, client: Client, model: str, questions: Sequence[Question], tokenizer: ModelTokenizer
     ) -> RecordedOracle:
-        """Ask everything once. Raises KvloomError, CommandError."""
+        """Ask every question once. Raises KvloomError or CommandError."""
         return cls({question: await _record_one(client, model, question, tokenizer) for question in questions})
 
 
@@ -107,6 +107,6 @@ async def _record_one(client: Client, model: str, question: Question, tokenizer:
         if delta.finish is not None:
             reasons[index] = _FINISH_REASONS.get(delta.finish.reason, "")
     if not all(reasons):
-        raise CommandError("an undisturbed answer did not end well: there is nothing to compare with")
+        raise CommandError("an answer failed before the first fault, so that there is nothing to compare with")
     choices = [ExpectedChoice(texts[i], tuple(token_ids[i]), reasons[i], tuple(lengths[i])) for i in range(question.n)]
     return Expected(tuple(choices), len(prompt))

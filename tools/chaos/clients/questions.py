@@ -1,4 +1,4 @@
-"""What users ask, and how: drawn from a seed, before anything runs."""
+"""The questions of simulated users and how they ask them, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 
-class Door(enum.StrEnum):
+class Endpoint(enum.StrEnum):
+    """The API that a user calls."""
+
     CHAT = "chat"
     """POST /v1/chat/completions"""
     COMPLETION = "completion"
@@ -20,28 +22,30 @@ class Door(enum.StrEnum):
     """gRPC `Connect`: token ids over the stream that all of the SDK's requests share."""
 
 
-class Manner(enum.StrEnum):
+class Behaviour(enum.StrEnum):
+    """How a client reads its answer."""
+
     PLAIN = "plain"
-    """A stream; when its connection breaks, it is gone."""
+    """A stream that is lost when its connection breaks."""
     RESUMABLE = "resumable"
-    """A stream that is taken up again when its connection breaks."""
+    """A stream that is resumed when its connection breaks."""
     FLAKY = "flaky"
-    """As above, and the client itself breaks it off now and then."""
+    """A resumable stream whose client itself breaks the connection now and then."""
     SLOW = "slow"
     """A stream that is read slowly."""
     WHOLE = "whole"
     """Not streamed."""
     LEAVER = "leaver"
-    """A stream whose client goes away in the middle."""
+    """A stream whose client disconnects in the middle."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """Whoever asks it gets the same answer, whenever and wherever."""
+    """A question with a deterministic answer: it is the same for every user, at any time and on any shard."""
 
     prompt: str
     is_chat: bool
-    """Rendered as a conversation; else the prompt's plain token ids."""
+    """Whether the prompt is rendered as a conversation. Otherwise its plain token ids are sent."""
     max_tokens: int
     temperature: float
     seed: int
@@ -50,35 +54,37 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Errand:
+class UserCall:
+    """One question, and how it is asked."""
+
     question: Question
-    door: Door
-    manner: Manner
+    endpoint: Endpoint
+    behaviour: Behaviour
     breaks: tuple[int, ...] = ()
-    """FLAKY: how many further events are read before each break. LEAVER: one number, after which the client leaves."""
+    """For FLAKY, how many further events are read before each break. For LEAVER, after how many events it leaves."""
     away_seconds: float = 0.0
     """How long a client stays away after a break."""
 
 
 _SUBJECTS: Final = ("rivers", "clocks", "bread", "comets", "bridges", "whales", "tea", "maps", "glass", "chess")
 _WISHES: Final = ("Tell me about", "Explain in simple words", "Write a short story about", "List facts about")
-_HTTP_MANNERS: Final = (
-    *(Manner.PLAIN,) * 4,
-    *(Manner.RESUMABLE,) * 4,
-    *(Manner.FLAKY,) * 4,
-    *(Manner.WHOLE,) * 3,
-    Manner.SLOW,
-    Manner.LEAVER,
+_HTTP_BEHAVIOURS: Final = (
+    *(Behaviour.PLAIN,) * 4,
+    *(Behaviour.RESUMABLE,) * 4,
+    *(Behaviour.FLAKY,) * 4,
+    *(Behaviour.WHOLE,) * 3,
+    Behaviour.SLOW,
+    Behaviour.LEAVER,
 )
-_SDK_MANNERS: Final = {
-    # Over the shared stream nothing has to be resumed: the SDK goes on by itself when it breaks.
-    Door.SDK_TOKENS: (*(Manner.PLAIN,) * 6, Manner.LEAVER),
-    Door.SDK_TEXT: (*(Manner.PLAIN,) * 3, *(Manner.RESUMABLE,) * 3, Manner.LEAVER),
+_SDK_BEHAVIOURS: Final = {
+    # Nothing has to be resumed over the shared stream: the SDK continues by itself when it breaks.
+    Endpoint.SDK_TOKENS: (*(Behaviour.PLAIN,) * 6, Behaviour.LEAVER),
+    Endpoint.SDK_TEXT: (*(Behaviour.PLAIN,) * 3, *(Behaviour.RESUMABLE,) * 3, Behaviour.LEAVER),
 }
 
 
 def draw_question(rng: random.Random, stop_words: Sequence[str], max_tokens: tuple[int, int]) -> Question:
-    """`stop_words`: some of what answers are made of. `max_tokens`: the least and the most."""
+    """`stop_words` are words that occur in answers. `max_tokens` is the smallest and the largest limit."""
     subjects = f"{rng.choice(_SUBJECTS)} and {rng.choice(_SUBJECTS)}"
     return Question(
         prompt=f"{rng.choice(_WISHES)} {subjects}, number {rng.randrange(10**6)}.",
@@ -91,19 +97,18 @@ def draw_question(rng: random.Random, stop_words: Sequence[str], max_tokens: tup
     )
 
 
-def draw_errand(rng: random.Random, question: Question) -> Errand:
-    """How it is asked."""
+def draw_call(rng: random.Random, question: Question) -> UserCall:
     if rng.random() < 0.25:
-        door = Door.SDK_TEXT if question.is_chat else Door.SDK_TOKENS
-        manner = rng.choice(_SDK_MANNERS[door])
+        endpoint = Endpoint.SDK_TEXT if question.is_chat else Endpoint.SDK_TOKENS
+        behaviour = rng.choice(_SDK_BEHAVIOURS[endpoint])
     else:
-        door = Door.CHAT if question.is_chat else Door.COMPLETION
-        manner = rng.choice(_HTTP_MANNERS)
-    match manner:
-        case Manner.FLAKY:
+        endpoint = Endpoint.CHAT if question.is_chat else Endpoint.COMPLETION
+        behaviour = rng.choice(_HTTP_BEHAVIOURS)
+    match behaviour:
+        case Behaviour.FLAKY:
             breaks = tuple(rng.randrange(0, 12) for _ in range(rng.randint(1, 4)))
-        case Manner.LEAVER:
+        case Behaviour.LEAVER:
             breaks = (rng.randrange(1, max(2, question.max_tokens)),)
         case _:
             breaks = ()
-    return Errand(question, door, manner, breaks, away_seconds=rng.choice((0.0, 0.05, 0.5)))
+    return UserCall(question, endpoint, behaviour, breaks, away_seconds=rng.choice((0.0, 0.05, 0.5)))

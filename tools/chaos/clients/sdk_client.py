@@ -1,4 +1,4 @@
-"""Asks over gRPC, through the Python SDK."""
+"""A user over gRPC, through the Python SDK."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloom.client.generate_request import GenerateOptions
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
-from tools.chaos.clients.questions import Door, Errand, Manner
+from tools.chaos.clients.questions import Behaviour, Endpoint, UserCall
 from tools.chaos.clients.transcript import End, Transcript
 
 MAX_TRIES: Final = 40
@@ -22,7 +22,7 @@ _FINISH_REASONS: Final = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "len
 
 
 class SdkClient:
-    """Several connections to the address that the routers share. Use `async with`."""
+    """Keeps several connections to the address that the routers share. Use `async with`."""
 
     def __init__(self, address: str, num_connections: int, model: str) -> None:
         self._clients = [Client(address, client_id=f"chaos-{number}") for number in range(num_connections)]
@@ -38,15 +38,15 @@ class SdkClient:
             await client.close()
 
     async def ask(
-        self, errand: Errand, prompt_ids: Sequence[int], transcript: Transcript, rng: random.Random, name: str
+        self, call: UserCall, prompt_ids: Sequence[int], transcript: Transcript, rng: random.Random, name: str
     ) -> None:
-        """Fills the transcript. `name` is the request's id. The caller sets the time limit."""
+        """Fill the transcript. `name` is the id of the request. The caller sets the time limit."""
         for attempt in range(MAX_TRIES):
-            # A name is in use until the router has let go of it.
+            # An id stays in use until the router has released it.
             request_id = f"{name}.{attempt}" if attempt else name
             transcript.request_ids.append(request_id)
             try:
-                await self._ask(rng.choice(self._clients), errand, prompt_ids, transcript, request_id)
+                await self._ask(rng.choice(self._clients), call, prompt_ids, transcript, request_id)
             except KvloomError as error:
                 _note_failure(transcript, error)
             if transcript.end is not End.REFUSED:
@@ -55,25 +55,25 @@ class SdkClient:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(
-        self, client: Client, errand: Errand, prompt_ids: Sequence[int], transcript: Transcript, name: str
+        self, client: Client, call: UserCall, prompt_ids: Sequence[int], transcript: Transcript, name: str
     ) -> None:
-        question = errand.question
-        leave_after = errand.breaks[0] if errand.manner is Manner.LEAVER else None
-        answer = client.generate(**self._options(errand, prompt_ids, name))
+        question = call.question
+        leave_after = call.breaks[0] if call.behaviour is Behaviour.LEAVER else None
+        answer = client.generate(**self._options(call, prompt_ids, name))
         transcript.code = ""
         num_prompt_tokens, num_output_tokens, num_open = 0, 0, question.n
         try:
             async for delta in answer:
                 transcript.num_events += 1
-                transcript.note_news(time.monotonic())
-                seen = transcript.choices[delta.index]
-                seen.text += delta.text
-                if seen.token_ids is not None:
-                    seen.token_ids.extend(delta.token_ids)
+                transcript.record_piece(time.monotonic())
+                received = transcript.choices[delta.index]
+                received.text += delta.text
+                if received.token_ids is not None:
+                    received.token_ids.extend(delta.token_ids)
                 if delta.finish is not None:
                     num_open -= 1
-                    seen.finish_reason = _FINISH_REASONS.get(delta.finish.reason)
-                    if seen.finish_reason is None:
+                    received.finish_reason = _FINISH_REASONS.get(delta.finish.reason)
+                    if received.finish_reason is None:
                         transcript.end, transcript.code = End.ERROR, FinishReason.Name(delta.finish.reason)
                     num_prompt_tokens = delta.finish.num_prompt_tokens
                     num_output_tokens += delta.finish.num_output_tokens
@@ -86,8 +86,8 @@ class SdkClient:
             transcript.end = End.COMPLETE
             transcript.num_prompt_tokens, transcript.num_output_tokens = num_prompt_tokens, num_output_tokens
 
-    def _options(self, errand: Errand, prompt_ids: Sequence[int], name: str) -> GenerateOptions:
-        question = errand.question
+    def _options(self, call: UserCall, prompt_ids: Sequence[int], name: str) -> GenerateOptions:
+        question = call.question
         options: GenerateOptions = {
             "model": self._model,
             "max_tokens": question.max_tokens,
@@ -96,9 +96,9 @@ class SdkClient:
             "n": question.n,
             "stop": question.stop,
             "request_id": name,
-            "resumable": errand.manner is Manner.RESUMABLE,
+            "resumable": call.behaviour is Behaviour.RESUMABLE,
         }
-        if errand.door is Door.SDK_TOKENS:
+        if call.endpoint is Endpoint.SDK_TOKENS:
             options["token_ids"] = prompt_ids
         else:
             options["messages"] = [{"role": "user", "content": question.prompt}]

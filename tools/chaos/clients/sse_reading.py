@@ -1,4 +1,4 @@
-"""Server-sent events of an answer, put into its transcript. No I/O."""
+"""Parses the server-sent events of an answer into its transcript. There is no I/O here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _EVENT: Final = re.compile(rb"(?:id: (\d+)\n)?data: (.*)", re.DOTALL)
 
 
 class EventReader:
-    """Takes the bytes of one connection. `done`: the answer is over; `notice`: the code of an error that is about the
-    connection only, so that the stream may be taken up again."""
+    """Parses the bytes of one connection. `done` is set at the end of the answer. `notice` is the code of an error that
+    concerns only the connection, so that the stream may be resumed."""
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
@@ -22,7 +22,7 @@ class EventReader:
         self.notice = ""
 
     def feed(self, piece: bytes, now: float, max_events: int | None = None) -> None:
-        """`max_events`: of the whole answer; what comes behind is not looked at."""
+        """Parse a piece. Events after number `max_events` of the whole answer are ignored."""
         *whole, self._rest = (self._rest + piece).split(b"\n\n")
         for event in whole:
             if self.done or self._transcript.num_events == max_events:
@@ -59,16 +59,16 @@ class EventReader:
             return
         for choice in chunk["choices"]:
             take_choice(transcript, choice, choice.get("delta", choice))
-            transcript.note_news(now)
+            transcript.record_piece(now)
         take_usage(transcript, chunk.get("usage"))
 
 
 def take_choice(transcript: Transcript, choice: dict[str, Any], holder: dict[str, Any]) -> None:
-    """`holder`: the part that has the text."""
-    seen = transcript.choices[choice["index"]]
-    seen.text += holder.get("content") or holder.get("text") or ""
+    """`holder` is the object that has the text."""
+    received = transcript.choices[choice["index"]]
+    received.text += holder.get("content") or holder.get("text") or ""
     if choice.get("finish_reason") is not None:
-        seen.finish_reason = choice["finish_reason"]
+        received.finish_reason = choice["finish_reason"]
 
 
 def take_usage(transcript: Transcript, usage: dict[str, Any] | None) -> None:
@@ -78,17 +78,17 @@ def take_usage(transcript: Transcript, usage: dict[str, Any] | None) -> None:
 
 
 def take_body(transcript: Transcript, body: dict[str, Any], now: float) -> None:
-    """An answer that was not streamed."""
+    """Record an answer that was not streamed."""
     transcript.request_ids.append(body["id"])
     for choice in body["choices"]:
         take_choice(transcript, choice, choice.get("message", choice))
     take_usage(transcript, body.get("usage"))
-    transcript.note_news(now)
+    transcript.record_piece(now)
     transcript.end = End.COMPLETE
 
 
 def error_in(body: bytes) -> tuple[str, str]:
-    """Code and message of an error's body; "" for what is none of ours."""
+    """Code and message in the body of an error. The code is "" if the body is not one of kvloom's errors."""
     try:
         return _error_of(json.loads(body))
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""What should have come, and what a client saw come."""
+"""The expected answer to a question, and the answer that a client received."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExpectedChoice:
     finish_reason: str
     """ "stop" or "length"."""
     text_lengths: tuple[int, ...]
-    """Characters of `text` that can be seen once so many tokens (1, 2 ...) are there, at most."""
+    """The largest number of characters of `text` that can be visible after 1, 2, ... tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,76 +29,76 @@ class Expected:
 
 
 class End(enum.StrEnum):
-    """How it ended, as its client saw it."""
+    """How an answer ended for its client."""
 
     COMPLETE = "complete"
-    """The stream said that it is over, or the whole body is there."""
+    """The stream was terminated properly, or the whole body was received."""
     ERROR = "error"
-    """An error event, an error status that is no refusal, a failed RPC."""
+    """An error event, an error status other than a rejection, or a failed RPC."""
     REFUSED = "refused"
-    """"Not now", also after several tries."""
+    """Rejected as overloaded or unavailable, even after several tries."""
     UNREACHABLE = "unreachable"
-    """No connection, also after several tries."""
+    """No connection, even after several tries."""
     BROKEN = "broken"
-    """The connection went, and the answer with it."""
+    """The connection broke, and the answer was lost with it."""
     SILENT = "silent"
     """The client gave up waiting."""
     LEFT = "left"
-    """The client went away, as it had meant to."""
+    """The client disconnected on purpose."""
 
 
 @dataclasses.dataclass(slots=True)
-class SeenChoice:
+class ReceivedChoice:
+    """One choice as its client received it."""
+
     text: str = ""
     token_ids: list[int] | None = None
-    """Where the door tells them."""
+    """None if the endpoint does not return token ids."""
     finish_reason: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Transcript:
-    """One answer, over any number of connections. Times are of the monotonic clock."""
+    """One answer, received over any number of connections. Times are those of the monotonic clock."""
 
-    choices: list[SeenChoice]
+    choices: list[ReceivedChoice]
     sent_at: float
     end: End = End.SILENT
     code: str = ""
-    """Of an error: its code, or its HTTP status."""
+    """The code of an error, or its HTTP status."""
     message: str = ""
     num_prompt_tokens: int | None = None
-    """Of the usage that came with the answer."""
+    """From the usage in the answer."""
     num_output_tokens: int | None = None
     num_events: int = 0
     """The number of the last event."""
     event_fault: str = ""
-    """An event that came twice, or was left out."""
+    """Describes an event that was repeated or skipped."""
     request_ids: list[str] = dataclasses.field(default_factory=list)
-    """What the fabric calls it; more than one when the client had to begin anew."""
-    door: str = ""
-    """The proxy through which it was last asked."""
+    """The ids of the request in the fabric. There are several if the client had to start over."""
     first_at: float | None = None
     last_at: float = 0.0
     was_away: bool = False
-    """The client itself made the pause before the next piece."""
+    """Whether the client itself caused the pause before the next piece."""
     longest_pause_seconds: float = 0.0
-    """Between two pieces of the answer."""
+    """The longest time between two pieces of the answer."""
     ended_at: float = 0.0
     num_breaks: int = 0
-    """Connections that broke without the client's doing."""
+    """Connections that broke, other than by the client itself."""
     num_resumes: int = 0
     num_takeovers: int = 0
-    """Connections that ended because the stream was read at another edge, or so that edge said."""
+    """Connections that an edge closed because the stream was being read at another edge."""
     num_refusals: int = 0
-    """"Not now" that it was told before it was answered."""
-    story: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-    """When its connections began, were answered and ended, and how."""
+    """Rejections before the answer."""
+    connection_log: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    """When its connections were opened, answered and closed, and how."""
 
     @classmethod
     def begin(cls, n: int, now: float, *, with_token_ids: bool = False) -> Transcript:
-        return cls([SeenChoice(token_ids=[] if with_token_ids else None) for _ in range(n)], sent_at=now)
+        return cls([ReceivedChoice(token_ids=[] if with_token_ids else None) for _ in range(n)], sent_at=now)
 
     def start_over(self) -> None:
-        """Nothing of an earlier try counts."""
+        """Discard everything received so far."""
         for choice in self.choices:
             choice.text, choice.finish_reason = "", None
             if choice.token_ids is not None:
@@ -106,22 +106,24 @@ class Transcript:
         self.num_events = 0
         self.first_at = None
 
-    def tell(self, what: str) -> None:
-        self.story.append((time.monotonic(), what))
+    def log(self, what: str) -> None:
+        self.connection_log.append((time.monotonic(), what))
 
-    def note_news(self, now: float) -> None:
-        """A piece of the answer has come."""
+    def record_piece(self, now: float) -> None:
+        """Note that a piece of the answer was received."""
         if self.first_at is None:
             self.first_at = now
         elif not self.was_away:
             self.longest_pause_seconds = max(self.longest_pause_seconds, now - self.last_at)
         self.last_at, self.was_away = now, False
 
-    def num_seen_tokens(self, expected: Expected) -> int:
-        """That must have been delivered for what was seen."""
+    def num_received_tokens(self, expected: Expected) -> int:
+        """The smallest number of tokens that can have been delivered for the received text."""
         return sum(
-            _num_tokens_for(len(seen.text), choice.text_lengths) if seen.token_ids is None else len(seen.token_ids)
-            for seen, choice in zip(self.choices, expected.choices, strict=True)
+            _num_tokens_for(len(received.text), choice.text_lengths)
+            if received.token_ids is None
+            else len(received.token_ids)
+            for received, choice in zip(self.choices, expected.choices, strict=True)
         )
 
 

@@ -1,36 +1,32 @@
-"""What clients read: every token, all of the text, in good shape."""
+"""What clients read: every token, all of the text, well-formed frames."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, SendStep
 from router.core.events import Event
 from router.core.frames import Finish, Step
 from tools.dst import script
-from tools.dst.checkers.base import Checker
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.client import Answer, ClientStream
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.witness.seen import SeenChoice
+from tools.dst.checker import Checker
+from tools.dst.observed import ObservedChoice
+from tools.dst.views import AnswerView, ClientStreamView, RouterView
 
 
 class TokensExact(Checker):
-    """No token is delivered twice, skipped or changed: what arrives is the next piece of the answer."""
+    """No token is delivered twice, skipped or changed: every entry continues the answer."""
 
     invariant = "tokens_exact"
 
-    def on_client_news(self, answer: Answer, token_ids: Sequence[int], delta: str) -> None:
+    def on_client_delta(self, answer: AnswerView, token_ids: Sequence[int], delta: str) -> None:
         expected = script.answer(answer.script_key, answer.spec.index)
         end = answer.num_tokens + len(token_ids)
         if tuple(token_ids) != expected[answer.num_tokens : end]:
             self.fail(
-                f"{answer.request.request_id}[{answer.spec.index}] got {list(token_ids)} behind {answer.num_tokens} "
+                f"{answer.request.request_id}[{answer.spec.index}] got {list(token_ids)} after {answer.num_tokens} "
                 f"tokens of {list(expected)}"
             )
 
@@ -40,49 +36,49 @@ class TextIntact(Checker):
 
     invariant = "text_intact"
 
-    def on_client_news(self, answer: Answer, token_ids: Sequence[int], delta: str) -> None:
+    def on_client_delta(self, answer: AnswerView, token_ids: Sequence[int], delta: str) -> None:
         text = script.answer_text(answer.script_key, answer.spec.index)
         if not text.startswith(delta, answer.num_chars):
             self.fail(
-                f"{answer.request.request_id}[{answer.spec.index}] got {delta!r} behind {answer.num_chars} characters "
+                f"{answer.request.request_id}[{answer.spec.index}] got {delta!r} after {answer.num_chars} characters "
                 f"of {text!r}"
             )
 
-    def on_client_finish(self, answer: Answer, finish: Finish) -> None:
+    def on_client_finish(self, answer: AnswerView, finish: Finish) -> None:
         if finish.reason not in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH):
             return
         tokens = script.answer(answer.script_key, answer.spec.index)[: answer.num_tokens]
         text = script.text_of(tokens)
-        # An answer that is at its limit when its shard is lost, or when it is resumed, ends there in the router, which
-        # has no text of its own: what a detokenizer still held back is missing. With STOP it never is.
+        # The router, which has no detokenizer, ends an answer that is at its limit when its shard is lost or when the
+        # answer is resumed. Text that the shard's detokenizer held back is then missing. With STOP none ever is.
         is_at_limit = finish.reason == FinishReason.FINISH_REASON_LENGTH
         least = len(script.text_shown(tokens, len(tokens))) if is_at_limit else len(text)
         if not least <= answer.num_chars <= len(text):
-            self.fail(f"{answer.request.request_id} ended behind {answer.num_chars} of {len(text)} characters")
+            self.fail(f"{answer.request.request_id} ended after {answer.num_chars} of {len(text)} characters")
 
 
-class FramesInShape(Checker):
-    """One frame per client and event, arrays that fit together, a start before the first token, logprobs for every
-    token that wants them."""
+class FramesWellFormed(Checker):
+    """There is at most one frame per client and event, the arrays of a frame have matching lengths, a start precedes
+    the first token, and every token has logprobs if they were requested."""
 
-    invariant = "frames_in_shape"
+    invariant = "frames_well_formed"
 
-    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
-        told = Counter(action.client_id for action in actions if isinstance(action, SendStep))
-        if told and max(told.values()) > 1:
-            self.fail(f"{node.name} sent {max(told.values())} frames to one client for one event")
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        sent = Counter(action.client_id for action in actions if isinstance(action, SendStep))
+        if sent and max(sent.values()) > 1:
+            self.fail(f"{node.name} sent {max(sent.values())} frames to one client for one event")
 
-    def on_step(self, node: RouterNode, news: SendStep) -> None:
-        self._check(news.step)
+    def on_step(self, node: RouterView, action: SendStep) -> None:
+        self._check(action.step)
 
-    def on_client_step(self, stream: ClientStream, step: Step) -> None:
+    def on_client_step(self, stream: ClientStreamView, step: Step) -> None:
         self._check(step)
 
-    def on_client_news(self, answer: Answer, token_ids: Sequence[int], delta: str) -> None:
+    def on_client_delta(self, answer: AnswerView, token_ids: Sequence[int], delta: str) -> None:
         if token_ids and answer.num_starts != 1:
             self.fail(f"{answer.request.request_id} has tokens and {answer.num_starts} starts")
 
-    def on_client_finish(self, answer: Answer, finish: Finish) -> None:
+    def on_client_finish(self, answer: AnswerView, finish: Finish) -> None:
         is_error = finish.reason in (
             FinishReason.FINISH_REASON_ERROR,
             FinishReason.FINISH_REASON_CONTENT_FILTER,
@@ -106,17 +102,17 @@ class FramesInShape(Checker):
 
 
 class AnswersComplete(Checker):
-    """`stop` means that the sequence said all it had to say, `length` that it reached a limit it was given."""
+    """`stop` means that the sequence is complete, `length` that it reached its limit."""
 
     invariant = "answers_complete"
 
-    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
         request = choice.request.request
         assert isinstance(request.sampling, script.Sampling)
         whole = script.answer(request.sampling.script_key, choice.spec.index)
         num_tokens = len(choice.spec.output_token_ids) + choice.num_sent_tokens
         if finish.reason == FinishReason.FINISH_REASON_STOP and num_tokens != len(whole):
-            self.fail(f"{request.request_id} stopped behind {num_tokens} of {len(whole)} tokens")
+            self.fail(f"{request.request_id} stopped after {num_tokens} of {len(whole)} tokens")
         if finish.reason == FinishReason.FINISH_REASON_LENGTH:
             limit = request.max_tokens if choice.limit is None else choice.limit
             if num_tokens != limit:

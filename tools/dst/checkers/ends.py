@@ -1,10 +1,10 @@
-"""How requests end: once, billed as delivered, and for a reason that is there."""
+"""How requests end: once, metered exactly, and for a reason."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
@@ -12,56 +12,52 @@ from router.core.actions import Action, RequestEnded
 from router.core.events import Event, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish
 from tools.dst import script
-from tools.dst.checkers.base import Checker
-from tools.dst.witness.seen import SeenChoice, SeenRequest, State, eligible
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.client import Answer
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.world import World
+from tools.dst.checker import Checker
+from tools.dst.observed import ObservedChoice, ObservedRequest, State, eligible
+from tools.dst.views import AnswerView, RouterView, WorldView
 
 
 class EndsOnce(Checker):
-    """Every request ends exactly once, and so does every choice for a client that stays."""
+    """Every request ends exactly once, and so does every choice of a client that stays connected."""
 
     invariant = "ends_once"
 
-    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
         arriving = node.witness.arriving
         if arriving is None:
             return
         is_live = node.witness.live.get(arriving.request.request_id) is arriving
         if is_live + arriving.num_ends != 1:
-            self.fail(f"{arriving.request.request_id} was neither admitted nor refused once")
+            self.fail(f"{arriving.request.request_id} was neither admitted nor rejected exactly once")
         if not is_live and any(choice.state is not State.DONE for choice in arriving.choices):
-            self.fail(f"{arriving.request.request_id} was refused, its client was not told")
+            self.fail(f"{arriving.request.request_id} was rejected, but its client got no finish")
 
-    def on_ended(self, node: RouterNode, seen: SeenRequest | None, end: RequestEnded) -> None:
-        if seen is None or seen.num_ends:
-            self.fail(f"{end.request_id} ended although it was not there")
-        if any(choice.state is not State.DONE for choice in seen.choices):
-            self.fail(f"{end.request_id} is said to have ended while one of its choices goes on")
+    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        if observed is None or observed.num_ends:
+            self.fail(f"{end.request_id} ended although it was not live")
+        if any(choice.state is not State.DONE for choice in observed.choices):
+            self.fail(f"{end.request_id} was reported as ended while one of its choices continues")
 
-    def at_rest(self, world: World) -> None:
+    def on_quiescence(self, world: WorldView) -> None:
         for node in world.nodes:
             if node.witness.live:
                 self.fail(f"{node.name} never ended {list(node.witness.live)}")
             for stream in node.clients.values():
                 if stream.is_open_at_client and stream.open:
-                    self.fail(f"{stream.client_id} waits for {len(stream.open)} answers for ever")
+                    self.fail(f"{stream.client_id} waits forever for {len(stream.open)} answers")
 
 
 class MeteredIsDelivered(Checker):
-    """Billed tokens are those that were sent to the client, and those that it read."""
+    """The metered tokens are those that were sent to the client, and those that the client read."""
 
-    invariant = "billed_is_delivered"
+    invariant = "metered_is_delivered"
 
-    def on_ended(self, node: RouterNode, seen: SeenRequest | None, end: RequestEnded) -> None:
-        num_sent = 0 if seen is None else sum(choice.num_sent_tokens for choice in seen.choices)
+    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        num_sent = 0 if observed is None else sum(choice.num_sent_tokens for choice in observed.choices)
         if end.num_output_tokens != num_sent:
-            self.fail(f"{end.request_id}: {num_sent} tokens were sent, {end.num_output_tokens} are billed")
+            self.fail(f"{end.request_id}: {num_sent} tokens were sent, {end.num_output_tokens} were metered")
 
-    def on_client_finish(self, answer: Answer, finish: Finish) -> None:
+    def on_client_finish(self, answer: AnswerView, finish: Finish) -> None:
         if finish.reason != FinishReason.FINISH_REASON_ERROR and finish.num_output_tokens != answer.num_tokens:
             self.fail(
                 f"{answer.request.request_id}: the client has {answer.num_tokens} tokens, its finish says "
@@ -70,14 +66,14 @@ class MeteredIsDelivered(Checker):
 
 
 class EndsJustified(Checker):
-    """Nothing is refused, cancelled, filtered or given up without a cause that can be seen from outside."""
+    """Nothing is rejected, cancelled, filtered or given up without a cause that is visible from outside."""
 
     invariant = "ends_justified"
 
-    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
         if finish.reason == FinishReason.FINISH_REASON_CANCELLED:
             if not isinstance(node.witness.event, SlotsCancelled | RequestCancelled):
-                self.fail(f"{choice.request.request.request_id} was cancelled by nobody")
+                self.fail(f"{choice.request.request.request_id} was cancelled without a request to do so")
         elif finish.reason == FinishReason.FINISH_REASON_CONTENT_FILTER:
             self._check_filtered(choice)
         elif finish.reason == FinishReason.FINISH_REASON_ERROR:
@@ -85,11 +81,11 @@ class EndsJustified(Checker):
             is_cause = _CAUSES.get(reason)
             if is_cause is None or not is_cause(node, choice):
                 self.fail(
-                    f"{choice.request.request.request_id} ended with {ErrorReason.Name(reason)}, without a cause "  # pyright: ignore[reportArgumentType]
-                    f"that could be seen"
+                    f"{choice.request.request.request_id} ended with {ErrorReason.Name(reason)}, without a "  # pyright: ignore[reportArgumentType]
+                    f"visible cause"
                 )
 
-    def _check_filtered(self, choice: SeenChoice) -> None:
+    def _check_filtered(self, choice: ObservedChoice) -> None:
         request = choice.request.request
         assert isinstance(request.sampling, script.Sampling)
         is_bad_answer = script.HALTED_TOKEN in script.answer(request.sampling.script_key, choice.spec.index)
@@ -97,26 +93,26 @@ class EndsJustified(Checker):
             self.fail(f"{request.request_id} was filtered, but there is nothing wrong with it")
 
 
-def _failed_everywhere(node: RouterNode, choice: SeenChoice) -> bool:
-    """It has had all its attempts, or there is no shard for another one."""
+def _failed_everywhere(node: RouterView, choice: ObservedChoice) -> bool:
+    """Whether it has had all its attempts, or there is no shard for another one."""
     if not choice.num_attempts:
         return False
     return choice.num_failures >= node.config.max_attempts or not eligible(node.witness.shards, choice.request)
 
 
-def _queue_was_full(node: RouterNode, choice: SeenChoice) -> bool:
+def _queue_was_full(node: RouterView, choice: ObservedChoice) -> bool:
     if choice.num_attempts:
         return _failed_everywhere(node, choice)
-    waiting = [seen for seen in node.witness.waiting() if seen is not choice.request]
+    waiting = [observed for observed in node.witness.waiting() if observed is not choice.request]
     if node.witness.arriving is None:
         return False
     if node.config.overload.sheds_early and choice.request is node.witness.arriving:
-        return True  # by prediction: whether it would have fitted is looked at by RefusalsFit
-    # Who is held back may be sent in the same event that found the queue full.
+        return True  # by prediction: RejectionsJustified checks whether it would have fitted
+    # A request that was held back may be dispatched in the same event that found the queue full.
     return node.holds_requests or len(waiting) >= node.config.max_queued_requests
 
 
-def _does_not_fit(node: RouterNode, choice: SeenChoice) -> bool:
+def _does_not_fit(node: RouterView, choice: ObservedChoice) -> bool:
     shards = [shard for shard in node.witness.shards.values() if not shard.is_draining]
     model = choice.request.request.model
     windows = [s.description.max_model_len for s in shards if s.description.model == model]
@@ -126,21 +122,21 @@ def _does_not_fit(node: RouterNode, choice: SeenChoice) -> bool:
     return bool(windows) and max(windows) < len(request.prompt_token_ids) + num_output_tokens
 
 
-def _is_unscreenable(node: RouterNode, choice: SeenChoice) -> bool:
-    """The safety service is away for too long, or so slow that too much is held."""
+def _is_unscreenable(node: RouterView, choice: ObservedChoice) -> bool:
+    """Whether the safety service was down for too long, or so slow that too much text was held back."""
     if node.witness.safety_waited_for_until is not None and node.config.answer_mode == "gate":
         most_held = max(len(sibling.emitted) - sibling.num_sent_tokens for sibling in choice.request.choices)
         return most_held > max(1, node.config.max_held_tokens // len(choice.request.choices))
     return node.config.safety_required and (node.witness.policy is None or any(choice.request.policy or ()))
 
 
-def _no_shard(node: RouterNode, choice: SeenChoice) -> bool:
+def _no_shard(node: RouterView, choice: ObservedChoice) -> bool:
     models = node.witness.models
     is_known = choice.request.request.model in models or not models
     return is_known and not eligible(node.witness.shards, choice.request)
 
 
-_CAUSES: Final[dict[int, Callable[[RouterNode, SeenChoice], bool]]] = {
+_CAUSES: Final[dict[int, Callable[[RouterView, ObservedChoice], bool]]] = {
     ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED: lambda node, choice: node.now >= choice.request.deadline,
     ErrorReason.ERROR_REASON_QUEUE_TIMEOUT: lambda node, choice: (
         (node.now >= choice.request.queue_deadline or node.config.overload.sheds_early)

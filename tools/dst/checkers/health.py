@@ -1,36 +1,33 @@
-"""Shards that hang: nobody waits for them for long, and suspicion has its bounds."""
+"""Hung and draining shards lose their work in time, and suspicion is bounded."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
 from router.core.fleet.shard_health import HealthSettings, HealthState
 from router.core.relay.lifecycle import MAX_MOVES
-from tools.dst.checkers.base import Checker
-from tools.dst.witness.seen import State, eligible
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.witness.seen import SeenChoice, SeenShard
+from tools.dst.checker import Checker
+from tools.dst.observed import ObservedChoice, ObservedShard, State, eligible
+from tools.dst.views import RouterView
 
 STALLS: Final = 3.0
 SLACK_SECONDS: Final = 0.5
-"""For prefill that the router has reason to wait for, and for what it does not see (that a shard tells of its load once
-more, say)."""
+"""For prefill that the router has reason to wait for, and for events that it does not see, such as another load report
+of the shard."""
 
 
-def num_serving(shards: Sequence[SeenShard]) -> tuple[int, int]:
-    """Shards that take work, and those of them that are not healthy."""
+def num_serving(shards: Sequence[ObservedShard]) -> tuple[int, int]:
+    """How many shards accept work, and how many of these are not healthy."""
     serving = [shard for shard in shards if not shard.is_draining]
     return len(serving), sum(shard.health is not HealthState.HEALTHY for shard in serving)
 
 
-def has_other(node: RouterNode, choice: SeenChoice, here: SeenShard) -> bool:
-    """A shard that nobody suspects has room for a choice that runs `here`."""
+def has_other(node: RouterView, choice: ObservedChoice, here: ObservedShard) -> bool:
+    """Whether an unsuspected shard other than `here`, where the choice runs, has room for it."""
     request = choice.request.request
     longest = max(other.num_tokens for other in choice.request.choices)
     window = len(request.prompt_token_ids) + (longest + 1 if request.max_tokens is None else request.max_tokens)
@@ -40,17 +37,17 @@ def has_other(node: RouterNode, choice: SeenChoice, here: SeenShard) -> bool:
     )
 
 
-class NobodyWaitsForTheHung(Checker):
-    """No choice stays on a shard that makes no tokens for longer than the configured time and some slack, while a shard
-    that nobody suspects has room for it."""
+class HungShardsAbandoned(Checker):
+    """No choice stays on a shard that produces no tokens for longer than the configured time and some slack while an
+    unsuspected shard has room for it."""
 
-    invariant = "nobody_waits_for_the_hung"
+    invariant = "hung_shards_abandoned"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterNode, SeenChoice], float] = {}
-        """Since when a choice could have been somewhere else."""
+        self._since: dict[tuple[RouterView, ObservedChoice], float] = {}
+        """Since when a choice could have run on another shard."""
 
-    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
         health = node.config.health
         if health is None:
             return
@@ -66,56 +63,57 @@ class NobodyWaitsForTheHung(Checker):
                     f"{seconds:.2f} s"
                 )
 
-    def _waiting(self, node: RouterNode) -> Iterator[SeenChoice]:
+    def _waiting(self, node: RouterView) -> Iterator[ObservedChoice]:
         shards = node.witness.shards
-        for seen in node.witness.live.values():
-            if seen.is_waiting or any(choice.num_moves >= MAX_MOVES for choice in seen.choices):
+        for observed in node.witness.live.values():
+            if observed.is_waiting or any(choice.num_moves >= MAX_MOVES for choice in observed.choices):
                 continue
-            for choice in seen.choices:
+            for choice in observed.choices:
                 if choice.state is State.RUNNING and choice.place and choice.place[0] in node.stuck_shard_ids:
                     stuck = shards.get(choice.place[0])
                     if stuck is not None and self._may_suspect(node, stuck) and has_other(node, choice, stuck):
                         yield choice
 
-    def _may_suspect(self, node: RouterNode, stuck: SeenShard) -> bool:
+    def _may_suspect(self, node: RouterView, stuck: ObservedShard) -> bool:
         assert node.config.health is not None
         if stuck.health is not HealthState.HEALTHY or stuck.is_draining:
             return True
         model = stuck.description.model
-        count, num_unwell = num_serving([s for s in node.witness.shards.values() if s.description.model == model])
-        return num_unwell + 1 <= node.config.health.max_suspected_share * count
+        count, num_unhealthy = num_serving([s for s in node.witness.shards.values() if s.description.model == model])
+        return num_unhealthy + 1 <= node.config.health.max_suspected_share * count
 
 
 class SuspicionBounded(Checker):
-    """No more of a model's shards are suspected than the configuration allows: a fault that all have is none of
-    theirs."""
+    """No more of a model's shards are suspected than the configuration allows: a problem that all shards have is not
+    caused by any of them."""
 
     invariant = "suspicion_bounded"
 
-    def on_health(self, node: RouterNode, change: ShardHealthChanged) -> None:
+    def on_health(self, node: RouterView, change: ShardHealthChanged) -> None:
         shard = node.witness.shards[change.shard_id]
-        # Who was suspected when its stream broke is so when it comes back, however many there are by now.
+        # A shard that was suspected when its stream broke still is when it reconnects, however many there are by now.
         is_new = shard.health is HealthState.HEALTHY and not isinstance(node.witness.event, ShardUp)
         if change.state is not HealthState.SUSPECTED or not is_new or shard.is_draining:
             return
         model = shard.description.model
-        count, num_unwell = num_serving([s for s in node.witness.shards.values() if s.description.model == model])
+        count, num_unhealthy = num_serving([s for s in node.witness.shards.values() if s.description.model == model])
         share = 0.0 if node.config.health is None else node.config.health.max_suspected_share
-        if num_unwell + 1 > share * count:
-            self.fail(f"{node.name} suspects {num_unwell + 1} of {count} shards of {model}, at most {share:g} may be")
+        if num_unhealthy + 1 > share * count:
+            self.fail(
+                f"{node.name} suspects {num_unhealthy + 1} of {count} shards of {model}, at most {share:g} may be"
+            )
 
 
 class DrainedShardsEmpty(Checker):
-    """Of what runs on a shard whose deadline for draining has passed, nothing stays there for long while another has
-    room for it."""
+    """No choice stays for long on a shard whose drain deadline has passed while another shard has room for it."""
 
     invariant = "drained_shards_empty"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterNode, SeenChoice], float] = {}
-        """Since when a choice could have been somewhere else."""
+        self._since: dict[tuple[RouterView, ObservedChoice], float] = {}
+        """Since when a choice could have run on another shard."""
 
-    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
         left = set(self._left(node))
         if left or self._since:
             self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in left}
@@ -125,10 +123,10 @@ class DrainedShardsEmpty(Checker):
             seconds = node.now - max(since, node.here_since)
             if seconds > 2 * check_seconds:
                 self.fail(
-                    f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s behind its deadline"
+                    f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s after its drain deadline"
                 )
 
-    def _left(self, node: RouterNode) -> Iterator[SeenChoice]:
+    def _left(self, node: RouterView) -> Iterator[ObservedChoice]:
         for shard in node.witness.shards.values():
             if not shard.hands_over:
                 continue

@@ -1,37 +1,33 @@
-"""The core's own books agree with one another."""
+"""The core's own consistency check."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tools.dst.checkers.base import Checker
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.world import World
+from tools.dst.checker import Checker
+from tools.dst.views import RouterView, WorldView
 
 
 class Integrity(Checker):
-    """A reservation is released exactly once, no view goes negative, every slot and every request is where it is said
-    to be: the assertions of `RouterCore.check_integrity`.
+    """The assertions of `RouterCore.check_integrity` hold: a reservation is released exactly once, no load estimate is
+    negative, and every index of slots and requests is consistent.
 
-    They look at everything and cost more than all else, so behind every third message: more seeds find more."""
+    They scan the whole state and cost more than all the rest, so they run only after every third message. The time is
+    better spent on more seeds."""
 
     invariant = "integrity"
 
     def __init__(self) -> None:
         self._num_messages = 0
 
-    def integrity(self, node: RouterNode) -> None:
+    def integrity(self, node: RouterView) -> None:
         self._num_messages += 1
         if self._num_messages % 3 == 0:
             self._check(node)
 
-    def at_rest(self, world: World) -> None:
+    def on_quiescence(self, world: WorldView) -> None:
         for node in world.nodes:
             self._check(node)
 
-    def _check(self, node: RouterNode) -> None:
+    def _check(self, node: RouterView) -> None:
         try:
             node.core.check_integrity()
         except AssertionError as error:

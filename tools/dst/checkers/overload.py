@@ -1,20 +1,18 @@
-"""Who is refused, who goes first, and how long an outage is borne with."""
+"""Overload: which requests are rejected, which go first, and how long an outage is tolerated."""
 # ruff: noqa: ARG002  (a hook has the same arguments for all checkers)
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, SubmitAttempt
 from router.core.events import DrainEnded, Event, RequestArrived, Tick, Tier
 from router.core.frames import Finish
-from tools.dst.checkers.base import Checker
-from tools.dst.witness.seen import SeenChoice, SeenRequest, State, eligible
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.router_node import RouterNode
+from tools.dst.checker import Checker
+from tools.dst.observed import ObservedChoice, ObservedRequest, State, eligible
+from tools.dst.views import RouterView
 
 _GIVEN_UP: Final = (
     ErrorReason.ERROR_REASON_NO_SHARD_READY,
@@ -23,16 +21,16 @@ _GIVEN_UP: Final = (
 )
 
 
-class RefusalsFit(Checker):
-    """Nobody is refused for overload who would have fitted: while nobody waits and a shard is idle (under a policy that
-    holds requests back: while nobody waits)."""
+class RejectionsJustified(Checker):
+    """No request is rejected for overload while the queue is empty and a shard is idle. Under a policy that holds
+    requests back the queue alone counts."""
 
-    invariant = "refusals_fit"
+    invariant = "rejections_justified"
 
     def __init__(self) -> None:
         self._would_fit = False
 
-    def before_event(self, node: RouterNode, event: Event) -> None:
+    def before_event(self, node: RouterView, event: Event) -> None:
         self._would_fit = False
         if isinstance(event, RequestArrived):
             model = event.request.model
@@ -40,85 +38,94 @@ class RefusalsFit(Checker):
             shards = [s for s in node.witness.shards.values() if s.description.model == model and not s.is_draining]
             self._would_fit = (
                 len(waiting) < node.config.max_queued_requests
-                and not any(seen.request.model == model for seen in waiting)
+                and not any(observed.request.model == model for observed in waiting)
                 and (node.holds_requests or any(shard.is_idle for shard in shards))
             )
 
-    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
         if self._would_fit and choice.request is node.witness.arriving and _reason(finish) == _FULL:
-            self.fail(f"{choice.request.request.request_id} was refused, but there was a place for it")
+            self.fail(f"{choice.request.request.request_id} was rejected, but there was room for it")
 
 
 class TiersKept(Checker):
-    """Who can wait does: it is not sent while somebody urgent waits, and gives up its place in the queue to them. Under
-    a policy that holds requests back, only the latter: there is nothing to be seen of the lines of shards."""
+    """A batch request is not dispatched while an interactive one is queued, and gives up its place in the queue to it.
+    Under a policy that holds requests back only the latter is checked, because the queues of the shards cannot be seen
+    from outside."""
 
     invariant = "tiers_kept"
 
-    def on_dispatch(self, node: RouterNode, seen: SeenRequest | None, attempt: SubmitAttempt) -> None:
-        if seen is None or seen.request.tier is Tier.INTERACTIVE or seen.num_attempts or node.holds_requests:
+    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+        if (
+            observed is None
+            or observed.request.tier is Tier.INTERACTIVE
+            or observed.num_attempts
+            or node.holds_requests
+        ):
             return
-        if seen is not node.witness.arriving and self._waiting(node, seen, Tier.INTERACTIVE):
-            self.fail(f"{seen.request.request_id}, which can wait, is sent while somebody urgent waits")
+        if observed is not node.witness.arriving and self._waiting(node, observed, Tier.INTERACTIVE):
+            self.fail(
+                f"{observed.request.request_id}, a batch request, is dispatched while an interactive one is queued"
+            )
 
-    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
-        seen = choice.request
-        if _reason(finish) != _FULL or seen.num_attempts or seen.request.tier is not Tier.INTERACTIVE:
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+        observed = choice.request
+        if _reason(finish) != _FULL or observed.num_attempts or observed.request.tier is not Tier.INTERACTIVE:
             return
-        if node.config.overload.sheds_early and seen is node.witness.arriving:
-            return  # perhaps it would have waited too long, whoever gave up a place
+        if node.config.overload.sheds_early and observed is node.witness.arriving:
+            return  # it may have had to wait too long even with a place in the queue
         others = [other for other in node.witness.waiting() if other.request.tier is Tier.BATCH]
         if others and not any(other.was_dispatched for other in node.witness.waiting()):
             self.fail(
-                f"{seen.request.request_id} is refused while {others[0].request.request_id}, which can wait, does"
+                f"{observed.request.request_id} is rejected while the batch request "
+                f"{others[0].request.request_id} is queued"
             )
 
     @staticmethod
-    def _waiting(node: RouterNode, seen: SeenRequest, tier: Tier) -> bool:
-        model = seen.request.model
+    def _waiting(node: RouterView, observed: ObservedRequest, tier: Tier) -> bool:
+        model = observed.request.model
         return any(other.request.tier is tier and other.request.model == model for other in node.witness.waiting())
 
 
 class OutagePatience(Checker):
-    """Who waits for a shard that does not exist is told when the patience with outages is over, and not before."""
+    """A request for which there is no shard fails when the patience with outages is over, and not before."""
 
     invariant = "outage_patience"
 
     def __init__(self) -> None:
-        self._since: dict[tuple[RouterNode, SeenRequest], float] = {}
-        """Since when there is no shard for it."""
+        self._since: dict[tuple[RouterView, ObservedRequest], float] = {}
+        """Since when there has been no shard for a request."""
 
-    def on_finish(self, node: RouterNode, choice: SeenChoice, finish: Finish) -> None:
-        seen, patience_seconds = choice.request, node.config.overload.outage_patience_seconds
-        if choice.state is not State.WAITING or seen is node.witness.arriving or _reason(finish) not in _GIVEN_UP:
+    def on_finish(self, node: RouterView, choice: ObservedChoice, finish: Finish) -> None:
+        observed, patience_seconds = choice.request, node.config.overload.outage_patience_seconds
+        if choice.state is not State.WAITING or observed is node.witness.arriving or _reason(finish) not in _GIVEN_UP:
             return
-        since = self._since.get((node, seen), node.now)
+        since = self._since.get((node, observed), node.now)
         if node.now < since + patience_seconds:
-            self.fail(f"{seen.request.request_id} was given up {node.now - since:.3f} s into an outage")
+            self.fail(f"{observed.request.request_id} was given up {node.now - since:.3f} s into an outage")
 
-    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
-        unschedulable = [seen for seen in node.witness.waiting() if not eligible(node.witness.shards, seen)]
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        unschedulable = [observed for observed in node.witness.waiting() if not eligible(node.witness.shards, observed)]
         before = self._since
         if before or unschedulable:
             self._since = {key: at for key, at in before.items() if key[0] is not node}
-            for seen in unschedulable:
-                self._since[node, seen] = before.get((node, seen), node.now)
+            for observed in unschedulable:
+                self._since[node, observed] = before.get((node, observed), node.now)
         if not isinstance(event, Tick):
             return
-        for seen in unschedulable:
-            seconds = node.now - self._since[node, seen]
+        for observed in unschedulable:
+            seconds = node.now - self._since[node, observed]
             if seconds >= node.config.overload.outage_patience_seconds and seconds > 0:
-                self.fail(f"{seen.request.request_id} has waited {seconds:.3f} s for a shard that does not exist")
+                self.fail(f"{observed.request.request_id} has waited {seconds:.3f} s for a shard that does not exist")
 
 
 class DrainsEnd(Checker):
-    """When a router that drains waits no longer, it has nothing left to do."""
+    """When the drain deadline of a router has passed, no request is left."""
 
     invariant = "drains_end"
 
-    def after_event(self, node: RouterNode, event: Event, actions: Sequence[Action]) -> None:
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
         if isinstance(event, DrainEnded) and node.witness.live:
-            self.fail(f"{node.name} goes on with {list(node.witness.live)}")
+            self.fail(f"{node.name} still has {list(node.witness.live)}")
 
 
 _FULL: Final = ErrorReason.ERROR_REASON_QUEUE_FULL

@@ -1,4 +1,4 @@
-"""A shard's prefix cache: the truth that routers' indexes are held against."""
+"""The prefix cache of a shard: the truth with which the routers' indexes are compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def prompt_hashes(request: Request, block_size: int) -> Sequence[int]:
 
 
 class BlockCache:
-    """Block hashes, least recently used first."""
+    """The cached block hashes, least recently used first."""
 
     def __init__(self, shape: ShardShape) -> None:
         self._shape = shape
         self.blocks: dict[int, None] = {}
 
     def count_overlap(self, hashes: Iterable[int]) -> int:
-        """Leading blocks that are there."""
+        """The number of leading blocks that are cached."""
         count = 0
         for block_hash in hashes:
             if block_hash not in self.blocks:
@@ -36,7 +36,7 @@ class BlockCache:
         return count
 
     def store(self, hashes: Sequence[int]) -> list[KvChange]:
-        """What that did, in its order: first room is made, then the new blocks are stored."""
+        """Store blocks. Returns the changes in order: evictions first, then the new blocks."""
         blocks = self.blocks
         for block_hash in hashes:
             if block_hash in blocks:

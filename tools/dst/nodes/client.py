@@ -1,22 +1,19 @@
-"""A client process: it asks, reads, cancels, leaves, and comes back for the rest of its answers."""
+"""A client process: it sends requests, reads answers, cancels, disconnects, and resumes what it has not received."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, ClientGone, Request, RequestArrived, RequestCancelled, SlotsCancelled
 from router.core.frames import Finish, Step
 from router.links.step_outbox import StepOutbox
+from tools.dst.checker import Violation
+from tools.dst.environment import Environment
 from tools.dst.nodes.pipe import Pipe
 from tools.dst.script import Sampling
-from tools.dst.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.world import World
+from tools.dst.views import RouterProcess
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -26,7 +23,7 @@ class Answer:
     request: Request
     spec: ChoiceSpec
     num_tokens: int
-    """Had, of earlier streams too."""
+    """Received so far, those of earlier streams included."""
     num_chars: int
     num_starts: int = 0
     num_logprobs: int = 0
@@ -39,24 +36,36 @@ class Answer:
 
 
 class ClientStream:
-    """The stream between a client and a router, with both of its ends. The router's end is what `ClientLink` does:
-    what the client has not taken piles up in the real StepOutbox, and too large a pile ends the stream."""
+    """Both ends of the stream between a client and a router. The router's end does what `ClientLink` does: frames that
+    the client has not read collect in the real StepOutbox, and a stream whose outbox overflows is closed.
 
-    def __init__(self, world: World, node: RouterNode, name: str) -> None:
-        self._world = world
+    `on_lost` is called when the client loses the stream, `on_draining` for an answer that ended because its router
+    drains."""
+
+    def __init__(
+        self,
+        env: Environment,
+        node: RouterProcess,
+        name: str,
+        on_lost: Callable[[ClientStream], None],
+        on_draining: Callable[[Answer], None],
+    ) -> None:
+        self._env = env
         self.node = node
         self.client_id = name
-        latency = world.scenario.latency_seconds
-        self._to_router = Pipe(world.timeline, world.rng, self._arrive_at_router, latency)
-        self._to_client = Pipe(world.timeline, world.rng, self._arrive_at_client, latency)
-        self._outbox = StepOutbox(world.scenario.max_waiting_entries)
+        self._on_lost = on_lost
+        self._on_draining = on_draining
+        latency = env.scenario.latency_seconds
+        self._to_router = Pipe(env.timeline, env.rng, self._arrive_at_router, latency)
+        self._to_client = Pipe(env.timeline, env.rng, self._arrive_at_client, latency)
+        self._outbox = StepOutbox(env.scenario.max_waiting_entries)
         self._is_writing = False
         self.write_seconds: float | None = 0.0002
-        """Until the client has taken a frame; None: it never does."""
+        """How long the client takes to read a frame. None means that it never does."""
         self.is_open_at_router = True
         self.is_open_at_client = True
         self.open: dict[int, Answer] = {}
-        """By slot: answers that have not ended."""
+        """The answers that have not ended, by slot."""
         self._next_slot = 0
         node.clients[name] = self
 
@@ -78,23 +87,23 @@ class ClientStream:
         self._to_router.send(RequestCancelled(request_id))
 
     def leave(self) -> None:
-        """The client goes without a word; the router notices."""
+        """The client disconnects without cancelling, and the router notices."""
         self.is_open_at_client = False
         self._to_router.cut()
         self._to_client.cut()
-        self._world.timeline.after(self._world.rng.random() * 0.05, self.node.post, self.lost_at_router)
+        self._env.timeline.after(self._env.rng.random() * 0.05, self.node.post, self.lost_at_router)
 
     def lost_at_client(self) -> None:
-        """The router went, or ended the stream: what was open is asked for once more, behind what is there."""
+        """The router died or closed the stream. The client resumes the open answers where they stopped."""
         if self.is_open_at_client:
             self.is_open_at_client = False
-            self._world.traffic.come_back(self)
+            self._on_lost(self)
 
     # -- the router's end ---------------------------------------------------------------------------------------------
 
     def send_step(self, step: Step) -> None:
         if not self._outbox.add(step):
-            self._world.timeline.after(0.0, self.node.post, self._end_too_slow)
+            self._env.timeline.after(0.0, self.node.post, self._end_too_slow)
         self._write()
 
     def lost_at_router(self) -> None:
@@ -104,11 +113,11 @@ class ClientStream:
             self.node.handle(ClientGone(self.client_id))
 
     def break_off(self) -> None:
-        """The router's process is gone."""
+        """The router's process has died."""
         self.is_open_at_router = False
         self._to_router.cut()
         self._to_client.cut()
-        self._world.timeline.after(self._world.rng.random() * 0.05, self.lost_at_client)
+        self._env.timeline.after(self._env.rng.random() * 0.05, self.lost_at_client)
 
     def _end_too_slow(self) -> None:
         if self.is_open_at_router:
@@ -123,14 +132,14 @@ class ClientStream:
         self._to_client.send(step)
         self._is_writing = True
         if self.write_seconds is not None:
-            self._world.timeline.after(self.write_seconds, self._written)
+            self._env.timeline.after(self.write_seconds, self._written)
 
     def _written(self) -> None:
         self._is_writing = False
         self._write()
 
-    def read_on(self) -> None:
-        """A client that had stopped reading reads again."""
+    def resume_reading(self) -> None:
+        """Called when a client that had stopped reading reads again."""
         self.write_seconds = 0.0002
         self._is_writing = False
         self._write()
@@ -147,8 +156,8 @@ class ClientStream:
         self.node.check_integrity()
 
     def _arrive_at_client(self, step: Step) -> None:
-        """Read a frame; the checkers look at every part of it."""
-        checks = self._world.checks
+        """Read a frame. Every part of it is reported to the checkers."""
+        checks = self._env.checks
         checks.on_client_step(self, step)
         for start in step.starts:
             self._answer(start.slot).num_starts += 1
@@ -158,23 +167,21 @@ class ClientStream:
         for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
             count = step.num_tokens[i] if step.num_tokens else 1
             answer = self._answer(slot)
-            checks.on_client_news(answer, step.token_ids[position : position + count], delta)
+            checks.on_client_delta(answer, step.token_ids[position : position + count], delta)
             answer.num_tokens += count
             answer.num_chars += len(delta)
-            self._world.num_delivered_tokens += count
+            self._env.num_delivered_tokens += count
             position += count
         for finish in step.finishes:
             answer = self._answer(finish.slot)
             del self.open[finish.slot]
             answer.finish = finish
             checks.on_client_finish(answer, finish)
-            if finish.reason == FinishReason.FINISH_REASON_ERROR:
-                self._world.count_error(finish)
-                if finish.error is not None and finish.error.reason == ErrorReason.ERROR_REASON_DRAINING:
-                    self._world.traffic.go_on_elsewhere(answer)
+            if finish.error is not None and finish.error.reason == ErrorReason.ERROR_REASON_DRAINING:
+                self._on_draining(answer)
 
     def _answer(self, slot: int) -> Answer:
         answer = self.open.get(slot)
         if answer is None:
-            raise Violation("ends_once", f"{self.client_id} read news of slot {slot}, which has ended")
+            raise Violation("ends_once", f"{self.client_id} read an entry for slot {slot}, which has ended")
         return answer

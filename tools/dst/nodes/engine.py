@@ -1,30 +1,27 @@
-"""A shard's engine: continuous batching of sequences whose answers are known beforehand."""
+"""The engine of a shard: continuous batching of sequences whose answers are known beforehand."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Tokens
-from typing import TYPE_CHECKING
 
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import KvChange, Request, ShardLoad
 from router.core.frames import Finish, Start, Step
+from tools.dst.environment import Environment
 from tools.dst.nodes.block_cache import BlockCache, prompt_hashes
+from tools.dst.nodes.shard_stream import ShardStream
 from tools.dst.scenario import ShardShape
 from tools.dst.script import Sampling, text_shown
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.shard_stream import ShardStream
-    from tools.dst.world import World
 
 
 @dataclasses.dataclass(slots=True)
 class Sequence:
     request: Request
     tokens: Tokens[int]
-    """All that it will say, given tokens included."""
+    """The whole answer, including the tokens that the request brought along."""
     max_tokens: int
     position: int
     num_chars: int
@@ -32,25 +29,25 @@ class Sequence:
 
 
 class Engine:
-    """`sequences` by (stream, slot), in the order of their arrival; the first `max_batch` run."""
+    """`sequences` are keyed by (stream, slot), in the order of their arrival. The first `max_batch` of them run."""
 
-    def __init__(self, world: World, shape: ShardShape, cache: BlockCache) -> None:
-        self._world = world
+    def __init__(self, env: Environment, shape: ShardShape, cache: BlockCache) -> None:
+        self._env = env
         self._shape = shape
         self._cache = cache
         self.sequences: dict[tuple[ShardStream, int], Sequence] = {}
 
     def step(self) -> list[KvChange]:
-        """One iteration; tokens and ends go to the streams' parts."""
+        """Run one iteration. Tokens and finishes are added to the pending step of each stream."""
         changes: list[KvChange] = []
-        rng = self._world.rng
+        rng = self._env.rng
         is_ragged = rng.random() < 0.3
         for stream, slot in list(self.sequences)[: self._shape.max_batch]:
             changes += self._run(stream, slot, num_tokens=rng.randrange(4) if is_ragged else 1)
         return changes
 
     def load(self, stream: ShardStream, *, draining: bool) -> ShardLoad:
-        """As it is told to one router, with its own share."""
+        """The load as reported to the router of `stream`, including that router's own share."""
         counts = [0] * 8
         for (owner, _), sequence in self.sequences.items():
             num_prompt_tokens = len(sequence.request.prompt_token_ids)
@@ -74,7 +71,7 @@ class Engine:
             num_decode_context_tokens=counts[3],
             num_available_blocks=self._shape.num_blocks,
             prefill_tokens_per_second=2000.0,
-            decode_step_seconds=self._world.scenario.step_seconds,
+            decode_step_seconds=self._env.scenario.step_seconds,
             draining=draining,
             num_own_running=counts[4],
             num_own_waiting=counts[5],
@@ -83,7 +80,7 @@ class Engine:
         )
 
     def end(self, stream: ShardStream, slot: int, sequence: Sequence) -> None:
-        """It has said everything: the text that is left, and its finish."""
+        """Send the remaining text of a complete sequence, and its finish."""
         text = text_shown(sequence.tokens, len(sequence.tokens), is_final=True)
         if len(text) > sequence.num_chars:
             _add_entry(stream.parts, slot, (), text[sequence.num_chars :])
@@ -93,7 +90,7 @@ class Engine:
 
     def _run(self, stream: ShardStream, slot: int, num_tokens: int) -> list[KvChange]:
         sequence = self.sequences[stream, slot]
-        if self._world.chance("engine_failure"):
+        if self._env.chance("engine_failure"):
             del self.sequences[stream, slot]
             error = KvloomError(ErrorReason.ERROR_REASON_ENGINE_FAILED, "the engine failed")
             stream.parts.finishes.append(Finish(slot, FinishReason.FINISH_REASON_ERROR, error=error))
@@ -118,14 +115,15 @@ class Engine:
             stream.parts.logprobs.extend((slot, ("logprob", token)) for token in new)
         sequence.position = end
         sequence.num_chars += len(delta)
-        if is_final and not self._world.chance("late_finish"):
+        if is_final and not self._env.chance("late_finish"):
             del self.sequences[stream, slot]
             self.end(stream, slot, sequence)
         return changes
 
 
 def _add_entry(parts: Step, slot: int, token_ids: Tokens[int], delta: str) -> None:
-    """One entry per sequence and frame: a second one joins the first, as steps that wait for the writer do."""
+    """Add an entry for a slot. A frame has one entry per slot: a second one is merged into the first, as in steps that
+    wait for the writer."""
     if slot in parts.slots:
         i = parts.slots.index(slot)
         position = sum(parts.num_tokens[: i + 1])

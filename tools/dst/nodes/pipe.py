@@ -11,8 +11,8 @@ from tools.dst.timeline import Timeline
 
 
 class Pipe:
-    """Delivers in order, each message after a latency of its own. While it is stalled nothing arrives and nothing is
-    lost; once it is cut, what is under way is lost."""
+    """Delivers messages in order, each after a latency of its own. While the pipe is stalled, nothing arrives and none
+    is lost. Once it is cut, messages in flight are lost."""
 
     def __init__(
         self, timeline: Timeline, rng: random.Random, deliver: Callable[[Any], None], latency_seconds: float
@@ -21,7 +21,7 @@ class Pipe:
         self._rng = rng
         self._deliver = deliver
         self._latency_seconds = latency_seconds
-        self._under_way: deque[Any] = deque()
+        self._in_flight: deque[Any] = deque()
         self._last_arrival = 0.0
         self._num_stalls = 0
         self._num_due = 0
@@ -30,11 +30,11 @@ class Pipe:
     def send(self, message: Any) -> None:
         if self.is_cut:
             return
-        self._under_way.append(message)
+        self._in_flight.append(message)
         self._schedule_one()
 
     def stall(self) -> None:
-        """May be nested: as many `heal` as `stall` make it flow again."""
+        """Stop delivery. Stalls nest: the pipe resumes after as many calls of `heal`."""
         self._num_stalls += 1
 
     def heal(self) -> None:
@@ -46,11 +46,7 @@ class Pipe:
 
     def cut(self) -> None:
         self.is_cut = True
-        self._under_way.clear()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._under_way
+        self._in_flight.clear()
 
     def _schedule_one(self) -> None:
         latency = self._latency_seconds * (0.2 + self._rng.expovariate(1.0))
@@ -63,4 +59,4 @@ class Pipe:
         if self._num_stalls:
             self._num_due += 1
             return
-        self._deliver(self._under_way.popleft())
+        self._deliver(self._in_flight.popleft())

@@ -1,10 +1,10 @@
-"""A router process: the real core, and around it what the service shell does."""
+"""A router process: the real core inside a simulated service shell."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvloom.errors import KvloomError
 from router.core.actions import (
@@ -24,46 +24,48 @@ from router.core.actions import (
 from router.core.core import RouterCore
 from router.core.events import DrainEnded, Event, StepArrived, Tick, TokensOnlyFrame
 from router.core.placement import POLICIES
-from tools.dst.nodes.safety import SafetyStream
+from tools.dst.checker import Violation
+from tools.dst.environment import Environment
+from tools.dst.nodes.client import ClientStream
+from tools.dst.nodes.safety import SafetyStream, SimSafety
+from tools.dst.nodes.shard import SimShard
 from tools.dst.nodes.shard_stream import ShardStream
-from tools.dst.violation import Violation
-from tools.dst.witness.witness import Witness
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.client import ClientStream
-    from tools.dst.nodes.shard import SimShard
-    from tools.dst.world import World
+from tools.dst.witness import Witness
 
 MIN_TICK_SECONDS = 0.001
 
 
 class RouterNode:
-    """One life of a router: after a restart there is a new one. Its clock is its own."""
+    """One incarnation of a router; a restart creates another. It has a clock of its own."""
 
-    def __init__(self, world: World, number: int, life: int) -> None:
-        self._world = world
+    def __init__(
+        self, env: Environment, number: int, incarnation: int, shards: Sequence[SimShard], safety: SimSafety
+    ) -> None:
+        self._env = env
+        self._shards = shards
+        self._safety_service = safety
         self.number = number
-        self.life = life
-        self.name = f"router-{number}.{life}"
-        self.core = RouterCore(world.scenario.config, seed=world.scenario.seed + number)
-        self.config = world.scenario.config
+        self.incarnation = incarnation
+        self.name = f"router-{number}.{incarnation}"
+        self.core = RouterCore(env.scenario.config, seed=env.scenario.seed + number)
+        self.config = env.scenario.config
         self.holds_requests = POLICIES[self.config.policy]().hold is not None
-        """The policy lets requests wait for a shard that has room but enough to do."""
-        self.tenants = world.scenario.tenants
+        """Whether the policy may hold requests back although a shard has room."""
+        self.tenants = env.scenario.tenants
         self.witness = Witness(self.config)
         self.clients: dict[str, ClientStream] = {}
         self.streams: dict[str, ShardStream] = {}
-        """By shard: those that the core has been told of."""
+        """The streams that the core knows of, by shard."""
         self.connecting: dict[str, ShardStream] = {}
         self.safety: SafetyStream | None = None
         self.is_alive = True
         self.is_draining = False
-        self._clock_offset = world.rng.choice((0.0, 12345.678))
+        self._clock_offset = env.rng.choice((0.0, 12345.678))
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._num_pauses = 0
         self._timer_at: float | None = None
         self.here_since = self.now
-        """Since when it has not stood still."""
+        """When it last stopped being paused, by its own clock."""
 
     @property
     def is_paused(self) -> bool:
@@ -71,92 +73,92 @@ class RouterNode:
 
     @property
     def stuck_shard_ids(self) -> set[str]:
-        """Those that make no tokens: the truth, which the router has to find out."""
-        return {shard.shard_id for shard in self._world.shards if shard.is_stuck}
+        """The shards that produce no tokens. The router has to find this out by itself."""
+        return {shard.shard_id for shard in self._shards if shard.is_stuck}
 
     @property
     def now(self) -> float:
-        return self._world.timeline.now + self._clock_offset
+        return self._env.timeline.now + self._clock_offset
 
     # -- the process --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        for shard in self._world.shards:
-            self._world.timeline.after(self._world.rng.random() * 0.01, self.connect, shard)
+        for shard in self._shards:
+            self._env.timeline.after(self._env.rng.random() * 0.01, self.connect, shard)
         self.reconnect_safety()
 
     def stop(self) -> None:
-        """Killed: everybody else sees the streams break."""
+        """The process is killed. All peers see their streams break."""
         self.is_alive = False
         for stream in (*self.streams.values(), *self.connecting.values()):
             stream.is_open_at_router = False
-            stream.break_off(0.0, self._world.rng.random() * 0.1)
+            stream.break_off(0.0, self._env.rng.random() * 0.1)
         for client in list(self.clients.values()):
             client.break_off()
         if self.safety is not None:
             self.safety.close()
 
     def pause(self) -> None:
-        """Its clock will jump: nothing is read and no timer fires until `go_on`."""
+        """Until `unpause` nothing is read and no timer fires. The clock then appears to have jumped."""
         self._num_pauses += 1
 
-    def go_on(self) -> None:
+    def unpause(self) -> None:
         self._num_pauses -= 1
         self.here_since = self.now
-        self._work_off()
+        self._drain_inbox()
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
-        """Something arrives at this process."""
+        """Run `callback` as soon as the process is not paused. A dead process ignores it."""
         self._inbox.append((callback, args))
-        self._work_off()
+        self._drain_inbox()
 
-    def _work_off(self) -> None:
+    def _drain_inbox(self) -> None:
         while self._inbox and not self._num_pauses and self.is_alive:
             callback, args = self._inbox.popleft()
             callback(*args)
 
     def end_drain(self) -> None:
-        """Its patience is over."""
+        """The drain deadline has passed."""
         self.handle(DrainEnded())
         self.check_integrity()
 
     # -- links --------------------------------------------------------------------------------------------------------
 
     def connect(self, shard: SimShard, *, replace: bool = False) -> None:
-        """Try to, unless a stream is there (and is not to be replaced) or another try is under way."""
+        """Open a stream unless there is one (that is not to be replaced) or one is being opened."""
         shard_id = shard.shard_id
         if not self.is_alive or shard_id in self.connecting or (shard_id in self.streams and not replace):
             return
-        stream = self.connecting[shard_id] = ShardStream(self._world, self, shard)
-        self._world.timeline.after(self._world.scenario.latency_seconds, shard.accept, stream)
+        stream = self.connecting[shard_id] = ShardStream(self._env, self, shard)
+        self._env.timeline.after(self._env.scenario.latency_seconds, shard.accept, stream)
 
     def reconnect_safety(self) -> None:
-        self._world.timeline.after(self._world.rng.random() * 0.05, self._connect_safety)
+        self._env.timeline.after(self._env.rng.random() * 0.05, self._connect_safety)
 
     def _connect_safety(self) -> None:
         if not self.is_alive or self.safety is not None:
             return
-        safety = self._world.safety
+        safety = self._safety_service
         if safety.is_up:
-            self.safety = SafetyStream(self._world, self, safety)
+            self.safety = SafetyStream(self._env, self, safety)
             safety.streams.append(self.safety)
-            self.safety.tell_policy()
+            self.safety.send_policy()
         else:
             self.reconnect_safety()
 
     # -- the core -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Have the core handle it, the checkers look at it, and carry out what it wants."""
-        checks, witness, now = self._world.checks, self.witness, self.now
-        self._world.note_event(self, event)
+        """Pass an event to the core, run the checkers, and carry out the actions."""
+        checks, witness, now = self._env.checks, self.witness, self.now
+        self._env.record_event(self.name, event)
         checks.before_event(self, event)
         witness.take_event(event, now)
         try:
-            actions = self.core.handle(_as_links_tell_it(event), now)
+            actions = self.core.handle(_as_links_deliver(event), now)
         except Exception as error:
             raise Violation("never_fails", f"{type(event).__name__} made the core raise {error!r}") from error
-        self._world.note_actions(actions)
+        self._env.record_actions(actions)
         witness.take_actions(actions, checks, self)
         checks.after_event(self, event, actions)
         for action in actions:
@@ -164,8 +166,9 @@ class RouterNode:
         self._arm_timer()
 
     def handle_malformed(self, event: Event) -> None:
-        """What breaks the protocol is refused, and changes nothing: the stream that brought it will be broken."""
-        self._world.note_event(self, event)
+        """Pass an event that violates the protocol. The core must reject it and change nothing; the caller closes the
+        stream that it came from."""
+        self._env.record_event(self.name, event)
         try:
             self.core.handle(event, self.now)
         except KvloomError:
@@ -173,10 +176,10 @@ class RouterNode:
             return
         except Exception as error:
             raise Violation("never_fails", f"a malformed frame made the core raise {error!r}") from error
-        raise Violation("never_fails", "the core took a malformed frame for good")
+        raise Violation("never_fails", "the core accepted a malformed frame")
 
     def check_integrity(self) -> None:
-        self._world.checks.integrity(self)
+        self._env.checks.integrity(self)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -195,14 +198,14 @@ class RouterNode:
                 pass
 
     def _arm_timer(self) -> None:
-        """Like the shell's: a timer that is early is left alone."""
+        """Like the service shell, leave a timer alone that fires early enough."""
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer_at is not None and self._timer_at <= deadline):
             return
         self._timer_at = max(deadline, self.now + MIN_TICK_SECONDS)
-        lateness = self._world.rng.random() * 0.002
+        lateness = self._env.rng.random() * 0.002
         at = self._timer_at - self._clock_offset + lateness
-        self._world.timeline.at(at, self.post, self._tick, self._timer_at)
+        self._env.timeline.at(at, self.post, self._tick, self._timer_at)
 
     def _tick(self, timer_at: float) -> None:
         if timer_at == self._timer_at:
@@ -211,8 +214,8 @@ class RouterNode:
             self.check_integrity()
 
 
-def _as_links_tell_it(event: Event) -> Event:
-    """A step with nothing but tokens comes as a frame whose other news may be put off."""
+def _as_links_deliver(event: Event) -> Event:
+    """A step that has nothing but tokens is delivered as a TokensOnlyFrame, as by the real links."""
     if isinstance(event, StepArrived) and event.step.is_plain:
         return TokensOnlyFrame(event.shard_id, event.step, tuple)
     return event

@@ -1,31 +1,33 @@
-"""The safety service and its streams to the routers. It takes its time, and it may go away."""
+"""The safety service and its streams to the routers. It may be slow, and it may go down."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from router.core.actions import CheckPrompt, ScreenAnswers
 from router.core.events import AnswerHalt, AnswersScreened, PromptVerdict, SafetyDown, SafetyUp
+from tools.dst.checker import Violation
+from tools.dst.environment import Environment
 from tools.dst.nodes.pipe import Pipe
 from tools.dst.script import BLOCKED_WORD, HALTED_TOKEN
-from tools.dst.violation import Violation
-
-if TYPE_CHECKING:
-    from tools.dst.nodes.router_node import RouterNode
-    from tools.dst.world import World
+from tools.dst.views import RouterProcess
 
 HOLD_BACK_CHARS = 3
 JUDGE_SECONDS = 0.003
 
 
 class SimSafety:
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, env: Environment) -> None:
+        self._env = env
         self.is_up = True
         self.slowness = 1.0
-        self.screens_prompts = world.rng.random() < 0.8
-        self.screens_answers = world.rng.random() < 0.8
+        self.screens_prompts = env.rng.random() < 0.8
+        self.screens_answers = env.rng.random() < 0.8
         self.streams: list[SafetyStream] = []
+
+    def bring_up(self) -> None:
+        self.is_up = True
+
+    def restore_speed(self) -> None:
+        self.slowness = 1.0
 
     def stop(self) -> None:
         self.is_up = False
@@ -34,29 +36,29 @@ class SimSafety:
         self.streams = []
 
     def change_policy(self) -> None:
-        """The policy file was reloaded: told to every router, in force for what begins after that."""
-        rng = self._world.rng
+        """The policy file was reloaded. Every router is notified, and the policy applies to later requests."""
+        rng = self._env.rng
         self.screens_prompts, self.screens_answers = rng.random() < 0.7, rng.random() < 0.7
         for stream in self.streams:
-            stream.tell_policy()
+            stream.send_policy()
 
 
 class SafetyStream:
-    def __init__(self, world: World, node: RouterNode, safety: SimSafety) -> None:
-        self._world = world
+    def __init__(self, env: Environment, node: RouterProcess, safety: SimSafety) -> None:
+        self._env = env
         self._node = node
         self._safety = safety
-        latency = world.scenario.latency_seconds
-        self._to_safety = Pipe(world.timeline, world.rng, self._arrive_at_safety, latency)
-        self._to_router = Pipe(world.timeline, world.rng, self._arrive_at_router, latency)
+        latency = env.scenario.latency_seconds
+        self._to_safety = Pipe(env.timeline, env.rng, self._arrive_at_safety, latency)
+        self._to_router = Pipe(env.timeline, env.rng, self._arrive_at_router, latency)
         self._is_open = True
         self.is_announced = False
         self._frames: list[ScreenAnswers] = []
         self._is_judging = False
         self._texts: dict[int, str | None] = {}
-        """By slot, what was to be read. None: halted, what still comes is dropped until the slot is closed."""
+        """The text so far by slot. None means halted: further text is dropped until the slot is closed."""
         self._skipped: dict[int, tuple[int, str]] = {}
-        """By slot: characters that another stream has cleared, and the last of them."""
+        """By slot, how many characters an earlier stream has cleared, and the last of them."""
         self._checks: set[int] = set()
 
     # -- the router's end ---------------------------------------------------------------------------------------------
@@ -67,17 +69,17 @@ class SafetyStream:
     def break_off(self) -> None:
         self._to_safety.cut()
         self._to_router.cut()
-        self._world.timeline.after(self._world.rng.random() * 0.03, self._node.post, self._lost_at_router)
+        self._env.timeline.after(self._env.rng.random() * 0.03, self._node.post, self._lost_at_router)
 
     def close(self) -> None:
-        """The router's process is gone."""
+        """The router's process has died."""
         self._is_open = False
         self._to_safety.cut()
         self._to_router.cut()
         if self in self._safety.streams:
             self._safety.streams.remove(self)
 
-    def tell_policy(self) -> None:
+    def send_policy(self) -> None:
         self._to_router.send(SafetyUp(self._safety.screens_prompts, self._safety.screens_answers))
 
     def _lost_at_router(self) -> None:
@@ -104,18 +106,18 @@ class SafetyStream:
             if message.check_id in self._checks:
                 raise Violation("safety_protocol", f"check {message.check_id} was asked for while it is open")
             self._checks.add(message.check_id)
-            # Prompts are judged beside the answers: a long one is overtaken.
-            self._world.timeline.after(self._judge_seconds(), self._judge_prompt, message)
+            # Prompts are judged concurrently with answers, so that a slow verdict may be overtaken.
+            self._env.timeline.after(self._judge_seconds(), self._judge_prompt, message)
             return
         if len(set(message.slots)) != len(message.slots):
             raise Violation("safety_protocol", "a frame has more than one entry for an answer")
         self._frames.append(message)
         if not self._is_judging:
             self._is_judging = True
-            self._world.timeline.after(self._judge_seconds(), self._judge_answers)
+            self._env.timeline.after(self._judge_seconds(), self._judge_answers)
 
     def _judge_seconds(self) -> float:
-        return JUDGE_SECONDS * self._safety.slowness * self._world.rng.expovariate(1.0)
+        return JUDGE_SECONDS * self._safety.slowness * self._env.rng.expovariate(1.0)
 
     def _judge_prompt(self, check: CheckPrompt) -> None:
         self._checks.discard(check.check_id)
@@ -154,7 +156,3 @@ class SafetyStream:
             del self._texts[slot]
             self._skipped.pop(slot, None)
         return AnswersScreened(slots, clear, halts, frame.close_slots)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._texts and not self._checks and not self._frames

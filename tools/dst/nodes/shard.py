@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -15,21 +15,19 @@ from router.core.dispatch.prefill_chunks import PREFILL_CHUNK_CLIENT_ID
 from router.core.events import ChoiceSpec, KvChange, KvSnapshotArrived, ShardDescription, ShardLoad, ShardUp
 from router.core.frames import Finish
 from tools.dst import script
+from tools.dst.environment import Environment
 from tools.dst.nodes.block_cache import BlockCache
 from tools.dst.nodes.engine import Engine, Sequence
 from tools.dst.nodes.shard_stream import ShardStream
 from tools.dst.scenario import ShardShape
 
-if TYPE_CHECKING:
-    from tools.dst.world import World
-
-OWN_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PREFILL_CHUNK_CLIENT_ID)
-"""Of what routers ask for in no client's name."""
+ROUTER_CLIENT_IDS: Final = (PROBE_CLIENT_ID, PREFILL_CHUNK_CLIENT_ID)
+"""Client ids of requests that routers send on their own behalf."""
 
 
 class SimShard:
-    def __init__(self, world: World, shard_id: str, shape: ShardShape) -> None:
-        self._world = world
+    def __init__(self, env: Environment, shard_id: str, shape: ShardShape) -> None:
+        self._env = env
         self.shard_id = shard_id
         self.shape = shape
         self.streams: list[ShardStream] = []
@@ -41,11 +39,11 @@ class SimShard:
         self.slowness = 1.0
         self.incarnation = 0
         self.cache = BlockCache(shape)
-        self.engine = Engine(world, shape, self.cache)
+        self.engine = Engine(env, shape, self.cache)
         self._kv_number = 0
         self._step_is_due = False
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- process ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.incarnation += 1
@@ -53,20 +51,27 @@ class SimShard:
         self.has_hung_engine = False
         self.slowness = 1.0
         self.cache = BlockCache(self.shape)
-        self.engine = Engine(self._world, self.shape, self.cache)
+        self.engine = Engine(self._env, self.shape, self.cache)
         self._kv_number = 0
         self._step_is_due = False
 
     def crash(self, router_notices_after: float) -> None:
-        """The process is gone; the kernel may or may not be there to say so."""
+        """The process dies. Whether the routers notice at once depends on whether its kernel is still up."""
         self.is_up = False
         for stream in self.streams:
             stream.break_off(router_notices_after, 0.0)
         self.streams = []
         self.engine.sequences.clear()
 
+    def bring_up(self) -> None:
+        if not self.is_up:
+            self.start()
+
+    def restore_speed(self) -> None:
+        self.slowness = 1.0
+
     def hang(self) -> None:
-        """Connected and silent: nothing is read, computed or written."""
+        """The process stays connected but reads, computes and writes nothing."""
         if self.is_up and not self.is_hung:
             self.is_hung = True
             for stream in self.streams:
@@ -81,7 +86,7 @@ class SimShard:
             self._schedule_step()
 
     def hang_engine(self) -> None:
-        """Nothing is computed, but frames are read, cancels are answered and loads reported."""
+        """The engine computes nothing, but the process reads frames, answers cancels and reports its load."""
         if self.is_up:
             self.has_hung_engine = True
 
@@ -90,21 +95,21 @@ class SimShard:
 
     @property
     def is_stuck(self) -> bool:
-        """It makes no tokens."""
+        """Whether it produces no tokens."""
         return self.is_hung or self.has_hung_engine
 
     def set_draining(self, draining: bool) -> None:
-        """Routers are told at once."""
+        """Routers are notified at once."""
         self.is_draining = draining
         self.hands_over = False
-        self.tell_load()
+        self.send_load()
 
     def hand_over(self) -> None:
-        """It drains, and the deadline has passed. Routers are told at once."""
+        """The drain deadline has passed: ask the routers to move the remaining sequences."""
         self.hands_over = True
-        self.tell_load()
+        self.send_load()
 
-    def tell_load(self) -> None:
+    def send_load(self) -> None:
         for stream in self.streams:
             stream.send_frame(*stream.load_report(self._load(stream)))
 
@@ -115,16 +120,16 @@ class SimShard:
     def clear_cache(self) -> None:
         """The engine forgets its blocks."""
         self.cache.blocks.clear()
-        self._tell_kv([KvChange(cleared=True)])
+        self._send_kv([KvChange(cleared=True)])
 
     def touch_cache(self, block_hash: int) -> None:
-        """Store a block that nobody asks for: any lost event before it is noticed then."""
-        self._tell_kv(self.cache.store([block_hash]))
+        """Store an unrelated block. Its event reveals whether an earlier one was lost."""
+        self._send_kv(self.cache.store([block_hash]))
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def accept(self, stream: ShardStream) -> None:
-        """A router has connected: hello and snapshot."""
+        """A router has connected. It gets a hello and a snapshot of the cache."""
         if not self.is_up or self.is_hung or not stream.is_open_at_router or not stream.node.is_alive:
             stream.break_off(0.01, 0.0)
             return
@@ -143,7 +148,7 @@ class SimShard:
         stream.send_frame(ShardUp(description), snapshot, *stream.load_report(self._load(stream)))
 
     def lose(self, stream: ShardStream) -> None:
-        """The stream broke: its sequences are cancelled, nobody is told."""
+        """The stream broke. Its sequences are cancelled silently."""
         if stream in self.streams:
             self.streams.remove(stream)
             stream.to_shard.cut()
@@ -165,14 +170,14 @@ class SimShard:
                 stream.send_frame(KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks)))
             case _:
                 raise AssertionError(message)
-        if stream.parts and self._world.rng.random() < 0.5:
+        if stream.parts and self._env.rng.random() < 0.5:
             stream.send_frame()
         self._schedule_step()
 
     def _submit(self, stream: ShardStream, attempt: SubmitAttempt) -> None:
         for spec in attempt.choices:
-            if attempt.request.client_id not in OWN_CLIENT_IDS:
-                self._world.checks.on_submit(self, stream, attempt, spec)
+            if attempt.request.client_id not in ROUTER_CLIENT_IDS:
+                self._env.checks.on_submit(self, stream, attempt, spec)
             if self.is_draining:
                 self._refuse(stream, spec, ErrorReason.ERROR_REASON_DRAINING)
             elif len(self.engine.sequences) >= self.shape.max_sequences:
@@ -186,7 +191,7 @@ class SimShard:
 
     def _add_sequence(self, stream: ShardStream, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:
         request = attempt.request
-        if request.client_id in OWN_CLIENT_IDS:
+        if request.client_id in ROUTER_CLIENT_IDS:
             tokens = PROBE_TOKEN_IDS
         else:
             assert isinstance(request.sampling, script.Sampling)
@@ -195,7 +200,7 @@ class SimShard:
             request, tokens, attempt.max_tokens, position=len(spec.output_token_ids), num_chars=spec.num_delivered_chars
         )
         if sequence.position >= len(tokens):
-            # It had ended before it came here: what text is left, and its end.
+            # The sequence had already ended: only its remaining text and its finish are sent.
             self.engine.end(stream, spec.slot, sequence)
         else:
             self.engine.sequences[stream, spec.slot] = sequence
@@ -206,22 +211,22 @@ class SimShard:
         has_work = self.engine.sequences or any(stream.parts for stream in self.streams)
         if has_work and not self._step_is_due and not self.is_hung:
             self._step_is_due = True
-            seconds = self._world.scenario.step_seconds * self.slowness * (0.5 + self._world.rng.random())
-            self._world.timeline.after(seconds, self._step, self.incarnation)
+            seconds = self._env.scenario.step_seconds * self.slowness * (0.5 + self._env.rng.random())
+            self._env.timeline.after(seconds, self._step, self.incarnation)
 
     def _step(self, incarnation: int) -> None:
         if incarnation != self.incarnation or not self.is_up or self.is_hung or not self._step_is_due:
             return
         self._step_is_due = False
         changes = [] if self.has_hung_engine else self.engine.step()
-        self._tell_kv(changes)
+        self._send_kv(changes)
         self._schedule_step()
 
-    def _tell_kv(self, changes: list[KvChange]) -> None:
-        """To every router, together with its load and the news of its sequences."""
+    def _send_kv(self, changes: list[KvChange]) -> None:
+        """Send KV events, perhaps the load, and the pending step to every router."""
         self._kv_number += bool(changes)
-        tells_load = self._world.is_calm or self._world.rng.random() < 0.4
+        sends_load = self._env.is_calm or self._env.rng.random() < 0.4
         for stream in self.streams:
             kv = stream.kv_events(self._kv_number, changes) if changes else []
-            load = stream.load_report(self._load(stream)) if tells_load else []
+            load = stream.load_report(self._load(stream)) if sends_load else []
             stream.send_frame(*kv, *load)

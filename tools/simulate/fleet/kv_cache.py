@@ -1,7 +1,7 @@
 """The prefix cache of a modelled shard: ref-counted blocks, least recently used first, freed tail first.
 
 A tree of runs: each node holds consecutive blocks that live and die alike, so that admitting or freeing a prompt costs
-a step per run (a handful), not per block (thousands). It behaves exactly like a cache that keeps its books per block:
+a step per run (a handful), not per block (thousands). It behaves exactly like a cache that tracks every block:
 blocks of one run have one reference count and were freed in one go, tail first, so evicting a run from its tail is
 evicting its blocks in order.
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 
 class _Run:
-    """Consecutive cached blocks."""
+    """Consecutive blocks in the cache."""
 
     __slots__ = ("children", "hashes", "num_refs", "parent")
 
@@ -23,23 +23,23 @@ class _Run:
         self.parent = parent
         self.hashes = hashes
         self.num_refs = num_refs
-        """Leases that hold all of it. Never more than the parent's."""
+        """The number of leases that hold the whole run. Never more than that of the parent."""
         self.children: dict[int, _Run] = {}
-        """By their first hash."""
+        """Keyed by their first hash."""
 
 
 class Lease:
-    """The blocks of one admitted sequence: cached ones that it shares, and private ones."""
+    """The blocks of one admitted sequence: shared ones in the cache, and private ones."""
 
     __slots__ = ("_run", "hashes", "num_cached", "num_private")
 
     def __init__(self, hashes: Sequence[int], run: _Run, num_cached: int, num_private: int) -> None:
         self.hashes = hashes
-        """Of the sequence's full prompt blocks."""
+        """The hashes of the full prompt blocks of the sequence."""
         self.num_cached = num_cached
-        """Leading blocks that lie in the cache and are held."""
+        """Leading blocks that are in the cache and held."""
         self.num_private = num_private
-        """Reserved and not in the cache: not computed yet, partial, or for output."""
+        """Reserved blocks outside the cache: not yet computed, partial, or for output."""
         self._run = run
 
 
@@ -57,16 +57,16 @@ class KvCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that a new sequence could take: free ones and cached ones that nobody holds."""
+        """Blocks that a new sequence could take: free ones, and cached ones that no lease holds."""
         return self._num_free + self._num_evictable
 
     def count_cached(self, hashes: Sequence[int], limit: int) -> int:
-        """Leading blocks of `hashes`, at most `limit`, that lie in the cache. Changes nothing."""
+        """How many leading blocks of `hashes` are in the cache, at most `limit`. Changes nothing."""
         return self._walk(hashes, min(limit, len(hashes)))[-1]
 
     def admit(self, hashes: Sequence[int], num_reusable: int, num_blocks: int) -> Lease | None:
-        """Reserve `num_blocks` blocks, of which the leading ones are taken from the cache as far as they lie there, at
-        most `num_reusable`. None: too few are available (nothing has changed then)."""
+        """Reserve `num_blocks` blocks. Leading ones are taken from the cache if they are in it, at most `num_reusable`.
+        Returns None and changes nothing if too few are available."""
         run, partial, num_common, depth = self._walk(hashes, min(num_reusable, len(hashes)))
         num_revived = num_common if partial is not None and not partial.num_refs else 0
         above: _Run | None = run
@@ -88,8 +88,8 @@ class KvCache:
         return Lease(hashes, run, depth, num_private)
 
     def store(self, lease: Lease, num_computed: int) -> Sequence[int]:
-        """The lease's first `num_computed` prompt blocks are computed: others can reuse them from now on. Blocks that
-        somebody else has computed meanwhile are shared, and their private twins freed. Returns what is new here."""
+        """Add the first `num_computed` prompt blocks of a lease, which are computed now, to the cache. Blocks that
+        another sequence has computed meanwhile are shared, and the private copies are freed. Returns the new hashes."""
         hashes = lease.hashes
         depth = lease.num_cached
         if num_computed <= depth:
@@ -122,7 +122,7 @@ class KvCache:
         return new
 
     def free(self, lease: Lease) -> None:
-        """The sequence has ended. Its cached blocks stay until others need their place."""
+        """Release the blocks of a sequence that has ended. Its cached blocks stay until they are evicted."""
         self._num_free += lease.num_private
         run = lease._run
         while run.parent is not None:
@@ -140,7 +140,7 @@ class KvCache:
         return evicted
 
     def cached_hashes(self) -> list[int]:
-        """All of them, parents before children."""
+        """All cached hashes, parents before children."""
         return [block_hash for run in self._runs() for block_hash in run.hashes]
 
     def check_integrity(self, leases: Sequence[Lease]) -> None:
@@ -177,8 +177,8 @@ class KvCache:
             stack.extend(run.children.values())
 
     def _walk(self, hashes: Sequence[int], limit: int) -> tuple[_Run, _Run | None, int, int]:
-        """Follow `hashes` for at most `limit` blocks: the last run that matches in full, the one below it that matches
-        in part (or None) with how many blocks, and the depth reached."""
+        """Follow `hashes` for at most `limit` blocks. Returns the last run that matches in full, the one below it that
+        matches in part (or None) with the number of matching blocks, and the depth reached."""
         run, depth = self._root, 0
         while depth < limit:
             child = run.children.get(hashes[depth])
@@ -192,7 +192,8 @@ class KvCache:
         return run, None, 0, depth
 
     def _split(self, run: _Run, num_leading: int) -> _Run:
-        """Cut off the first blocks of a run, to be held right after; leases that end at `run` go on to end there."""
+        """Split the first blocks off a run and return them. The caller must hold them at once. Leases that end at `run`
+        still end there."""
         assert run.parent is not None
         head = _Run(run.parent, run.hashes[:num_leading], run.num_refs)
         del run.hashes[:num_leading]
@@ -203,13 +204,14 @@ class KvCache:
 
     def _hold(self, run: _Run) -> None:
         if not run.num_refs:
-            # The head of a split run is not in the list: it was, as a part of the run that was split.
+            # The head of a split run is not in the list, where it was part of the run that was split.
             self._unused.pop(run, None)
             self._num_evictable -= len(run.hashes)
         run.num_refs += 1
 
     def _evict(self, num_blocks: int) -> None:
-        """The longest unused run is always a leaf: whoever held its children held it."""
+        """Evict least recently used blocks. The first unused run is always a leaf, because a lease that held a child
+        held the run too."""
         self._num_evictable -= num_blocks
         self._num_free += num_blocks
         while num_blocks:
@@ -228,8 +230,8 @@ class KvCache:
 
 
 def _count_common(run: Sequence[int], hashes: Sequence[int], depth: int, limit: int) -> int:
-    """How many leading entries of `run`, at least 1, are in hashes[depth:limit]. As hashes are chained, entries before
-    one that is equal are equal too."""
+    """How many leading entries of `run`, at least 1, equal those of hashes[depth:limit]. As hashes are chained, equal
+    entries are preceded by equal entries."""
     high = min(len(run), limit - depth)
     if run[high - 1] == hashes[depth + high - 1]:
         return high

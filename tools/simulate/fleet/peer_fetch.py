@@ -1,23 +1,23 @@
-"""Fetching KV blocks from another shard instead of computing them: a modelled option.
+"""Models a shard that fetches KV blocks from another shard instead of computing them.
 
-A shard takes in one transfer at a time, at the full bandwidth of its link; what it is copied from is not slowed down.
+A shard receives one transfer at a time at the full bandwidth of its link. The sending shard is not slowed down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Caches
+from collections.abc import Sequence
 
-from tools.simulate.fleet.fleet_model import Profile
 from tools.simulate.fleet.kv_cache import KvCache
-from tools.simulate.fleet.sequence import Sequence
+from tools.simulate.fleet.profile import Profile
+from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.step_time import prefill_seconds
 
 
 class PeerLink:
-    """One shard's way to the blocks of the others."""
+    """The link of one shard to the caches of the others."""
 
     def __init__(
-        self, profile: Profile, block_size: int, bytes_per_second: float, slowness: float, peers: Caches[KvCache]
+        self, profile: Profile, block_size: int, bytes_per_second: float, slowness: float, peers: Sequence[KvCache]
     ) -> None:
         self._profile = profile
         self._block_size = block_size
@@ -26,9 +26,9 @@ class PeerLink:
         self._peers = peers
         self._free_at = 0.0
 
-    def fetch(self, sequence: Sequence, num_local_blocks: int, now: float) -> tuple[int, float] | None:
-        """Begin a transfer, if some peer holds more of the prompt's prefix and sending it is quicker than computing it:
-        how many leading blocks will be there, and when. None: compute."""
+    def fetch(self, sequence: ShardSequence, num_local_blocks: int, now: float) -> tuple[int, float] | None:
+        """Begin a transfer if a peer holds more of the prompt's prefix and a transfer is faster than computing it.
+        Returns how many leading blocks will be present and when, or None if the shard must compute them."""
         limit = (sequence.num_prompt_tokens - 1) // self._block_size
         num_blocks = max((peer.count_cached(sequence.hashes, limit) for peer in self._peers), default=0)
         if num_blocks <= num_local_blocks:

@@ -1,13 +1,13 @@
-"""The fleet of a decision file as the fleet model sees it: how many shards, how large, how fast.
+"""Converts the fleet in a decision file to the fleet model: how many shards, how large, how fast.
 
-The file has what the router learned of prefill (router/core/load/speed_model.py) and how long a decode step took; the
-model wants a roofline of one step. So:
+The file has what the router learned about prefill (router/core/load/speed_model.py) and the duration of a decode step.
+The model needs a roofline of one step:
 
-    step_floor_seconds          decode_step_seconds, as measured under the load of then
-    seconds_per_prefill_token   c1 + c0 / tokens of a usual request, so that one alone takes what was learned
+    step_floor_seconds          decode_step_seconds, as measured under the recorded load
+    seconds_per_prefill_token   c1 + c0 / tokens of a usual request, so that a single one takes what was learned
     seconds_per_attention_pair  c2
 
-A decode step takes the same with few sequences and with many: what each adds to it is in no file.
+A decode step takes the same time with few sequences and with many, because the file does not have what each one adds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Final
 from router.core.load.speed_model import DEFAULT_PREFILL_TOKENS_PER_SECOND
 from router.decisions.journal import SPEED_TOLERANCE
 from router.decisions.records import FleetLine, FleetShard
-from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.profile import Profile
 
 PROFILE_NAME: Final = "recorded"
 MIN_CHUNK_TOKENS: Final = 512
-"""The file does not tell how large the chunks of prefill were. This is kvloom's default."""
+"""The file does not have the size of prefill chunks. This is the default of kvloom."""
 _MIN_SECONDS: Final = 1e-9
 
 
@@ -33,10 +33,10 @@ _MIN_SECONDS: Final = 1e-9
 class RecordedFleet:
     shard_ids: tuple[str, ...]
     capacity_blocks: int
-    """Of a shard: the mean."""
+    """The mean number of blocks per shard."""
     profile: Profile
     speed_factors: tuple[float, ...]
-    """One for each shard, relative to the profile; () when none differs much from the others."""
+    """The factor of each shard relative to the profile. () if none differs much from the others."""
 
     @property
     def num_shards(self) -> int:
@@ -45,7 +45,7 @@ class RecordedFleet:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UsualRequest:
-    """What the speeds of shards are compared by, and what fills in for speeds that no shard has told."""
+    """A typical request, by which the speeds of shards are compared. It replaces speeds that no shard has reported."""
 
     num_computed_tokens: float
     """At least 1."""
@@ -62,13 +62,13 @@ class UsualRequest:
 
 
 def serving_shards(line: FleetLine, model: str, block_size: int) -> list[FleetShard]:
-    """Those of the model that took new requests; when all were draining, those that were."""
+    """The shards of a model that accepted new requests, or all of them if all were draining."""
     shards = [shard for shard in line.shards if (shard.model, shard.block_size) == (model, block_size)]
     return [shard for shard in shards if not shard.draining] or shards
 
 
 def recorded_fleet(shards: Sequence[FleetShard], usual: UsualRequest) -> RecordedFleet:
-    """`shards`: at least one, all with the same block size."""
+    """There must be at least one shard. All must have the same block size."""
     coefficients = [_prefill_coefficients(shard) for shard in shards]
     mean = {name: statistics.fmean(one[name] for one in coefficients) for name in coefficients[0]}
     floor = _step_floor_seconds(shards, usual, mean)
@@ -81,7 +81,7 @@ def recorded_fleet(shards: Sequence[FleetShard], usual: UsualRequest) -> Recorde
         seconds_per_attention_pair=mean["attention_pair"],
         seconds_per_context_token=0.0,
         seconds_per_decode_sequence=0.0,
-        # Shorter chunks would be as long as the floor, and prefill slower than was learned.
+        # With shorter chunks steps would be bound by the floor, and prefill slower than was learned.
         chunk_tokens=max(MIN_CHUNK_TOKENS, math.ceil(floor / seconds_per_token)),
         capacity_tokens=capacity_blocks * shards[0].block_size,
         max_batch=max(1, round(statistics.fmean(shard.max_batch for shard in shards))),
@@ -102,7 +102,8 @@ def _step_floor_seconds(shards: Sequence[FleetShard], usual: UsualRequest, mean:
 
 
 def _speed_factors(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Of a usual request on each shard. What is learned from some requests scatters: small differences are none."""
+    """Factors from the prefill time of a usual request on each shard. Learned speeds scatter, so that small differences
+    are ignored."""
     mean = statistics.fmean(seconds)
     if mean <= 0 or max(seconds) <= min(seconds) * (1 + SPEED_TOLERANCE):
         return ()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Hashes
+from collections.abc import Sequence
 
 from tools.simulate.fleet.kv_cache import Lease
 
 
-class Sequence:
-    """From its submission to its end."""
+class ShardSequence:
+    """A sequence from its submission to its end."""
 
     __slots__ = (
         "admitted_at",
@@ -34,32 +34,32 @@ class Sequence:
         slot: int,
         num_prompt_tokens: int,
         num_output_tokens: int,
-        hashes: Hashes[int],
+        hashes: Sequence[int],
         num_expected_cached_tokens: int = 0,
         router_index: int = 0,
         submitted_at: float = 0.0,
     ) -> None:
         self.slot = slot
-        """The router's, on its stream to this shard."""
+        """The slot on the stream between the router and this shard."""
         self.router_index = router_index
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = num_output_tokens
         self.num_expected_tokens = max(1, num_prompt_tokens - num_expected_cached_tokens)
-        """Of prefill, as the router saw it."""
+        """The prefill tokens that the router expected."""
         self.hashes = hashes
-        """Of the prompt's full blocks."""
+        """The hashes of the full blocks of the prompt."""
         self.submitted_at = submitted_at
         self.admitted_at = 0.0
         self.lease: Lease | None = None
-        """Its blocks, while it runs."""
+        """Its blocks while it runs."""
         self.num_computed_tokens = 0
-        """Of the prompt, reused ones included."""
+        """Prompt tokens that are computed, including reused ones."""
         self.num_cached_tokens = 0
-        """Of the prompt, not computed here: found in the cache or fetched."""
+        """Prompt tokens that were found in the cache or fetched."""
         self.num_fetched_blocks = 0
-        """Leading blocks that are there once a fetch from another shard is through; 0: none is under way."""
+        """How many leading blocks will be present after the current fetch from another shard. 0 if there is none."""
         self.end_step: int | None = None
-        """The shard's step that yields its last token; None while it is not in decode."""
+        """The step of the shard that yields its last token. None while it is not decoding."""
         self.is_cancelled = False
         self.order_key = 0.0
         """See engine_order."""

@@ -1,11 +1,11 @@
 """A modelled shard: continuous batching with chunked prefill over a prefix cache, in virtual time.
 
 One step decodes a token of every running sequence and prefills up to `chunk_tokens` prompt tokens. Steps are not
-simulated one by one: what decodes is kept as sums, and a stretch of steps in which nothing can change is one event.
+simulated one by one: decoding sequences are kept as sums, and a run of steps in which nothing can change is one event.
 
     shard.submit(sequence, now)
-    news = shard.end_steps(now)   # at shard.busy_until
-    shard.begin_steps(now)        # right after, once what `news` brings about has been submitted
+    result = shard.end_steps(now)   # at shard.busy_until
+    shard.begin_steps(now)          # right after, once all submissions that follow from `result` were made
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import math
 
 from router.core.events import ShardLoad
 from tools.simulate.fleet.decode_batch import DecodeBatch
-from tools.simulate.fleet.decode_run import DecodeRun
 from tools.simulate.fleet.engine_order import EngineOrder, FirstComeFirstServed
-from tools.simulate.fleet.fleet_model import Profile
 from tools.simulate.fleet.kv_cache import KvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
-from tools.simulate.fleet.sequence import Sequence
+from tools.simulate.fleet.profile import Profile
+from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.step_speed import StepSpeed
-from tools.simulate.fleet.step_time import decode_run, prefill_step_seconds
+from tools.simulate.fleet.step_time import DecodeRun, decode_run, prefill_step_seconds
 
 
 @dataclasses.dataclass(slots=True)
 class _Counts:
-    """Sequences of one router."""
+    """Counts of the sequences of one router."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -35,20 +34,20 @@ class _Counts:
 
 
 @dataclasses.dataclass(slots=True)
-class ShardOutput:
-    """What steps that have just ended brought."""
+class StepResult:
+    """What the steps that have just ended produced."""
 
-    starts: list[Sequence] = dataclasses.field(default_factory=list)
-    """Sequences whose first token is there."""
-    ends: list[Sequence] = dataclasses.field(default_factory=list)
+    starts: list[ShardSequence] = dataclasses.field(default_factory=list)
+    """Sequences that have got their first token."""
+    ends: list[ShardSequence] = dataclasses.field(default_factory=list)
     """Sequences that have all their tokens, or were cancelled."""
     stored: list[int] = dataclasses.field(default_factory=list)
     removed: list[int] = dataclasses.field(default_factory=list)
-    """Hashes; what was removed made way for what is being stored."""
+    """Block hashes. The removed blocks made room for those that are being stored."""
 
 
 class SimShard:
-    """`slowness`: how many times longer a step takes than the profile says."""
+    """`slowness` is how many times longer a step takes than in the profile."""
 
     def __init__(
         self,
@@ -65,59 +64,59 @@ class SimShard:
         self.shard_id = shard_id
         self.cache = cache
         self.busy_until = math.inf
-        """When `end_steps` is due; infinite while there is nothing to do."""
+        """When `end_steps` is due. Infinite while the shard is idle."""
         self.num_changes = 0
-        """Counts what makes a new load report worth while."""
+        """The number of changes that make a new load report worthwhile."""
         self._profile = profile
         self._block_size = block_size
         self._slowness = slowness
         self._waiting: EngineOrder = order if order is not None else FirstComeFirstServed()
         self._peer_link = peer_link
         self._counts = [_Counts() for _ in range(num_routers)]
-        self._sequences: dict[tuple[int, int], Sequence] = {}
-        """Live ones, by router and slot."""
+        self._sequences: dict[tuple[int, int], ShardSequence] = {}
+        """The live sequences, by router and slot."""
         self._speed = StepSpeed()
-        # Steps that are under way: a decode run, or one step with chunks, or a wait for a fetch.
+        # The current steps: a decode run, one step with prefill chunks, or a wait for a fetch.
         self._began_at = 0.0
         self._num_steps = 0
         """Steps that end at `busy_until`."""
         self._run: DecodeRun | None = None
-        self._chunks: list[tuple[Sequence, int]] = []
-        # What runs: in fetch, in prefill, in decode.
-        self._fetching: list[tuple[float, Sequence]] = []
-        """With when the blocks will be there, in that order."""
-        self._prefilling: list[Sequence] = []
+        self._chunks: list[tuple[ShardSequence, int]] = []
+        # Running sequences: in fetch, in prefill, in decode.
+        self._fetching: list[tuple[float, ShardSequence]] = []
+        """With the time when their blocks arrive, in that order."""
+        self._prefilling: list[ShardSequence] = []
         self._decoding = DecodeBatch(num_routers)
         self._num_running = 0
-        self._cancelled: list[Sequence] = []
+        self._cancelled: list[ShardSequence] = []
 
-    # -- from outside ---------------------------------------------------------------------------------------------
+    # -- interface ------------------------------------------------------------------------------------------------
 
     @property
     def num_sequences(self) -> int:
-        """Waiting and running."""
+        """The number of waiting and running sequences."""
         return len(self._sequences)
 
     def can_hold(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
         """Whether a sequence of this length fits at all."""
         return -(-(num_prompt_tokens + num_output_tokens) // self._block_size) <= self.cache.num_blocks
 
-    def submit(self, sequence: Sequence, now: float) -> None:
-        """Take in a sequence that fits; it counts from the next step on."""
+    def submit(self, sequence: ShardSequence, now: float) -> None:
+        """Add a sequence that fits. It is considered from the next step on."""
         sequence.submitted_at = now
         self._sequences[sequence.router_index, sequence.slot] = sequence
         is_first_in_line = self._waiting.newcomers_may_pass or not len(self._waiting)
         self._waiting.push(sequence)
         counts = self._counts[sequence.router_index]
         counts.num_waiting += 1
-        # As the engines count: of what waits, what the router expects to be computed.
+        # Like the engines, count for waiting sequences what the router expects to be computed.
         counts.num_queued_prefill_tokens += sequence.num_expected_tokens
         self.num_changes += 1
         if is_first_in_line:
             self._interrupt(now)
 
     def cancel(self, router_index: int, slot: int, now: float) -> None:
-        """End a sequence when the step that is under way ends. One that has ended already is ignored."""
+        """End a sequence when the current step ends. A sequence that has already ended is ignored."""
         sequence = self._sequences.get((router_index, slot))
         if sequence is not None and not sequence.is_cancelled:
             sequence.is_cancelled = True
@@ -125,7 +124,7 @@ class SimShard:
             self._interrupt(now)
 
     def load(self, router_index: int, now: float) -> ShardLoad:
-        """The report that the shard would send to this router now."""
+        """The load report for a router at this time."""
         num_ended = 0 if self._run is None else min(self._run.count_ended(now - self._began_at), self._num_steps)
         own, decoding = self._counts[router_index], self._decoding
         return ShardLoad(
@@ -144,7 +143,7 @@ class SimShard:
         )
 
     def seconds_until_growth(self, share: float) -> float:
-        """How long, about, until decode alone makes the load differ by this share; infinite if it will not."""
+        """About how long it takes until decode alone changes the load by this share. Infinite if it does not."""
         if self._run is None:
             return math.inf
         num_steps = share * self._decoding.num_context_tokens / self._decoding.num_sequences
@@ -164,41 +163,41 @@ class SimShard:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that live sequences hold."""
+        """Blocks held by live sequences."""
         return self.cache.num_blocks - self.cache.num_available
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def end_steps(self, now: float) -> ShardOutput:
-        """The steps that were under way have ended."""
-        news = ShardOutput()
+    def end_steps(self, now: float) -> StepResult:
+        """Finish the current steps."""
+        result = StepResult()
         if self._run is not None:
             self._speed.add_decode_run(self._run, self._num_steps)
             for sequence in self._decoding.advance(self._num_steps):
-                self._end(sequence, news)
+                self._end(sequence, result)
         elif self._chunks:
             num_tokens = sum(count for _, count in self._chunks)
             self._speed.add_prefill_step(num_tokens, now - self._began_at, num_decoding=self._decoding.num_sequences)
             for sequence in self._decoding.advance(1):
-                self._end(sequence, news)
+                self._end(sequence, result)
             for sequence, count in self._chunks:
-                self._compute(sequence, count, news)
+                self._compute(sequence, count, result)
         self._run = None
         self._chunks = []
         self._num_steps = 0
         while self._fetching and self._fetching[0][0] <= now:
-            self._land(self._fetching.pop(0)[1], news)
+            self._land(self._fetching.pop(0)[1], result)
         for sequence in self._cancelled:
             if (sequence.router_index, sequence.slot) in self._sequences:
-                self._end(sequence, news)
+                self._end(sequence, result)
         self._cancelled = []
-        news.removed = self.cache.take_evicted()
+        result.removed = self.cache.take_evicted()
         self.busy_until = math.inf
         self.num_changes += 1
-        return news
+        return result
 
     def begin_steps(self, now: float) -> None:
-        """Plan from here to when the batch next changes."""
+        """Plan the steps until the batch next changes."""
         self._began_at = now
         self.busy_until = math.inf
         self._plan_prefill(now)
@@ -218,7 +217,7 @@ class SimShard:
             self.busy_until = self._fetching[0][0]
 
     def _interrupt(self, now: float) -> None:
-        """Something happened that the next step must take up: do not run on past its beginning."""
+        """End the current run at the next step, which must consider what has just happened."""
         if self._run is not None:
             num_steps = max(1, self._run.count_until(now - self._began_at))
             if num_steps < self._num_steps:
@@ -230,7 +229,7 @@ class SimShard:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _plan_prefill(self, now: float) -> None:
-        """Deal out this step's prefill tokens, admitting from the queue as long as some are left."""
+        """Distribute the prefill tokens of this step, admitting from the queue as long as some are left."""
         budget = self._profile.chunk_tokens
         chunks = self._chunks
         waiting = self._waiting
@@ -257,8 +256,8 @@ class SimShard:
             budget -= count
             chunks.append((sequence, count))
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Reserve the blocks of its prompt and its output. False: too few are available."""
+    def _admit(self, sequence: ShardSequence, now: float) -> bool:
+        """Reserve blocks for the prompt and the output of a sequence. Returns False if too few are available."""
         block_size = self._block_size
         num_blocks = -(-(sequence.num_prompt_tokens + sequence.num_output_tokens) // block_size)
         # The last prompt token is always computed: the first output token comes from it.
@@ -283,46 +282,46 @@ class SimShard:
 
     # -- progress -------------------------------------------------------------------------------------------------
 
-    def _compute(self, sequence: Sequence, num_tokens: int, news: ShardOutput) -> None:
-        """`num_tokens` more tokens of its prompt are computed."""
+    def _compute(self, sequence: ShardSequence, num_tokens: int, result: StepResult) -> None:
+        """Record that `num_tokens` more prompt tokens of a sequence are computed."""
         sequence.num_computed_tokens += num_tokens
         counts = self._counts[sequence.router_index]
         counts.num_queued_prefill_tokens -= num_tokens
-        self._store(sequence, sequence.num_computed_tokens // self._block_size, news)
+        self._store(sequence, sequence.num_computed_tokens // self._block_size, result)
         if sequence.num_uncomputed_tokens:
             return
         self._prefilling.remove(sequence)
-        news.starts.append(sequence)
+        result.starts.append(sequence)
         if sequence.num_output_tokens == 1:
-            self._end(sequence, news)
+            self._end(sequence, result)
         else:
             self._decoding.join(sequence)
 
-    def _land(self, sequence: Sequence, news: ShardOutput) -> None:
-        """Its fetch is through: what it brought can be reused, the rest of the prompt computed."""
+    def _land(self, sequence: ShardSequence, result: StepResult) -> None:
+        """A fetch is complete. The fetched blocks are stored, and the rest of the prompt is computed."""
         if sequence.lease is None:
             return
-        self._store(sequence, sequence.num_fetched_blocks, news)
+        self._store(sequence, sequence.num_fetched_blocks, result)
         self._skip_prefix(sequence, sequence.num_fetched_blocks)
         sequence.num_fetched_blocks = 0
         self._prefilling.append(sequence)
 
-    def _store(self, sequence: Sequence, num_blocks: int, news: ShardOutput) -> None:
+    def _store(self, sequence: ShardSequence, num_blocks: int, result: StepResult) -> None:
         assert sequence.lease is not None
         stored = self.cache.store(sequence.lease, min(num_blocks, len(sequence.hashes)))
         if stored:
-            news.stored.extend(stored)
+            result.stored.extend(stored)
 
-    def _skip_prefix(self, sequence: Sequence, num_blocks: int) -> None:
-        """The first `num_blocks` blocks need not be computed."""
+    def _skip_prefix(self, sequence: ShardSequence, num_blocks: int) -> None:
+        """Skip the computation of the first `num_blocks` blocks."""
         num_tokens = num_blocks * self._block_size
         self._counts[sequence.router_index].num_queued_prefill_tokens -= num_tokens - sequence.num_computed_tokens
         sequence.num_computed_tokens = sequence.num_cached_tokens = num_tokens
 
-    def _end(self, sequence: Sequence, news: ShardOutput) -> None:
-        """Take it out, wherever it is."""
+    def _end(self, sequence: ShardSequence, result: StepResult) -> None:
+        """Remove a sequence from wherever it is."""
         del self._sequences[sequence.router_index, sequence.slot]
-        news.ends.append(sequence)
+        result.ends.append(sequence)
         counts = self._counts[sequence.router_index]
         if sequence.lease is None:
             self._waiting.remove(sequence)

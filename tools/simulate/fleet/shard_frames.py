@@ -1,4 +1,4 @@
-"""What a modelled shard sends to a router, in the router core's terms."""
+"""Converts the results of a modelled shard to frames for the router core."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core import events as ev
 from router.core.frames import Finish, Start, Step
-from tools.simulate.fleet.shard import ShardOutput
+from tools.simulate.fleet.shard import StepResult
 
 
-def step_of(news: ShardOutput, router_index: int) -> Step:
-    """What one router gets of a shard's news. A sequence's first token comes by itself; all the others come at once,
-    with its end, so that virtual time costs no more where answers are long."""
+def step_of(result: StepResult, router_index: int) -> Step:
+    """The frame for one router. The first token of a sequence is sent by itself. All others are sent at once with its
+    finish, so that long answers cost no more to simulate than short ones."""
     step = Step()
-    for sequence in news.starts:
+    for sequence in result.starts:
         if sequence.router_index == router_index:
             queue_seconds = sequence.admitted_at - sequence.submitted_at
             step.starts.append(Start(sequence.slot, sequence.num_cached_tokens, queue_seconds))
             step.slots.append(sequence.slot)
             step.num_tokens.append(1)
-    for sequence in news.ends:
+    for sequence in result.ends:
         if sequence.router_index != router_index:
             continue
         if sequence.is_cancelled:
@@ -45,7 +45,7 @@ def step_of(news: ShardOutput, router_index: int) -> Step:
 
 
 def too_long(shard_id: str, slot: int) -> ev.StepArrived:
-    """The answer to a sequence that the shard's whole cache could not hold."""
+    """The rejection of a sequence that is larger than the whole cache of the shard."""
     error = KvloomError(
         ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, "The shard's KV cache is too small for this request."
     )

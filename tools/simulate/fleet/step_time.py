@@ -1,16 +1,16 @@
-"""How long a modelled shard computes: the formula of fleet_model, per step and per prompt."""
+"""The duration of steps and prompts by the formula in profile.py."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from tools.simulate.fleet.decode_run import DecodeRun
-from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.profile import Profile
 
 
 def prefill_seconds(profile: Profile, position: int, num_tokens: int) -> float:
-    """Of `num_tokens` tokens of one prompt behind `position` others, in steps that are long enough to be bound by
-    compute."""
+    """The prefill time of `num_tokens` tokens of one prompt after `position` others, in compute-bound steps."""
     return num_tokens * (
         profile.seconds_per_prefill_token + profile.seconds_per_attention_pair * (position + 0.5 * num_tokens)
     )
@@ -38,3 +38,33 @@ def decode_run(profile: Profile, num_decoding: int, num_context_tokens: int, slo
     """Steps that only decode, until a sequence ends or comes in."""
     first = prefill_step_seconds(profile, (), num_decoding, num_context_tokens)
     return DecodeRun(first * slowness, profile.seconds_per_context_token * num_decoding * slowness)
+
+
+class DecodeRun(NamedTuple):
+    """A run of steps that only decode, in closed form. Each step is longer than the one before by the same amount."""
+
+    first_seconds: float
+    """The duration of the first step."""
+    growth_seconds: float
+    """How much longer each step is than the one before, because every sequence has one more token of context."""
+
+    def seconds(self, num_steps: int) -> float:
+        """The duration of the first `num_steps` steps."""
+        return num_steps * self.first_seconds + self.growth_seconds * (num_steps * (num_steps - 1) // 2)
+
+    def count_ended(self, elapsed_seconds: float) -> int:
+        """How many steps have ended after this time."""
+        slope = self.first_seconds - 0.5 * self.growth_seconds
+        root = math.sqrt(slope * slope + 2 * self.growth_seconds * elapsed_seconds)
+        count = int(2 * elapsed_seconds / (slope + root))
+        # The formula is subject to rounding; `seconds` is authoritative.
+        while self.seconds(count + 1) <= elapsed_seconds:
+            count += 1
+        while count and self.seconds(count) > elapsed_seconds:
+            count -= 1
+        return count
+
+    def count_until(self, elapsed_seconds: float) -> int:
+        """The smallest number of steps that takes at least this time."""
+        count = self.count_ended(elapsed_seconds)
+        return count if self.seconds(count) >= elapsed_seconds else count + 1

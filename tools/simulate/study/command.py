@@ -15,22 +15,22 @@ from tools.simulate.parallel import perform_all
 from tools.simulate.runs import (
     CapacityReport,
     CapacitySpec,
+    ProgressCallback,
     RunReport,
-    TellProgress,
     perform_capacity,
     perform_run,
 )
 from tools.simulate.study.page import check_page, render, write_table
-from tools.simulate.study.plan import StudyJob, StudyPlan
+from tools.simulate.study.plan import Job, StudyPlan
 from tools.simulate.study.results import StudyResults
 
 _FILE: Final = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
-def perform_job(job: StudyJob, tell_progress: TellProgress) -> RunReport | CapacityReport:
+def perform_job(job: Job, report_progress: ProgressCallback) -> RunReport | CapacityReport:
     if isinstance(job, CapacitySpec):
-        return perform_capacity(job, tell_progress)
-    return perform_run(job, tell_progress)
+        return perform_capacity(job, report_progress)
+    return perform_run(job, report_progress)
 
 
 @click.command("routing")
@@ -89,12 +89,12 @@ def _choose(plan: StudyPlan, only: str | None) -> list[str]:
     return chosen
 
 
-def _perform(jobs: Sequence[StudyJob], results: StudyResults, num_processes: int) -> None:
+def _perform(jobs: Sequence[Job], results: StudyResults, num_processes: int) -> None:
     missing = [job for job in jobs if not results.has(job)]
     perform_all(perform_job, missing, [_name(job) for job in missing], num_processes, results.keep)
 
 
-def _name(job: StudyJob) -> str:
+def _name(job: Job) -> str:
     if isinstance(job, CapacitySpec):
         return f"{job.run.policy}, capacity"
     return f"{job.policy}, load {job.load:.4g}, {job.num_shards} shards, seed {job.seed}"

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the places of a page where they belong:
+"""Renders tables in Markdown and writes them to a page, between the markers
 
 <!-- table: NAME -->
 <!-- end table -->
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.failures import CommandError
-from tools.simulate.rows import combine
+from tools.simulate.statistics import combine
 from tools.simulate.study.plan import RIVALS, Row, StudyTable
 from tools.simulate.study.results import StudyResults
 
@@ -20,26 +20,26 @@ END: Final = "<!-- end table -->"
 
 
 def render(table: StudyTable, results: StudyResults) -> str:
-    """All of the table's jobs must be among the results."""
+    """The results must have all jobs of the table."""
     if table.kind == "figures":
         return _render_figures(table, results)
     return _render_capacities(table, results) if table.kind == "capacity" else _render_contest(table, results)
 
 
 def check_page(page: Path, names: Sequence[str]) -> None:
-    """Raises CommandError for a table that has no place on the page."""
+    """Raises CommandError for a table that has no markers on the page."""
     text = _read(page)
     for name in names:
         if _find(text, name) is None:
-            raise CommandError(f"{page}: no <!-- table: {name} --> with {END} behind it")
+            raise CommandError(f"{page}: there is no <!-- table: {name} --> followed by {END}")
 
 
 def write_table(page: Path, name: str, markdown: str) -> None:
-    """Replaces what stands between the markers of `name`. Raises CommandError."""
+    """Replace the text between the markers of `name`. Raises CommandError."""
     text = _read(page)
     place = _find(text, name)
     if place is None:
-        raise CommandError(f"{page}: no <!-- table: {name} --> with {END} behind it")
+        raise CommandError(f"{page}: there is no <!-- table: {name} --> followed by {END}")
     page.write_text(f"{text[: place.start(1)]}\n{markdown}\n{text[place.end(1) :]}")
 
 
@@ -71,7 +71,7 @@ def _render_figures(table: StudyTable, results: StudyResults) -> str:
 
 
 def _render_contest(table: StudyTable, results: StudyResults) -> str:
-    """Mean TTFT in seconds / goodput; then the default policy against the best of its rivals in each of both."""
+    """Mean TTFT in seconds / goodput, and a comparison of the default policy with its best rival in either."""
     lines = _head(["", *table.policies, "TTFT to best rival", "goodput to best rival"])
     for row in table.rows:
         found = {policy: _row(table, row, policy, results) for policy in table.policies}

@@ -1,4 +1,4 @@
-"""Which simulations the tables of docs/routing.md are made of."""
+"""The simulations behind the tables of docs/routing.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Literal
 from msgspec.structs import replace
 
 from router.core.placement import POLICIES
-from tools.simulate.fleet.fleet_model import PROFILES
+from tools.simulate.fleet.profile import PROFILES
 from tools.simulate.runs import BOUND, CapacitySpec, RunSpec, TraceSource
 
 DEFAULT_POLICY: Final = "ect"
@@ -18,22 +18,22 @@ CONTEST: Final = (DEFAULT_POLICY, *RIVALS)
 SEEDS: Final = (0, 1, 2)
 CONTEST_SEEDS: Final = (0, 1)
 CONTEST_CALLS: Final = 8000
-"""Of WEKA in the tables that only set the default policy against its rivals: a fifth of the time of the whole trace."""
+"""The number of WEKA calls in tables that compare the default policy with its rivals only, for a fifth of the time."""
 NUM_SHARDS: Final = 8
 MOONCAKE_RATE: Final = 3.25
 WEKA_USERS: Final = (80, 110)
 
-StudyJob = RunSpec | CapacitySpec
+Job = RunSpec | CapacitySpec
 TableKind = Literal["figures", "contest", "capacity"]
-"""figures: one workload, a row for each policy. contest: a row for each setting, the default policy against its rivals.
-capacity: the highest load of each of those."""
+"""`figures` has one workload and a row for each policy. `contest` has a row for each setting and compares the default
+policy with its rivals. `capacity` has the highest load of each of these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     label: str
     run: RunSpec
-    """Its policy and seed are replaced."""
+    """The run; its policy and seed are replaced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StudyTable:
     def capacity_job(self, row: Row, policy: str) -> CapacitySpec:
         return CapacitySpec(run=replace(row.run, policy=policy), seeds=CONTEST_SEEDS)
 
-    def jobs(self) -> list[StudyJob]:
+    def jobs(self) -> list[Job]:
         if self.kind == "capacity":
             return [self.capacity_job(row, policy) for row in self.rows for policy in self.policies]
         return [self.job(row, policy, seed) for row in self.rows for policy in self.policies for seed in self.seeds]
@@ -69,16 +69,16 @@ class StudyPlan:
 
     @property
     def capacity_job(self) -> CapacitySpec:
-        """What the rates of table "rates" are multiples of."""
+        """The rates of the table "rates" are multiples of this capacity."""
         return CapacitySpec(run=replace(self._mooncake, policy=DEFAULT_POLICY), seeds=CONTEST_SEEDS)
 
     def table(self, name: str, capacity: float | None) -> StudyTable:
-        """`capacity`: what `capacity_job` found; only "rates" needs it."""
-        everybody = (*POLICIES, BOUND)
+        """`capacity` is the result of `capacity_job`. Only "rates" needs it."""
+        all_policies = (*POLICIES, BOUND)
         if name == "mooncake":
-            return StudyTable("figures", [Row("Mooncake", self._mooncake)], everybody)
+            return StudyTable("figures", [Row("Mooncake", self._mooncake)], all_policies)
         if name.startswith("weka_"):
-            return StudyTable("figures", [Row("WEKA", self._weka(int(name.removeprefix("weka_"))))], everybody)
+            return StudyTable("figures", [Row("WEKA", self._weka(int(name.removeprefix("weka_"))))], all_policies)
         if name == "capacity":
             rows = [Row("Mooncake, rate ×", self._mooncake), Row("WEKA, users", self._short_weka)]
             return StudyTable("capacity", rows, (*CONTEST, BOUND))
@@ -134,7 +134,7 @@ class StudyPlan:
 
 
 def _with_shards(run: RunSpec, count: int) -> RunSpec:
-    """As much load for each shard as before."""
+    """Change the number of shards and keep the load per shard."""
     return replace(run, num_shards=count, load=run.load * count / run.num_shards)
 
 

@@ -1,4 +1,4 @@
-"""Reports of finished jobs, kept in a file: a study of hours can be broken off and taken up again."""
+"""Keeps the reports of finished jobs in a file, so that a study of hours can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import xxhash
 
 from tools.failures import CommandError
 from tools.simulate.runs import CapacityReport, CapacitySpec, RunReport, RunSpec
-from tools.simulate.study.plan import StudyJob
+from tools.simulate.study.plan import Job
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _REPOSITORY: Final = _PACKAGE.parents[1]
-_PRESENTATION: Final = ("command.py", "parallel.py", "plot.py", "rows.py", "table.py")
-"""Modules of this package that change no figure; neither do those of the study itself."""
+_PRESENTATION: Final = ("command.py", "parallel.py", "plot.py", "table.py")
+"""Modules of this package that do not affect figures. Those of the study itself do not either."""
 
 
 class _Line(msgspec.Struct):
     key: str
-    job: StudyJob
+    job: Job
     run: RunReport | None = None
     capacity: CapacityReport | None = None
 
 
 class StudyResults:
-    """Keyed by all that a figure depends on: the job, what is in its trace, and the code that simulates. Reports of
-    other code or traces stay in the file, unread."""
+    """Reports are keyed by everything that a figure depends on: the job, the content of its trace, and the code of the
+    simulator. Reports of other code or traces stay in the file but are not used."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CommandError when the directory cannot be used or the file in it is something else."""
+        """Raises CommandError if the directory cannot be used or the file in it has another format."""
         self._path = directory / "results.jsonl"
         self._code = _digest_of_code()
         self._traces: dict[str, str] = {}
@@ -50,10 +50,10 @@ class StudyResults:
         report = self._reports.get(self._key(job))
         return report if isinstance(report, CapacityReport) else None
 
-    def has(self, job: StudyJob) -> bool:
+    def has(self, job: Job) -> bool:
         return self._key(job) in self._reports
 
-    def keep(self, job: StudyJob, report: RunReport | CapacityReport) -> None:
+    def keep(self, job: Job, report: RunReport | CapacityReport) -> None:
         key = self._key(job)
         self._reports[key] = report
         line = _Line(key, job)
@@ -67,7 +67,7 @@ class StudyResults:
     def _read(self) -> None:
         content = self._path.read_bytes()
         whole_lines, _, broken = content.rpartition(b"\n")
-        if broken:  # written half when the process was killed
+        if broken:  # the process was killed while writing it
             self._path.write_bytes(whole_lines + b"\n" if whole_lines else b"")
         decoder = msgspec.json.Decoder(_Result)
         for number, text in enumerate(whole_lines.splitlines(), 1):
@@ -79,14 +79,14 @@ class StudyResults:
             if report is not None:
                 self._reports[line.key] = report
 
-    def _key(self, job: StudyJob) -> str:
+    def _key(self, job: Job) -> str:
         trace = (job.run if isinstance(job, CapacitySpec) else job).trace
         if trace.path not in self._traces:
             try:
                 self._traces[trace.path] = xxhash.xxh3_128_hexdigest(Path(trace.path).read_bytes())
             except OSError as error:
                 raise CommandError(f"{trace.path}: {error.strerror or error}") from error
-        # The path is left out of what is hashed: the same trace elsewhere is the same trace.
+        # The path is not hashed, because the same trace may be stored elsewhere.
         source = msgspec.structs.replace(trace, path=self._traces[trace.path])
         if isinstance(job, CapacitySpec):
             job = msgspec.structs.replace(job, run=msgspec.structs.replace(job.run, trace=source))
@@ -96,7 +96,7 @@ class StudyResults:
 
 
 class _Result(msgspec.Struct):
-    """What is read back of a _Line."""
+    """The fields of a _Line that are read back."""
 
     key: str
     run: RunReport | None = None

@@ -1,4 +1,13 @@
-"""Traces: files of recorded calls, read once and replayed as workloads."""
+"""Traces: files of recorded calls, which are read once and replayed as workloads.
+
+trace.py        what all traces have in common
+reading.py      reads lines and records, and reports errors in them
+open_loop.py    recorded arrivals at any rate
+closed_loop.py  users who play sessions
+mooncake.py     the format of Mooncake's traces
+azure.py        the format of Azure's traces
+weka.py         the format of WEKA's traces
+"""
 
 from __future__ import annotations
 
@@ -28,14 +37,16 @@ FORMATS: Final[tuple[TraceFormat, ...]] = ("mooncake", "weka", "azure")
 
 
 def guess_format(path: Path) -> TraceFormat:
-    """By the file's name. Raises CommandError when that does not tell."""
+    """Derive the format from the name of the file. Raises CommandError if that is not possible."""
     name = path.name.lower()
     found: list[TraceFormat] = [candidate for candidate in FORMATS if candidate in name]
     if len(found) == 1:
         return found[0]
     if not found and name.removesuffix(".gz").endswith(".csv"):
         return "azure"
-    raise CommandError(f"{path}: the name does not tell the trace's format: say --format {'|'.join(FORMATS)}")
+    raise CommandError(
+        f"{path}: the format of the trace cannot be derived from the name: use --format {'|'.join(FORMATS)}"
+    )
 
 
 def read_trace(
@@ -46,12 +57,12 @@ def read_trace(
     max_think_seconds: float = MAX_THINK_SECONDS,
     on_fraction: ReadFraction | None = None,
 ) -> Trace:
-    """`block_size`: for traces that do not say which blocks are alike (azure). `max_think_seconds`: longer think times
-    are cut (weka). Raises CommandError."""
+    """`block_size` is for traces without block ids (azure). Longer think times than `max_think_seconds` are cut (weka).
+    Raises CommandError."""
     if trace_format == "azure":
         return read_azure(path, on_fraction, block_size or AZURE_BLOCK_SIZE)
     if block_size is not None:
-        raise CommandError(f"--block-size is for azure traces: {trace_format} traces have blocks of their own")
+        raise CommandError(f"--block-size is for azure traces: {trace_format} traces define the block size")
     if trace_format == "mooncake":
         return read_mooncake(path, on_fraction)
     return read_weka(path, on_fraction, max_think_seconds)

@@ -1,6 +1,7 @@
-"""Azure's LLM inference traces (github.com/Azure/AzurePublicDataset): CSV of arrival and lengths, nothing on prefixes.
+"""Azure's LLM inference traces (github.com/Azure/AzurePublicDataset): CSV of arrivals and
+lengths, without prefixes.
 
-No block of one call is like any of another: burstiness and lengths are all there is to learn from them.
+No block of a call equals a block of another one, so that these traces show only burstiness and lengths.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _cells(path: Path, line_number: int, line: bytes) -> list[str]:
 def _find_columns(path: Path, line_number: int, header: list[str]) -> list[int]:
     for column in _COLUMNS:
         if column not in header:
-            raise line_error(path, line_number, column, "no such column in the header")
+            raise line_error(path, line_number, column, "there is no such column in the header")
     return [header.index(column) for column in _COLUMNS]
 
 
@@ -75,7 +76,7 @@ def _tokens(path: Path, line_number: int, field: str, cell: str, *, minimum: int
 
 
 def _seconds(path: Path, line_number: int, cell: str) -> float:
-    """Seven digits of fraction are more than datetime reads, so the fraction is kept apart."""
+    """The fraction is parsed separately, because datetime does not read seven digits."""
     whole, fraction = _SECONDS_FRACTION.sub("", cell, count=1), _SECONDS_FRACTION.search(cell)
     try:
         moment = datetime.fromisoformat(whole)

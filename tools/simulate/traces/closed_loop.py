@@ -1,4 +1,4 @@
-"""Users who each play one session after another: a call comes a think time after the end of the one before."""
+"""Users who play one session after another: each call follows a think time after the end of the previous one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Turn:
     """One call of a session."""
 
     think_seconds: float
-    """From the end of the call before."""
+    """The time from the end of the previous call."""
     num_prompt_tokens: int
     num_output_tokens: int
     id_runs: tuple[tuple[int, int], ...]
-    """Block ids of the prompt as runs (first, behind the last), local to the session."""
+    """Block ids of the prompt as half-open runs (first, end), local to the session."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Session:
     turns: Sequence[Turn]
     shared: Sequence[tuple[int, int]]
-    """(highest id, hash base), ascending: ids up to the first bound that is not below them share that base with other
-    sessions; the rest are the session's own."""
+    """(highest id, hash base), ascending. An id uses the base of the first entry whose bound is not below it, and
+    shares these hashes with other sessions. All higher ids belong to the session alone."""
 
     def hashes(self, turn: Turn, own_base: int) -> HashRuns:
         runs: list[range] = []
@@ -53,16 +53,17 @@ class ClosedTrace:
         return sum(len(session.turns) for session in self.sessions)
 
     def workload(self, load: float, seed: int, max_requests: int | None = None) -> ClosedLoopWorkload:
-        """`load`: users. Ends with `max_requests` calls, by default as many as the trace has."""
+        """`load` is the number of users. The workload ends after `max_requests` calls, by default as many as in the
+        trace."""
         return ClosedLoopWorkload(self, round(load), seed, max_requests or self.num_calls)
 
 
 class ClosedLoopWorkload:
-    """Sessions come in a random order, again and again if need be: one that is played anew has new hashes, but for
-    those that it shares with other sessions.
+    """Plays sessions in a random order, repeatedly if necessary. A repeated session has new hashes, except for those
+    that it shares with other sessions.
 
     Users start at random times within one mean think time. All of them stay until `num_measured_calls` have ended, and
-    only calls that arrived before that count: the tail, with fewer and fewer users, would flatter any policy.
+    only calls that arrived before that count. The tail with ever fewer users would flatter any policy.
     """
 
     def __init__(self, trace: ClosedTrace, num_users: int, seed: int, num_measured_calls: int) -> None:
@@ -72,7 +73,7 @@ class ClosedLoopWorkload:
         self._num_users = num_users
         self._random = random.Random(f"sessions {seed}")
         self._playing: dict[int, Iterator[tuple[float, Call]]] = {}
-        """By the call that each user waits for or thinks about."""
+        """The session of each user, by the call that the user waits for or thinks about."""
         self._sessions = self._shuffled_sessions()
         self._num_calls = 0
         self._num_ended = 0
@@ -97,7 +98,7 @@ class ClosedLoopWorkload:
         return think_seconds, call
 
     def _play(self) -> Iterator[tuple[float, Call]]:
-        """One user's calls, without end."""
+        """The endless calls of one user."""
         for name, session in self._sessions:
             base = hash_base("session", name)
             for turn in session.turns:
@@ -107,7 +108,7 @@ class ClosedLoopWorkload:
                 yield turn.think_seconds, call
 
     def _shuffled_sessions(self) -> Iterator[tuple[str, Session]]:
-        """Name and session, without end, shared by all users."""
+        """An endless sequence of session names and sessions, shared by all users."""
         order = list(range(len(self._trace.sessions)))
         play = 0
         while True:

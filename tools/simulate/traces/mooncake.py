@@ -1,6 +1,7 @@
-"""Mooncake's traces (github.com/kvcache-ai/Mooncake, FAST25-release): JSON lines, ids name prefix blocks of 512 tokens.
+"""Mooncake's traces (github.com/kvcache-ai/Mooncake, FAST25-release): JSON lines with ids of
+prefix blocks of 512 tokens.
 
-Timestamps are milliseconds quantised to ticks of about 3 s; a call comes at a random time within its tick.
+Timestamps are milliseconds, quantised to ticks of about 3 s. A call arrives at a random time within its tick.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class _Line(msgspec.Struct):
 
 
 def read_mooncake(path: Path, on_fraction: ReadFraction | None = None, block_size: int = BLOCK_SIZE) -> OpenTrace:
-    """Raises CommandError. A last, partly filled block cannot be reused and gets no hash; full blocks behind the last
-    id get hashes that occur nowhere else."""
+    """Raises CommandError. A partly filled last block cannot be reused and gets no hash. Full blocks after the last id
+    get unique hashes."""
     base = hash_base("mooncake")
     calls: list[Call] = []
     timestamps: list[float] = []
@@ -66,5 +67,5 @@ def read_mooncake(path: Path, on_fraction: ReadFraction | None = None, block_siz
 
 
 def _spread(number: int) -> int:
-    """Fibonacci hashing: one-to-one, neighbours far apart."""
+    """Fibonacci hashing: one-to-one, and neighbours are far apart."""
     return (number * 0x9E3779B97F4A7C15) & _MASK

@@ -1,4 +1,4 @@
-"""Arrivals as they were recorded, faster or slower."""
+"""Recorded arrivals, replayed at any rate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_TICK_SECONDS: Final = 60.0
 class OpenTrace:
     calls: Sequence[Call]
     timestamps: Sequence[float]
-    """Seconds from the first one, one for each call."""
+    """The time of each call in seconds after the first one."""
     tick_seconds: float
-    """Resolution of the timestamps; a call came at any time within its tick."""
+    """The resolution of the timestamps. A call arrived at any time within its tick."""
     block_size: int
     is_closed_loop: bool = False
 
@@ -57,7 +57,8 @@ class OpenLoopWorkload:
 
 
 def tick_of(timestamps: Sequence[float]) -> float:
-    """The resolution of recorded times: the usual distance of distinct ones where most calls share theirs, else 0."""
+    """The resolution of recorded times: the usual distance of distinct times if most calls share theirs, otherwise
+    0."""
     distinct = sorted(set(timestamps))
     if len(distinct) < 2 or 2 * len(distinct) > len(timestamps):
         return 0.0

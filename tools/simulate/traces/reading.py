@@ -1,4 +1,4 @@
-"""Lines out of trace files, plain or gzipped, and what is wrong with them. Everything is bounded."""
+"""Reads lines and records from trace files, plain or gzipped, and reports errors in them. All sizes are bounded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import msgspec
 from tools.failures import CommandError
 
 MAX_FILE_BYTES: Final = 8 << 30
-"""Unpacked."""
+"""The uncompressed size."""
 MAX_LINE_BYTES: Final = 256 << 20
 MAX_CALLS: Final = 5_000_000
 MAX_TOKENS: Final = 1 << 24
-"""Of one prompt or one answer."""
+"""The limit for one prompt or one answer."""
 
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 PromptTokenCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -26,7 +26,7 @@ BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
 
 ReadFraction = Callable[[float], None]
-"""Told now and then how much of a file has been read, 0 to 1."""
+"""Called now and then with the share of the file that has been read, 0 to 1."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def line_error(path: Path, line_number: int, field: str, problem: str) -> Comman
 
 
 def read_lines(path: Path, on_fraction: ReadFraction | None = None) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line without its end), blank lines left out. Raises CommandError."""
+    """Yields (line number from 1, line without its end) without blank lines. Raises CommandError."""
     line_number = 0
     num_bytes = 0
     try:
@@ -62,7 +62,8 @@ def read_lines(path: Path, on_fraction: ReadFraction | None = None) -> Iterator[
 
 
 def read_records(path: Path, record: type[T], on_fraction: ReadFraction | None = None) -> Iterator[tuple[int, T]]:
-    """JSON lines, each a `record` (a msgspec.Struct). Raises CommandError that names file, line and field."""
+    """Yields (line number, record) from JSON lines. `record` is a msgspec.Struct. Raises CommandError that names the
+    file, the line and the field."""
     decoder = msgspec.json.Decoder(record)
     for line_number, line in read_lines(path, on_fraction):
         try:

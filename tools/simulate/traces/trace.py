@@ -1,4 +1,4 @@
-"""What a reader makes of a trace file: calls that can be replayed at any load, with any seed, as often as wanted."""
+"""A trace that has been read: its calls can be replayed at any load and with any seed, any number of times."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _BASE_MASK = (1 << 62) - 1
 
 
 class MeasuredWorkload(Workload, Protocol):
-    """A workload that knows which of its calls arrive while the load is what was asked for."""
+    """A workload that knows which of its calls arrive while the load is the requested one."""
 
     @property
     def num_measured_calls(self) -> int:
-        """So many calls count, the first to arrive."""
+        """How many of the first calls to arrive count."""
         ...
 
 
 class Trace(Protocol):
     @property
     def is_closed_loop(self) -> bool:
-        """Whether its load is a number of users; else it is a multiple of the rate at which it was recorded."""
+        """Whether its load is a number of users. Otherwise it is a multiple of the recorded rate."""
         ...
 
     @property
@@ -37,13 +37,13 @@ class Trace(Protocol):
     def block_size(self) -> int: ...
 
     def workload(self, load: float, seed: int, max_requests: int | None = None) -> MeasuredWorkload:
-        """A fresh one for one simulation. `load`: rate multiple or number of users."""
+        """A new workload for one simulation. `load` is a multiple of the rate, or a number of users."""
         ...
 
 
 def hash_base(*names: object) -> int:
-    """Where the block hashes of a namespace begin; id i in it has the hash base + i. Two namespaces of a million ids
-    each overlap with a probability of 1 in 10^12."""
+    """The first block hash of a namespace, in which id i has the hash base + i. Two namespaces of a million ids each
+    overlap with a probability of 1 in 10^12."""
     return 1 + (xxhash.xxh3_64_intdigest("\0".join(map(str, names)).encode()) & _BASE_MASK)
 
 

@@ -1,11 +1,11 @@
-"""WEKA's traces of coding-agent sessions (github.com/callanjfox/kv-cache-tester): one session on each JSON line.
+"""WEKA's traces of coding-agent sessions (github.com/callanjfox/kv-cache-tester): one session per JSON line.
 
 Block ids are local to a session, except those of the tools (equal for sessions with equally many tool tokens) and of
-the system prompt behind them (equal where both counts are). Calls follow one another: the next one comes its think time
-after the end of the one before.
+the system prompt after them (equal if both counts are). Each call follows its think time after the end of the previous
+one.
 
 A subagent is a tool call that runs between two calls of its session, recorded with the time of its end. Its calls are
-replayed in their order at that place, one after the other, and what the subagent took is not waited for again.
+replayed at that place one after the other, and the time that the subagent took is not waited for again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tools.simulate.traces.trace import hash_base
 
 BLOCK_SIZE: Final = 64
 MAX_THINK_SECONDS: Final = 300.0
-"""Who is away for longer, up to 7 hours in the trace, is no user at work: N users would be mostly absent ones."""
+"""Users who are away for longer, up to 7 hours in the trace, are not at work: N users would be mostly absent ones."""
 MAX_NESTING: Final = 8
 
 
@@ -110,7 +110,7 @@ class _SessionReader:
         if depth > MAX_NESTING:
             raise line_error(self.path, self.line_number, field, f"subagents nested deeper than {MAX_NESTING}")
         ended_at: float | None = None
-        """On the session's recorded clock: the entry before; None: there is none."""
+        """When the previous entry ended, on the recorded clock of the session. None if there is none."""
         after_subagent = False
         for index, request in enumerate(requests):
             place = f"{field}[{index}]"
@@ -137,7 +137,7 @@ class _SessionReader:
 
 
 def _runs(ids: list[int]) -> tuple[tuple[int, int], ...]:
-    """Consecutive ids as (first, behind the last): they mostly are, and 27 million ids would fill memory."""
+    """Ids as half-open runs (first, end). Most are consecutive, and 27 million separate ids would fill the memory."""
     if not ids:
         return ()
     breaks = [index for index, (a, b) in enumerate(itertools.pairwise(ids), 1) if b != a + 1]

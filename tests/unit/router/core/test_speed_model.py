@@ -7,7 +7,7 @@ import random
 import pytest
 
 from router.core.load.speed_model import PrefillWork, SpeedModel
-from tools.simulate.fleet.fleet_model import PROFILES, Profile
+from tools.simulate.fleet.profile import PROFILES, Profile
 
 
 def seconds(profile: Profile, work: PrefillWork, num_context_tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The schedule of `kvloom chaos`: the seed decides it, and nothing else."""
+"""The fault schedule of `kvloom chaos` depends only on the seed, and faults explain only their own failures."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ import random
 
 import pytest
 
-from tools.chaos.checker import Finding, Verdict
-from tools.chaos.clients.questions import Door, Errand, Manner, Question, draw_errand, draw_question
+from tools.chaos.checking.explanations import FleetSize, is_explained
+from tools.chaos.checking.verdicts import Finding, Verdict
+from tools.chaos.clients.questions import Behaviour, Endpoint, Question, UserCall, draw_call, draw_question
 from tools.chaos.clients.transcript import End, Transcript
-from tools.chaos.injection.excuses import SETTLE_SECONDS, Disturbance, Fleet, is_excused
-from tools.chaos.injection.faults import COOL_DOWN_SECONDS, WARM_UP_SECONDS, FaultKind, plan_faults
+from tools.chaos.fabric.faults import (
+    COOL_DOWN_SECONDS,
+    SETTLE_SECONDS,
+    WARM_UP_SECONDS,
+    Disturbance,
+    FaultKind,
+    plan_faults,
+)
 
-FLEET = Fleet(num_edges=2, num_routers=1, num_shards=2, max_attempts=3)
+FLEET = FleetSize(num_edges=2, num_routers=1, num_shards=2, max_attempts=3)
 QUESTION = Question("Tell me about tea.", True, 10, 1.0, seed=1)
 
 
 def test_a_seed_gives_the_same_faults_every_time():
-    """Else a run that failed could not be run again."""
+    """Otherwise a failed run could not be repeated."""
     assert plan_faults(7, 600.0, list(FaultKind)) == plan_faults(7, 600.0, list(FaultKind))
     assert plan_faults(7, 600.0, list(FaultKind)) != plan_faults(8, 600.0, list(FaultKind))
     assert plan_faults(7, 600.0, list(reversed(FaultKind))) == plan_faults(7, 600.0, list(FaultKind))
 
 
-def test_every_kind_strikes_and_the_run_begins_and_ends_in_peace():
-    """A kind that never comes proves nothing; answers need time to end before the reckoning."""
+def test_every_kind_strikes_and_the_run_begins_and_ends_without_faults():
+    """A kind that never strikes proves nothing, and open answers need time to end."""
     faults = plan_faults(3, 600.0, list(FaultKind))
     assert {fault.kind for fault in faults} == set(FaultKind)
     assert faults[0].at_seconds >= WARM_UP_SECONDS
@@ -35,7 +42,7 @@ def test_every_kind_strikes_and_the_run_begins_and_ends_in_peace():
 
 
 def test_most_faults_leave_time_to_recover_and_some_do_not():
-    """Both are to be seen: a fabric that recovers, and one that is struck again while it does."""
+    """A run must show both a fabric that recovers and one that is struck again while it does."""
     faults = plan_faults(5, 3600.0, list(FaultKind))
     pauses = [
         later.at_seconds - fault.at_seconds - fault.duration_seconds for fault, later in itertools.pairwise(faults)
@@ -45,39 +52,41 @@ def test_most_faults_leave_time_to_recover_and_some_do_not():
 
 
 def test_no_kinds_no_faults():
-    """A soak is a run without any."""
+    """A soak is a run without faults."""
     assert plan_faults(1, 600.0, []) == []
 
 
-def test_users_ask_in_every_manner_at_every_door():
-    """What is not asked is not checked."""
+def test_users_call_every_endpoint_with_every_behaviour():
+    """What is not called is not checked."""
     rng = random.Random(1)
-    errands = [draw_errand(rng, draw_question(rng, [" a", " b", " c", " d", " e"], (8, 90))) for _ in range(2000)]
-    assert {errand.manner for errand in errands} == set(Manner)
-    assert {errand.door for errand in errands} == set(Door)
-    assert {errand.question.n for errand in errands} == {1, 2}
-    assert any(errand.question.stop for errand in errands)
-    assert any(errand.question.temperature == 0.0 for errand in errands)
+    calls = [draw_call(rng, draw_question(rng, [" a", " b", " c", " d", " e"], (8, 90))) for _ in range(2000)]
+    assert {call.behaviour for call in calls} == set(Behaviour)
+    assert {call.endpoint for call in calls} == set(Endpoint)
+    assert {call.question.n for call in calls} == {1, 2}
+    assert any(call.question.stop for call in calls)
+    assert any(call.question.temperature == 0.0 for call in calls)
 
 
 def ended(end: End, code: str = "") -> Transcript:
-    seen = Transcript.begin(1, now=100.0)
-    seen.end, seen.code, seen.ended_at = end, code, 105.0
-    return seen
+    transcript = Transcript.begin(1, now=100.0)
+    transcript.end, transcript.code, transcript.ended_at = end, code, 105.0
+    return transcript
 
 
-def excused(
+def explained(
     end: End,
     code: str,
     *kinds: FaultKind,
-    manner: Manner = Manner.PLAIN,
+    behaviour: Behaviour = Behaviour.PLAIN,
     began_at: float = 101.0,
-    door: Door = Door.CHAT,
-    fleet: Fleet = FLEET,
+    endpoint: Endpoint = Endpoint.CHAT,
+    fleet: FleetSize = FLEET,
 ) -> bool:
     verdict = {End.BROKEN: Verdict.BROKEN, End.REFUSED: Verdict.REFUSED}.get(end, Verdict.FAILED)
     disturbances = [Disturbance(kind, f"{kind}-{i}", began_at, began_at + 1) for i, kind in enumerate(kinds)]
-    return is_excused(Errand(QUESTION, door, manner), ended(end, code), Finding(verdict), disturbances, fleet)
+    return is_explained(
+        UserCall(QUESTION, endpoint, behaviour), ended(end, code), Finding(verdict), disturbances, fleet
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,64 +99,66 @@ def excused(
         (End.REFUSED, "draining", FaultKind.STOP_EDGE),
     ],
 )
-def test_a_failure_is_excused_by_its_own_fault_at_its_own_time_only(end: End, code: str, kind: FaultKind):
-    """Without a fault, with another fault, or long after it, the same failure is kvloom's."""
-    assert excused(end, code, kind)
-    assert not excused(end, code)
-    assert not excused(end, code, FaultKind.KILL_REDIS)
-    assert not excused(end, code, kind, began_at=100.0 - 2 - SETTLE_SECONDS)
-    assert not excused(end, code, kind, began_at=106.0)
+def test_a_failure_is_explained_only_by_its_own_fault_at_its_own_time(end: End, code: str, kind: FaultKind):
+    """Without a fault, with another fault, or long after it, the same failure is a bug of kvloom."""
+    assert explained(end, code, kind)
+    assert not explained(end, code)
+    assert not explained(end, code, FaultKind.KILL_REDIS)
+    assert not explained(end, code, kind, began_at=100.0 - 2 - SETTLE_SECONDS)
+    assert not explained(end, code, kind, began_at=106.0)
 
 
-def test_the_death_of_one_shard_of_two_excuses_nothing():
-    """That is what failover is for. Of both, it does."""
-    assert not excused(End.ERROR, "shard_lost", FaultKind.KILL_SHARD)
-    assert excused(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESET_LINK)
+def test_the_death_of_one_shard_of_two_explains_nothing():
+    """Failover is made for that. The death of both shards does explain a failure."""
+    assert not explained(End.ERROR, "shard_lost", FaultKind.KILL_SHARD)
+    assert explained(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESET_LINK)
 
 
-def test_a_restart_excuses_the_loss_of_the_last_shard_only_with_a_fault():
-    """A shard that is being restarted cannot take over what the death of all others leaves; by itself a planned restart
-    must lose nothing."""
-    assert excused(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESTART_SHARD)
-    assert not excused(End.ERROR, "shard_lost", FaultKind.RESTART_SHARD, FaultKind.RESTART_SHARD)
+def test_a_restart_explains_the_loss_of_the_last_shard_only_with_a_fault():
+    """A shard that is being restarted cannot take over the work of all others when they die. A planned restart by
+    itself must lose nothing."""
+    assert explained(End.ERROR, "shard_lost", FaultKind.KILL_SHARD, FaultKind.RESTART_SHARD)
+    assert not explained(End.ERROR, "shard_lost", FaultKind.RESTART_SHARD, FaultKind.RESTART_SHARD)
 
 
-def test_one_router_of_two_excuses_nothing():
-    """Answers go on at the other one, over HTTP and with the SDK. Of all routers, it does."""
+def test_one_router_of_two_explains_nothing():
+    """Answers continue at the other one, over HTTP and with the SDK. The loss of all routers does explain a failure."""
     fleet = dataclasses.replace(FLEET, num_routers=2)
-    for end, code, door in (
-        (End.ERROR, "router_unavailable", Door.CHAT),
-        (End.ERROR, "router_unavailable", Door.SDK_TEXT),
-        (End.BROKEN, "", Door.SDK_TOKENS),
+    for end, code, endpoint in (
+        (End.ERROR, "router_unavailable", Endpoint.CHAT),
+        (End.ERROR, "router_unavailable", Endpoint.SDK_TEXT),
+        (End.BROKEN, "", Endpoint.SDK_TOKENS),
     ):
-        assert not excused(end, code, FaultKind.KILL_ROUTER, door=door, fleet=fleet)
-        assert excused(end, code, FaultKind.KILL_ROUTER, FaultKind.HANG_ROUTER, door=door, fleet=fleet)
-        assert excused(end, code, FaultKind.KILL_ROUTER, FaultKind.RESTART_ROUTER, door=door, fleet=fleet)
-        assert not excused(end, code, FaultKind.RESTART_ROUTER, FaultKind.RESTART_ROUTER, door=door, fleet=fleet)
+        assert not explained(end, code, FaultKind.KILL_ROUTER, endpoint=endpoint, fleet=fleet)
+        assert explained(end, code, FaultKind.KILL_ROUTER, FaultKind.HANG_ROUTER, endpoint=endpoint, fleet=fleet)
+        assert explained(end, code, FaultKind.KILL_ROUTER, FaultKind.RESTART_ROUTER, endpoint=endpoint, fleet=fleet)
+        assert not explained(
+            end, code, FaultKind.RESTART_ROUTER, FaultKind.RESTART_ROUTER, endpoint=endpoint, fleet=fleet
+        )
 
 
-def test_the_death_of_an_edge_excuses_no_resumable_stream():
-    """Another edge goes on with it, from what Redis has of it: only without Redis it may be lost."""
+def test_the_death_of_an_edge_explains_no_lost_resumable_stream():
+    """Another edge continues the stream from Redis. It may be lost only if Redis is down too."""
     for end, code in ((End.BROKEN, ""), (End.ERROR, "events_gone"), (End.ERROR, "not_found")):
-        assert not excused(end, code, FaultKind.KILL_EDGE, manner=Manner.RESUMABLE)
-        assert not excused(end, code, FaultKind.RESET_CLIENTS, manner=Manner.FLAKY)
-    assert excused(End.ERROR, "events_gone", FaultKind.KILL_EDGE, FaultKind.HANG_REDIS, manner=Manner.RESUMABLE)
-    assert excused(End.BROKEN, "", FaultKind.KILL_EDGE, manner=Manner.PLAIN)
+        assert not explained(end, code, FaultKind.KILL_EDGE, behaviour=Behaviour.RESUMABLE)
+        assert not explained(end, code, FaultKind.RESET_CLIENTS, behaviour=Behaviour.FLAKY)
+    assert explained(End.ERROR, "events_gone", FaultKind.KILL_EDGE, FaultKind.HANG_REDIS, behaviour=Behaviour.RESUMABLE)
+    assert explained(End.BROKEN, "", FaultKind.KILL_EDGE, behaviour=Behaviour.PLAIN)
 
 
-def test_only_an_edge_that_hung_takes_a_client_for_another():
-    """It wakes up, finds that another edge has the stream, and tells whoever reads it: even the one client there is,
-    which has come back from there. At any other time that is a fault, however well the answer ends."""
-    seen = Transcript(choices=[], sent_at=100.0, ended_at=105.0, end=End.COMPLETE, num_takeovers=1)
-    errand = Errand(QUESTION, Door.CHAT, Manner.FLAKY)
+def test_only_an_edge_that_hung_mistakes_a_client_for_another():
+    """It wakes up, finds that another edge has the stream, and notifies the reader, which may be the very client that
+    has come back from the other edge. Without a hang this is a bug, even if the answer ends well."""
+    transcript = Transcript(choices=[], sent_at=100.0, ended_at=105.0, end=End.COMPLETE, num_takeovers=1)
+    call = UserCall(QUESTION, Endpoint.CHAT, Behaviour.FLAKY)
     for kind, is_right in ((FaultKind.HANG_EDGE, True), (FaultKind.KILL_EDGE, False)):
         struck = [Disturbance(kind, "edge-0", 102.0, 103.0)]
-        assert is_excused(errand, seen, Finding(Verdict.OK), struck, FLEET) == is_right
+        assert is_explained(call, transcript, Finding(Verdict.OK), struck, FLEET) == is_right
 
 
 @pytest.mark.parametrize("verdict", [Verdict.WRONG, Verdict.LOST, Verdict.DOUBLED, Verdict.MISCOUNTED])
-def test_nothing_excuses_a_wrong_answer(verdict: Verdict):
-    """Whatever happens."""
+def test_nothing_explains_a_wrong_answer(verdict: Verdict):
+    """No fault does."""
     disturbances = [Disturbance(kind, "x", 100.0) for kind in FaultKind]
-    errand = Errand(QUESTION, Door.CHAT, Manner.PLAIN)
-    assert not is_excused(errand, ended(End.COMPLETE), Finding(verdict), disturbances, FLEET)
+    call = UserCall(QUESTION, Endpoint.CHAT, Behaviour.PLAIN)
+    assert not is_explained(call, ended(End.COMPLETE), Finding(verdict), disturbances, FLEET)

@@ -1,10 +1,10 @@
-"""Which memory `kvloom chaos` calls flat."""
+"""`kvloom chaos` tells growing memory from noise."""
 
 from __future__ import annotations
 
 import random
 
-from tools.chaos.memory import FLAT_MB_PER_HOUR, MemoryWatch, Sample, soak_problems, trend_of
+from tools.chaos.checking.memory import FLAT_MB_PER_HOUR, MemoryWatch, Sample, soak_problems, trend_of
 
 MB = 1_000_000
 
@@ -16,7 +16,7 @@ def samples(mb_per_hour: float, *, minutes: float = 25, noise_mb: float = 0.0) -
 
 
 def test_a_slow_leak_is_found():
-    """Two megabytes an hour are found within the half hour that a soak lasts, also under some noise."""
+    """Two megabytes an hour are found within the half hour of a soak, even with some noise."""
     for noise_mb in (0.0, 0.2):
         trend = trend_of(samples(2.0, noise_mb=noise_mb))
         assert trend is not None
@@ -24,20 +24,20 @@ def test_a_slow_leak_is_found():
 
 
 def test_noise_is_no_leak():
-    """Else nobody would believe the one that is."""
+    """False alarms would make real ones worthless."""
     for mb_per_hour, noise_mb in ((0.0, 0.0), (0.0, 3.0), (-5.0, 0.5), (0.9 * FLAT_MB_PER_HOUR, 0.0)):
         trend = trend_of(samples(mb_per_hour, noise_mb=noise_mb))
         assert trend is not None
         assert trend.is_flat, (mb_per_hour, noise_mb)
 
 
-def test_too_little_says_nothing():
+def test_too_few_samples_have_no_trend():
     """A slope through three points is a guess."""
     assert trend_of(samples(100.0, minutes=0.25)) is None
 
 
-def test_the_warm_up_does_not_count_and_the_longest_life_does():
-    """A process fills its caches at first; one that was killed at once tells nothing."""
+def test_the_warm_up_does_not_count_and_the_longest_process_does():
+    """A process fills its caches at first, and one that was killed at once shows nothing."""
     watch = MemoryWatch()
     for at, size in samples(0.0, minutes=30):
         grown = MB * 50 * min(1.0, at / 240.0)
@@ -49,8 +49,8 @@ def test_the_warm_up_does_not_count_and_the_longest_life_does():
     assert 1150 < row["seconds"] < 1200
 
 
-def test_a_soak_fails_over_growth_and_over_a_process_that_died():
-    """Nothing may happen in it."""
+def test_a_soak_fails_if_a_process_grows_or_dies():
+    """Neither may happen without faults."""
     watch = MemoryWatch()
     for at, size in samples(30.0, minutes=30):
         watch.note(1, "edge-0", "edge", at, size)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tools.chaos.injection.proxy import FaultProxy
+from tools.chaos.fabric.proxy import FaultProxy
 
 
 @pytest.fixture

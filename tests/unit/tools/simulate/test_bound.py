@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.tools.simulate.test_traces import play, session, turn, write_lines
 from tools.simulate.bound import decode_seconds, prefill_seconds, simulate_bound
-from tools.simulate.fleet.fleet_model import Profile
+from tools.simulate.fleet.profile import Profile
 from tools.simulate.traces import read_trace
 from tools.simulate.traces.open_loop import OpenLoopWorkload
 from tools.simulate.workload import Call

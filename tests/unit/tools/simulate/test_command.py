@@ -17,11 +17,9 @@ from router.core.placement import POLICIES
 from tests.unit.tools.simulate.test_traces import session, turn, write_lines
 from tools.failures import CommandError
 from tools.simulate.command import simulate_command
-from tools.simulate.fleet.fleet_model import PROFILES
-from tools.simulate.fleet.profiles import load_profile
-from tools.simulate.rows import combine
+from tools.simulate.fleet.profile import PROFILES, load_profile
 from tools.simulate.runs import RunReport
-from tools.simulate.statistics import Slo, summarise
+from tools.simulate.statistics import Slo, combine, summarise
 from tools.simulate.study.command import study_command
 from tools.simulate.study.page import render, write_table
 from tools.simulate.study.plan import StudyPlan

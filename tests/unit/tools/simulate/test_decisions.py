@@ -231,7 +231,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path):
     [
         ([], "no requests in it"),
         ([fleet()], "no requests in it"),
-        ([request(0)], "line 1: type: a request before any fleet"),
+        ([request(0)], "line 1: type: there is a request before the first fleet"),
         ([fleet(version=2), request(0)], "line 1: version: 2, but this kvloom reads 1"),
         ([fleet(shard("s0", num_blocks=0)), request(0)], "line 1: shards s0: sizes must be at least 1"),
         ([fleet(shard("s0", decode_step_seconds=-1.0)), request(0)], "line 1: shards s0: speeds must not be below 0"),
@@ -288,7 +288,7 @@ def test_a_policy_that_is_gone_is_told(tmp_path: Path):
     path = write(tmp_path / "log", [fleet(policy="retired"), *(request(index) for index in range(10))])
     result = invoke("--decisions", path, "--policy", "gaie")
     assert result.exit_code == 0, result.output
-    assert "'retired', is none of this kvloom's" in result.stderr
+    assert "'retired', does not exist in this version of kvloom" in result.stderr
     assert "in force" not in result.stdout
 
 
@@ -303,8 +303,8 @@ def test_capacity_of_recorded_requests(log: Path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trace", "LOG"], "--decisions is instead of --trace"),
-        (["--format", "weka"], "--decisions is instead of --trace"),
+        (["--trace", "LOG"], "--decisions cannot be combined with --trace"),
+        (["--format", "weka"], "--decisions cannot be combined with --trace"),
         (["--users", "3"], "--users is for weka"),
         (["--block-size", "16"], "--block-size is for azure"),
     ],
@@ -320,4 +320,4 @@ def test_something_to_replay_must_be_given():
     """Neither a trace nor decisions: usage, not a stack trace."""
     result = invoke("--policy", "all")
     assert result.exit_code == 2
-    assert "--trace and --decisions" in result.output
+    assert "--trace or --decisions" in result.output

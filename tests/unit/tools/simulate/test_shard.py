@@ -7,10 +7,10 @@ import math
 import pytest
 
 from tools.simulate.fleet.engine_order import AGING, ShortestPrefillFirst
-from tools.simulate.fleet.fleet_model import Profile
 from tools.simulate.fleet.kv_cache import KvCache
 from tools.simulate.fleet.peer_fetch import PeerLink
-from tools.simulate.fleet.sequence import Sequence
+from tools.simulate.fleet.profile import Profile
+from tools.simulate.fleet.sequence import ShardSequence
 from tools.simulate.fleet.shard import SimShard
 
 BLOCK_SIZE = 10
@@ -39,14 +39,14 @@ class _Bench:
         self.shard = shard
         self.starts: dict[int, float] = {}
         self.ends: dict[int, float] = {}
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, ShardSequence] = {}
         self.order: list[int] = []
         """Slots in the order of their first tokens."""
 
     def submit(self, slot: int, num_prompt_tokens: int, num_output_tokens: int, at: float = 0.0, name: int = 0) -> None:
         self.run_until(at)
         hashes = [1000 * (name or slot + 1) + n for n in range(num_prompt_tokens // BLOCK_SIZE)]
-        sequence = Sequence(
+        sequence = ShardSequence(
             slot=slot, num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens, hashes=hashes
         )
         self.sequences[slot] = sequence

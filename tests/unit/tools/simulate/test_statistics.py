@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.simulate.rows import combine
-from tools.simulate.statistics import Slo, Statistics, quantile, summarise
+from tools.simulate.statistics import Slo, Statistics, combine, quantile, summarise
 from tools.simulate.workload import Call, Outcome, ShardSample, SimulationResult
 
 

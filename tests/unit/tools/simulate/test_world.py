@@ -12,7 +12,7 @@ from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import CancelOnShard, PlacementDecided, RequestEnded, SendStep, SubmitAttempt, WantKvSnapshot
 from router.core.core import CoreConfig
 from tests.fakes.sim_calls import ListedWorkload, conversations
-from tools.simulate.fleet.fleet_model import PROFILES, Profile
+from tools.simulate.fleet.profile import PROFILES, Profile
 from tools.simulate.workload import Call
 from tools.simulate.world import FleetOptions, simulate
 

@@ -1,4 +1,4 @@
-"""Which faults strike when: a pure function of the seed."""
+"""The faults and their times, as a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class FaultKind(enum.StrEnum):
     STOP_ROUTER = "stop-router"
     STOP_EDGE = "stop-edge"
     RESTART_SHARD = "restart-shard"
-    """Planned, as `kvloom restart` does it: nobody may notice."""
+    """A planned restart as by `kvloom restart`, which no client may notice."""
     RESTART_ROUTER = "restart-router"
     RESTART_EDGE = "restart-edge"
     RESET_CLIENTS = "reset-clients"
-    """Connections between clients and an edge."""
+    """The connections between clients and an edge."""
     STALL_CLIENTS = "stall-clients"
     RESET_LINK = "reset-link"
     """The connections between the routers and a shard."""
@@ -49,35 +49,55 @@ class FaultKind(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
     at_seconds: float
-    """Since the load began."""
+    """Time since the load began."""
     kind: FaultKind
     choice: float
-    """Which one of its kind of part: 0 = the first, 1 = behind the last."""
+    """Which part of its kind it strikes: 0 is the first one, 1 is just past the last."""
     duration_seconds: float = 0.0
-    """Of a hang or stall."""
+    """The duration of a hang or stall."""
+
+
+SETTLE_SECONDS: Final = 3.0
+"""How long the other processes may take to find a part that was restored."""
+
+
+@dataclasses.dataclass(slots=True)
+class Disturbance:
+    """A fault that struck. Times are those of the monotonic clock."""
+
+    kind: FaultKind
+    target: str
+    """The name of the process, of the shard of a link, or of an edge proxy."""
+    began_at: float
+    ended_at: float | None = None
+    """When the part was restored. None means not yet."""
+
+    def is_felt(self, begin: float, end: float) -> bool:
+        """Whether it was in effect at any time between `begin` and `end`."""
+        return self.began_at <= end and (self.ended_at is None or begin <= self.ended_at + SETTLE_SECONDS)
 
 
 WARM_UP_SECONDS: Final = 4.0
 COOL_DOWN_SECONDS: Final = 6.0
-"""Without faults, at the end: what is open can end."""
+"""The time without faults at the end, in which open answers can end."""
 MIN_PAUSE_SECONDS: Final = 2.5
 MAX_PAUSE_SECONDS: Final = 6.0
 OVERLAP_SHARE: Final = 0.12
-"""Of the faults, that come while the one before is still felt."""
+"""The share of faults that strike while the previous one is still in effect."""
 _MAX_OVERLAP_SECONDS: Final = 0.8
 _MIN_HANG_SECONDS: Final = 0.5
 _MAX_HANG_SECONDS: Final = 4.0
 LONG_HANG_SHARE: Final = 0.35
 _LONG_HANG_SECONDS: Final = {"shard": (6.0, 9.0), "link": (6.0, 9.0), "router": (15.5, 18.0)}
-"""Longer than what lives may be silent for before the others go on without it (docs/reliability.md)."""
+"""Longer than a process may be silent before the others continue without it (docs/reliability.md)."""
 _LASTING: Final = frozenset({"hang", "stall"})
 
 
 def plan_faults(
     seed: int, duration_seconds: float, kinds: Sequence[FaultKind], long_hang_share: float = LONG_HANG_SHARE
 ) -> list[Fault]:
-    """In order of time. Every kind comes once before any comes again. `long_hang_share`: of the hangs and stalls of
-    parts that the others go on without."""
+    """Returns the faults in order of time. Every kind strikes once before any strikes again. `long_hang_share` is the
+    share of long ones among the hangs and stalls of parts that have a long duration."""
     rng = random.Random(f"faults of {seed}")
     faults: list[Fault] = []
     deck: list[FaultKind] = []

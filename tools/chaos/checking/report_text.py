@@ -1,4 +1,4 @@
-"""A report for people: as text, and as tables of a page in Markdown."""
+"""Renders a report as text for the terminal, and as Markdown tables for a page."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ _NEVER: Final = ("wrong", "lost", "doubled", "miscounted")
 
 
 def summary(report: dict[str, Any]) -> str:
-    """For the terminal."""
-    verdicts, latency, ledger = report["verdicts"], report["latency"], report["ledger"]
+    """The report for the terminal."""
+    verdicts, latency, metering = report["verdicts"], report["latency"], report["ledger"]
     lines = [
         f"{report['minutes']:g} minutes, seed {report['seed']}, {report['engine']} engine: "
         f"{report['requests']:,} requests, {report['num_faults']} faults",
         "answers: "
         + ", ".join(f"{count:,} {name}" for name, count in verdicts.items() if count or name in _NEVER)
-        + f", {report['double_billed']} double-billed, {report['not_billed']} not billed, "
+        + f", {report['double_billed']} overmetered, {report['not_billed']} undermetered, "
         f"{report['unexplained']} failed without a fault",
-        f"on the way: {report['connections_broken']:,} broken connections, {report['resumes']:,} streams taken up "
-        f"again, {report['refusals_tried_again']:,} refusals tried again",
-        f"bills: {ledger['billed_tokens']:,} tokens of {ledger['billed_requests']:,} requests, {ledger['exact']:,} "
-        f"whole answers billed exactly, {ledger['lost_with_their_router']} bills lost with their router",
+        f"connections: {report['connections_broken']:,} broken, {report['resumes']:,} streams resumed, "
+        f"{report['refusals_tried_again']:,} rejections retried",
+        f"usage records: {metering['billed_tokens']:,} tokens of {metering['billed_requests']:,} requests, "
+        f"{metering['exact']:,} complete answers metered exactly, {metering['lost_with_their_router']} records "
+        "lost with their router",
         f"first token: calm {_pair(latency['calm']['ttft'])} s, under faults {_pair(latency['disturbed']['ttft'])} s; "
         f"longest pause: calm {_pair(latency['calm']['longest_pause'])} s, "
         f"under faults {_pair(latency['disturbed']['longest_pause'])} s (p50 / p99)",
@@ -36,8 +37,8 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def chaos_page(report: dict[str, Any]) -> str:
-    """What stands between the markers of `chaos`."""
-    verdicts, latency, ledger = report["verdicts"], report["latency"], report["ledger"]
+    """The Markdown between the markers of `chaos`."""
+    verdicts, latency, metering = report["verdicts"], report["latency"], report["ledger"]
     fleet = f"{report['edges']} edges, {report['routers']} routers, {report['shards']} {report['engine']} shards"
     rows = [
         ("run", f"{report['minutes']:g} minutes, seed {report['seed']}; {fleet}; {report['users']} users"),
@@ -45,17 +46,20 @@ def chaos_page(report: dict[str, Any]) -> str:
         ("requests", f"{report['requests']:,}"),
         ("wrong / lost / doubled", " / ".join(str(verdicts[name]) for name in ("wrong", "lost", "doubled"))),
         (
-            "double-billed / not billed / miscounted",
+            "overmetered / undermetered / miscounted",
             f"{report['double_billed']} / {report['not_billed']} / {verdicts['miscounted']}",
         ),
-        ("whole and right", f"{verdicts['ok']:,}"),
-        ("left by their client (what came was right)", f"{verdicts['left']:,}"),
+        ("complete and right", f"{verdicts['ok']:,}"),
+        ("left by their client (what it received was right)", f"{verdicts['left']:,}"),
         ("failed with a clear error", f"{verdicts['failed']:,}"),
-        ("refused, also when tried again", f"{verdicts['refused']:,}"),
-        ("broken with their connection (what came was right)", f"{verdicts['broken']:,}"),
-        ("failed with no fault to explain it", f"{report['unexplained']}"),
-        ("streams taken up again", f"{report['resumes']:,}"),
-        ("billed exactly / bill lost with its router", f"{ledger['exact']:,} / {ledger['lost_with_their_router']}"),
+        ("rejected, even after retries", f"{verdicts['refused']:,}"),
+        ("broken with their connection (what was received was right)", f"{verdicts['broken']:,}"),
+        ("failed without a fault that explains it", f"{report['unexplained']}"),
+        ("streams resumed", f"{report['resumes']:,}"),
+        (
+            "metered exactly / record lost with its router",
+            f"{metering['exact']:,} / {metering['lost_with_their_router']}",
+        ),
         ("first token, calm (p50 / p99)", f"{_pair(latency['calm']['ttft'])} s"),
         ("first token, under faults", f"{_pair(latency['disturbed']['ttft'])} s"),
         ("longest pause in an answer, calm (p50 / p99)", f"{_pair(latency['calm']['longest_pause'])} s"),
@@ -65,7 +69,7 @@ def chaos_page(report: dict[str, Any]) -> str:
 
 
 def soak_page(report: dict[str, Any]) -> str:
-    """What stands between the markers of `soak`."""
+    """The Markdown between the markers of `soak`."""
     about = (
         f"{report['minutes']:g} minutes, {report['users']} users, {report['requests']:,} requests, "
         f"{report['verdicts']['ok'] + report['verdicts']['left']:,} of them right."
@@ -74,7 +78,7 @@ def soak_page(report: dict[str, Any]) -> str:
 
 
 def _fault_table(report: dict[str, Any]) -> str:
-    heads = ("fault", "times", "requests felt it", "failed", "part back s", "first answer s", "longest pause s")
+    heads = ("fault", "times", "requests in flight", "failed", "restored s", "first answer s", "longest pause s")
     rows = [
         (
             row["kind"],
@@ -89,9 +93,16 @@ def _fault_table(report: dict[str, Any]) -> str:
 
 
 def _memory_table(report: dict[str, Any]) -> str:
-    """Under faults no process lives long enough for a slope to mean anything."""
+    """Under faults no process runs long enough for a slope to be meaningful."""
     if report["num_faults"]:
-        heads = ("process", "lives", "longest watched s", "RSS MB at first", "at the end", "most in any life")
+        heads = (
+            "process",
+            "incarnations",
+            "longest watched s",
+            "RSS MB at first",
+            "at the end",
+            "maximum",
+        )
         rows = [
             (row["name"], str(row["lives"]), f"{row['seconds']:.0f}", *_sizes(row), f"{row['most_mb']}")
             for row in report["memory"]

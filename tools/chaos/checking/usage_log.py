@@ -1,4 +1,4 @@
-"""Reads the routers' logs while they are written, for the bills in them."""
+"""Reads the usage records from the routers' logs while these are being written."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.chaos.ledger import UsageRecord, parse_usage_record
+from tools.chaos.checking.metering import UsageRecord, parse_usage_record
 
 _MAX_READ_BYTES = 4 * 2**20
 
 
 class UsageLog:
-    """Follows files that a BoundedLog writes: what has outgrown its size goes on in a new one, the old one being
-    `path` + ".1"."""
+    """Follows log files that are rotated when they are full. The previous file is `path` + ".1"."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._tails = [_Tail(path) for path in paths]
-        self.bills: list[UsageRecord] = []
+        self.records: list[UsageRecord] = []
 
     def read(self) -> None:
-        """Take what has been written since the last time. Blocks for as long as reading that takes."""
+        """Read what was written since the last call. Blocks while reading."""
         for tail in self._tails:
-            self.bills += [bill for line in tail.new_lines() if (bill := parse_usage_record(line)) is not None]
+            self.records += [record for line in tail.new_lines() if (record := parse_usage_record(line)) is not None]
 
 
 class _Tail:

@@ -1,4 +1,4 @@
-"""Resident memory of the processes over time."""
+"""Watches the resident memory of the processes over time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tools.supervisor.supervised import ProcessStatus
 
 SAMPLE_SECONDS: Final = 5.0
 MAX_SAMPLES: Final = 20_000
-"""Of a process."""
+"""The largest number of samples of one process."""
 MAX_WARM_UP_SECONDS: Final = 900.0
 WARM_UP_SHARE: Final = 1 / 3
-"""Of a process's life, that says nothing about growth; at most MAX_WARM_UP_SECONDS: after ten minutes all that is kept
-for a time (bills, ended answers) has reached its size, and the allocator takes some more until it has room for every
-mixture of it."""
+"""The first part of a process's samples, at most MAX_WARM_UP_SECONDS, is not counted as growth. After ten minutes
+everything that is kept for a limited time (usage records, ended answers) has reached its size, and the allocator takes
+some more memory until it has room for every mixture of it."""
 FLAT_MB_PER_HOUR: Final = 1.0
 FLAT_MB: Final = 0.5
-"""Allocators take memory in pieces: less over all that was watched says nothing."""
+"""Allocators take memory in pieces, so that a smaller rise over the whole time means nothing."""
 MIN_JUDGED_SECONDS: Final = 1500.0
-"""A life that was shorter is not judged: what is kept for a time had not its size for long enough."""
+"""A process that was watched for less time is not judged: what is kept for a limited time had not reached its size."""
 _NUM_BLOCKS: Final = 20
-"""Samples in a row are much alike; the means of so many blocks of them are taken to tell one thing each."""
+"""Successive samples are correlated. The means of so many blocks of them are treated as independent."""
 _MIN_BLOCKS: Final = 5
 
 Sample = tuple[float, int]
@@ -33,8 +33,8 @@ Sample = tuple[float, int]
 
 
 @dataclasses.dataclass(slots=True)
-class Life:
-    """One process, from the first sample to the last."""
+class ProcessMemory:
+    """The memory samples of one process."""
 
     name: str
     role: str
@@ -58,20 +58,20 @@ class Trend:
     error_bytes_per_second: float
     """Twice the slope's standard error."""
     seconds: float
-    """That were watched."""
+    """The time that was watched."""
 
     @property
     def is_flat(self) -> bool:
-        """No more than FLAT_MB_PER_HOUR, or too little to be told from noise."""
+        """Whether the slope is at most FLAT_MB_PER_HOUR, or cannot be distinguished from noise."""
         surely = self.bytes_per_second - self.error_bytes_per_second
         rise_mb = self.bytes_per_second * self.seconds / 1e6
-        return per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or rise_mb <= FLAT_MB or surely <= 0.0
+        return mb_per_hour(self.bytes_per_second) <= FLAT_MB_PER_HOUR or rise_mb <= FLAT_MB or surely <= 0.0
 
 
 class MemoryWatch:
     def __init__(self) -> None:
-        self._lives: dict[int, Life] = {}
-        """By pid."""
+        self._processes: dict[int, ProcessMemory] = {}
+        """Keyed by pid."""
 
     def sample(self, statuses: Iterable[ProcessStatus], at_seconds: float) -> None:
         for status in statuses:
@@ -79,44 +79,44 @@ class MemoryWatch:
                 self.note(status.pid, status.name, status.role, at_seconds, rss_bytes([status.pid]))
 
     def note(self, pid: int, name: str, role: str, at_seconds: float, num_bytes: int) -> None:
-        life = self._lives.setdefault(pid, Life(name, role))
-        if num_bytes and len(life.samples) < MAX_SAMPLES:
-            life.samples.append((at_seconds, num_bytes))
+        process = self._processes.setdefault(pid, ProcessMemory(name, role))
+        if num_bytes and len(process.samples) < MAX_SAMPLES:
+            process.samples.append((at_seconds, num_bytes))
 
     def figures(self) -> list[dict[str, Any]]:
-        """A row for each name: how many processes bore it, and the memory of that which lived longest, warmed up."""
-        by_name: dict[str, list[Life]] = {}
-        for life in self._lives.values():
-            if life.samples:
-                by_name.setdefault(life.name, []).append(life)
-        return [_figures_of(lives) for _, lives in sorted(by_name.items())]
+        """One row for each name: how many processes had it, and the memory of the longest-running one after warm-up."""
+        by_name: dict[str, list[ProcessMemory]] = {}
+        for process in self._processes.values():
+            if process.samples:
+                by_name.setdefault(process.name, []).append(process)
+        return [_figures_of(processes) for _, processes in sorted(by_name.items())]
 
 
-def _figures_of(lives: Sequence[Life]) -> dict[str, Any]:
-    longest = max(lives, key=lambda life: life.seconds)
+def _figures_of(processes: Sequence[ProcessMemory]) -> dict[str, Any]:
+    longest = max(processes, key=lambda process: process.seconds)
     warm = longest.warm_samples
     trend = trend_of(warm)
     return {
         "name": longest.name,
         "role": longest.role,
-        "lives": len(lives),
+        "lives": len(processes),
         "seconds": round(warm[-1][0] - warm[0][0], 1),
         "start_mb": round(warm[0][1] / 1e6, 1),
         "end_mb": round(warm[-1][1] / 1e6, 1),
-        "most_mb": round(max(size for life in lives for _, size in life.samples) / 1e6, 1),
+        "most_mb": round(max(size for process in processes for _, size in process.samples) / 1e6, 1),
         "stretches_mb": [round(size / 1e6, 2) for _, size in stretches_of(warm)],
-        "slope_mb_per_hour": None if trend is None else round(per_hour(trend.bytes_per_second), 2),
-        "slope_error_mb_per_hour": None if trend is None else round(per_hour(trend.error_bytes_per_second), 2),
+        "slope_mb_per_hour": None if trend is None else round(mb_per_hour(trend.bytes_per_second), 2),
+        "slope_error_mb_per_hour": None if trend is None else round(mb_per_hour(trend.error_bytes_per_second), 2),
         "is_flat": None if trend is None or longest.seconds < MIN_JUDGED_SECONDS else trend.is_flat,
     }
 
 
 def soak_problems(figures: Iterable[dict[str, Any]]) -> list[str]:
-    """What must not be when nothing was disturbed."""
+    """What must not happen in a run without faults."""
     problems: list[str] = []
     for row in figures:
         if row["lives"] > 1:
-            problems.append(f"{row['name']} was replaced, with nothing to kill it: {row['lives']} processes")
+            problems.append(f"{row['name']} was replaced although there was no fault: {row['lives']} processes")
         if row["is_flat"] is False:
             problems.append(
                 f"{row['name']} grows by {row['slope_mb_per_hour']:g} MB an hour (uncertain by "
@@ -126,13 +126,13 @@ def soak_problems(figures: Iterable[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def per_hour(bytes_per_second: float) -> float:
+def mb_per_hour(bytes_per_second: float) -> float:
     """MB per hour."""
     return bytes_per_second * 3600 / 1e6
 
 
 def stretches_of(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    """The means of equal stretches."""
+    """The means of blocks of equal length."""
     size = max(1, len(samples) // _NUM_BLOCKS)
     blocks = [samples[at : at + size] for at in range(0, len(samples) - size + 1, size)]
     return [
@@ -142,7 +142,7 @@ def stretches_of(samples: Sequence[Sample]) -> list[tuple[float, float]]:
 
 
 def trend_of(samples: Sequence[Sample]) -> Trend | None:
-    """None for what is too short to tell."""
+    """None if there are too few samples."""
     stretches = stretches_of(samples)
     if len(stretches) < _MIN_BLOCKS:
         return None

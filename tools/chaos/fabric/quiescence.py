@@ -1,4 +1,4 @@
-"""When everything has been answered, nothing may go on in the fabric, and nothing may be missing from it."""
+"""Checks that the fabric is idle and complete after the last answer."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ import grpc
 import grpc.aio
 
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
-from tools.chaos.cluster import Cluster
+from tools.chaos.fabric.cluster import Cluster
 from tools.supervisor.readiness import fleet_is_complete
 
-_REST_SECONDS: Final = 45.0
-"""More than the grace period of the streams whose clients left."""
+_TIMEOUT_SECONDS: Final = 45.0
+"""Longer than the grace period of streams whose clients left."""
 _POLL_SECONDS: Final = 0.25
 
 
-async def wait_rest(cluster: Cluster) -> list[str]:
-    """What is still wrong when time is up; empty when all is at rest."""
-    deadline = time.monotonic() + _REST_SECONDS
-    while wrong := await _what_is_wrong(cluster):
+async def wait_for_quiescence(cluster: Cluster) -> list[str]:
+    """Returns what is still wrong when the time is up. The list is empty as soon as the fabric is idle and complete."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while wrong := await _problems(cluster):
         if time.monotonic() > deadline:
-            return [f"{_REST_SECONDS:g} s after the last answer: {what}" for what in wrong]
+            return [f"{_TIMEOUT_SECONDS:g} s after the last answer: {what}" for what in wrong]
         await asyncio.sleep(_POLL_SECONDS)
     return []
 
 
-async def _what_is_wrong(cluster: Cluster) -> list[str]:
+async def _problems(cluster: Cluster) -> list[str]:
     wrong: list[str] = []
     for name in cluster.names("shard"):
         load = await _load_of(cluster.status(name).address)
         if load is None:
             wrong.append(f"{name} does not answer")
         elif load.num_running or load.num_waiting:
-            wrong.append(f"{name} works on {load.num_running + load.num_waiting} sequences that nobody waits for")
+            wrong.append(
+                f"{name} still runs {load.num_running + load.num_waiting} sequences although all clients are done"
+            )
     num_shards = cluster.config.shard.num_shards
     wrong += [
         f"{name} does not see all {num_shards} shards"

@@ -1,4 +1,4 @@
-"""Makes the planned faults happen."""
+"""Applies the planned faults to the fabric."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tools.chaos.cluster import Cluster
-from tools.chaos.injection.excuses import Disturbance
-from tools.chaos.injection.faults import Fault
-from tools.chaos.injection.proxy import FaultProxy
+from tools.chaos.fabric.cluster import Cluster
+from tools.chaos.fabric.faults import Disturbance, Fault
+from tools.chaos.fabric.proxy import FaultProxy
 from tools.supervisor.supervised import ProcessState
 
 _REPLACED_TIMEOUT_SECONDS: Final = 60.0
@@ -21,7 +20,7 @@ _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGTERM}
 
 
 class Injector:
-    """`disturbances`: what has struck so far, in order."""
+    """`disturbances` lists the faults that have struck so far, in order."""
 
     def __init__(self, cluster: Cluster, seed: int, on_fault: Callable[[str], None]) -> None:
         self._cluster = cluster
@@ -29,11 +28,11 @@ class Injector:
         self._on_fault = on_fault
         self.disturbances: list[Disturbance] = []
         self.num_skipped = 0
-        """The part was already down."""
-        self.never_back: list[str] = []
+        """Faults that were skipped because the part was already down."""
+        self.never_restarted: list[str] = []
 
     async def run(self, faults: Sequence[Fault], begin: float) -> None:
-        """`begin`: of the load, on the monotonic clock. Returns when every fault is over."""
+        """Returns when every fault is over. `begin` is the start of the load on the monotonic clock."""
         async with asyncio.TaskGroup() as group:
             for fault in faults:
                 await asyncio.sleep(max(0.0, begin + fault.at_seconds - time.monotonic()))
@@ -42,7 +41,7 @@ class Injector:
     async def _strike(self, fault: Fault) -> None:
         part = fault.kind.part
         if part in ("clients", "link"):
-            proxies = self._cluster.door_proxies if part == "clients" else self._cluster.link_proxies
+            proxies = self._cluster.edge_proxies if part == "clients" else self._cluster.link_proxies
             name = _pick(list(proxies), fault.choice)
             await self._disturb_link(fault, name, proxies[name])
         elif fault.kind.verb == "restart":
@@ -66,7 +65,7 @@ class Injector:
             return
         disturbance = self._begin(fault, name)
         if not await self._cluster.restart(name):
-            self.num_skipped += 1  # another fault came first
+            self.num_skipped += 1  # another fault struck first
         disturbance.ended_at = time.monotonic()
 
     async def _disturb_process(self, fault: Fault, name: str) -> None:
@@ -80,7 +79,9 @@ class Injector:
             await asyncio.sleep(fault.duration_seconds)
             self._cluster.wake(pid)
         elif not await self._cluster.wait_replaced(name, pid, _REPLACED_TIMEOUT_SECONDS):
-            self.never_back.append(f"{name} was not back {_REPLACED_TIMEOUT_SECONDS:g} s after {fault.kind}")
+            self.never_restarted.append(
+                f"{name} did not restart within {_REPLACED_TIMEOUT_SECONDS:g} s of {fault.kind}"
+            )
         disturbance.ended_at = time.monotonic()
 
     def _begin(self, fault: Fault, name: str) -> Disturbance:

@@ -1,4 +1,4 @@
-"""The fabric under test: the processes of `kvloom up`, with its supervisor, in a data directory of its own. There are
+"""The fabric under test: the processes and the supervisor of `kvloom up`, in a data directory of their own. There are
 proxies between the routers and each shard, and between the clients and the edges."""
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Final
 
 from kvloom.config import KvloomConfig, dump_config
 from kvloom.process.backoff import Backoff
-from tools.chaos.clients.http_client import Doorway
-from tools.chaos.injection.proxy import FaultProxy
+from tools.chaos.fabric.proxy import FaultProxy
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
 from tools.supervisor.processes import STOP_ORDER, pick_free_ports, plan_stages
@@ -31,7 +30,8 @@ _POLL_SECONDS: Final = 0.02
 
 
 class Cluster:
-    """`config`: model filled in; ports are chosen. `on_event`: lines about processes that died and came back."""
+    """`config` must name the model; the ports are chosen here. `on_event` is called with a line whenever a process dies
+    or restarts."""
 
     def __init__(self, config: KvloomConfig, data_dir: Path, on_event: Callable[[str], None]) -> None:
         self.config = config
@@ -40,20 +40,20 @@ class Cluster:
         self._stopped: set[int] = set()
         self._shard_ports: dict[str, int] = {}
         self.link_proxies: dict[str, FaultProxy] = {}
-        """By the shard's name: between it and the routers."""
-        self.door_proxies: dict[str, FaultProxy] = {}
-        """Between the clients and the edges, which share a port; as many as there are edges."""
+        """The proxies between the routers and each shard, by the name of the shard."""
+        self.edge_proxies: dict[str, FaultProxy] = {}
+        """The proxies between the clients and the edges. There are as many as edges, which share a port."""
         self._ports: list[SharedPort] = []
 
     async def start(self) -> None:
-        """Returns when it serves. Raises CommandError. `stop` must be called in any case."""
+        """Returns when the fabric is ready. Raises CommandError. `stop` must be called in any case."""
         config = self.config
         self._ports = [SharedPort(section.host, 0) for section in (config.edge, config.router)]
         config.edge.port, config.router.port = (port.port for port in self._ports)
         shards = [f"shard-{number}" for number in range(config.shard.num_shards)]
         for name in shards:
-            await self._put_proxy_before(name)
-        # After whatever picks a port for itself: that may pick one that nobody listens on yet.
+            await self._start_link_proxy(name)
+        # After everything that picks a port for itself, which could pick one of these before anything listens on them.
         config.safety.port, redis_port, *shard_ports = pick_free_ports(2 + len(shards))
         self._shard_ports.update(zip(shards, shard_ports, strict=True))
         config.redis.url = f"redis://127.0.0.1:{redis_port}/0"
@@ -81,26 +81,26 @@ class Cluster:
         except ChildFailedError as error:
             raise CommandError(f"{error}\n  (logs: {self.folder.log_dir})") from error
         for number in range(config.edge.num_edges):
-            await self._open_door(f"door-{number}")
+            await self._start_edge_proxy(f"edge-proxy-{number}")
         await self._wait_ready()
 
     async def watch(self) -> None:
-        """Never returns; raises what only a fault of the supervisor can cause."""
+        """Never returns. Raises only if the supervisor itself fails."""
         await self._supervisor.watch()
 
     async def stop(self) -> None:
-        """Leaves no process behind. Repeatable."""
+        """Stop all processes and proxies. May be called repeatedly."""
         for pid in list(self._stopped):
             self.wake(pid)
         supervisor = getattr(self, "_supervisor", None)
         if supervisor is not None:
             await supervisor.stop()
-        for proxy in (*self.link_proxies.values(), *self.door_proxies.values()):
+        for proxy in (*self.link_proxies.values(), *self.edge_proxies.values()):
             await proxy.close()
         for port in self._ports:
             port.close()
 
-    # --- who is there
+    # --- processes
 
     @property
     def statuses(self) -> list[ProcessStatus]:
@@ -113,18 +113,19 @@ class Cluster:
         return next(status for status in self.statuses if status.name == name)
 
     @property
-    def doorways(self) -> list[Doorway]:
-        return [Doorway(name, f"http://127.0.0.1:{proxy.port}") for name, proxy in self.door_proxies.items()]
+    def edge_urls(self) -> dict[str, str]:
+        """The URL of each edge proxy, by its name."""
+        return {name: f"http://127.0.0.1:{proxy.port}" for name, proxy in self.edge_proxies.items()}
 
     @property
     def router_address(self) -> str:
-        """That the routers share."""
+        """The address that the routers share."""
         return router_address(self.config)
 
     # --- faults
 
     def signal(self, name: str, signum: signal.Signals) -> int | None:
-        """Returns the pid; None when the process does not run, and nothing was sent."""
+        """Send a signal. Returns the pid, or None if the process is not ready and nothing was sent."""
         status = self.status(name)
         if status.pid is None or status.state != ProcessState.READY:
             return None
@@ -134,7 +135,7 @@ class Cluster:
         return status.pid
 
     async def restart(self, name: str) -> bool:
-        """A planned restart; returns when the predecessor has gone. False when the process was not running steadily."""
+        """Do a planned restart. Returns when the old process has exited, or False if it was not running steadily."""
         try:
             await self._supervisor.replace(name)
         except ChildFailedError:
@@ -142,7 +143,7 @@ class Cluster:
         return True
 
     def wake(self, pid: int) -> None:
-        """End a SIGSTOP. The process may be gone."""
+        """End a SIGSTOP. The process may have died."""
         self._stopped.discard(pid)
         try:
             os.kill(pid, signal.SIGCONT)
@@ -150,7 +151,7 @@ class Cluster:
             return
 
     async def wait_replaced(self, name: str, pid: int, timeout_seconds: float) -> bool:
-        """Until another process of that name serves; False when it takes too long."""
+        """Returns when another process of that name is ready, or False if that takes too long."""
         deadline = time.monotonic() + timeout_seconds
         while (status := self.status(name)).pid in (pid, None) or status.state != ProcessState.READY:
             if time.monotonic() > deadline:
@@ -160,27 +161,27 @@ class Cluster:
 
     # --- setting up
 
-    async def _put_proxy_before(self, shard: str) -> None:
+    async def _start_link_proxy(self, shard: str) -> None:
         proxy = FaultProxy(lambda: ("127.0.0.1", self._shard_ports[shard]))
         await proxy.start()
         self.link_proxies[shard] = proxy
 
     def _behind_proxy(self, spec: ChildSpec) -> ChildSpec:
-        """Shards listen where they are told to and announce their proxy."""
+        """Have a shard listen on the port behind its proxy and announce the proxy."""
         if spec.role != "shard":
             return spec
         announced = f"127.0.0.1:{self.link_proxies[spec.name].port}"
         more = ("--port", str(self._shard_ports[spec.name]), "--advertised-address", announced)
         return dataclasses.replace(spec, argv=(*spec.argv, *more))
 
-    async def _open_door(self, name: str) -> None:
+    async def _start_edge_proxy(self, name: str) -> None:
         proxy = FaultProxy(lambda: (self.config.edge.host, self.config.edge.port))
         await proxy.start()
-        self.door_proxies[name] = proxy
+        self.edge_proxies[name] = proxy
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
         while not await is_complete(self._supervisor.statuses, self.config.shard.num_shards):
             if time.monotonic() > deadline:
-                raise CommandError(f"the fabric did not turn ready in {_READY_TIMEOUT_SECONDS:g} s")
+                raise CommandError(f"the fabric did not become ready within {_READY_TIMEOUT_SECONDS:g} s")
             await asyncio.sleep(0.05)

@@ -1,17 +1,20 @@
-"""The model of a shard's speed: a roofline of one step.
+"""The profile of a shard: a roofline model of the duration of one step.
 
     step seconds = max(tw, a·x) + Σ q·x·(position + x/2)
                    + kv·(context tokens in decode) + 2e-5·(sequences in decode)
 
-x = prefill tokens of one request in this step. Profiles follow the H100 datasheet (989e12 FLOPS and 3.35e12 bytes/s of
-HBM per GPU); the utilisations are assumptions.
+Here x is the number of prefill tokens of one request in this step. Profiles follow the H100 datasheet (989e12 FLOPS and
+3.35e12 bytes/s of HBM per GPU); the utilisations are assumptions.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
+
+from tools.failures import CommandError
 
 _FLOPS: Final = 989e12
 _HBM_BYTES_PER_SECOND: Final = 3.35e12
@@ -21,11 +24,11 @@ PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shard: model and machine. A file for `--profile FILE` is this as JSON or TOML."""
+    """The model and the machine of one shard. A file for `--profile FILE` has this structure in JSON or TOML."""
 
     name: str
     step_floor_seconds: Positive
-    """Reading the weights once, plus overhead: no step is shorter (tw)."""
+    """The time to read the weights once, plus overhead. No step is shorter (tw)."""
     seconds_per_prefill_token: Positive
     """Matrix products (a)."""
     seconds_per_attention_pair: Annotated[float, msgspec.Meta(ge=0)]
@@ -34,9 +37,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Decode attention: reading the KV of one token of context (kv)."""
     seconds_per_decode_sequence: Annotated[float, msgspec.Meta(ge=0)] = 2e-5
     chunk_tokens: PositiveInt
-    """Prefill tokens in one step at most."""
+    """The largest number of prefill tokens in one step."""
     capacity_tokens: PositiveInt
-    """Of KV cache."""
+    """The capacity of the KV cache."""
     max_batch: PositiveInt = 256
     kv_bytes_per_token: PositiveInt = 131072
 
@@ -97,3 +100,22 @@ PROFILES: Final = {
         capacity_tokens=1_250_000,
     ),
 }
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """Raises CommandError."""
+    if name_or_path in PROFILES:
+        return PROFILES[name_or_path]
+    path = Path(name_or_path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CommandError(
+            f"--profile {name_or_path}: neither {', '.join(PROFILES)} nor a file that can be read "
+            f"({error.strerror or error})"
+        ) from error
+    decode = msgspec.toml.decode if path.suffix.lower() == ".toml" else msgspec.json.decode
+    try:
+        return decode(content, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path}: {error}") from error

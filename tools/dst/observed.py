@@ -1,4 +1,4 @@
-"""The entries of a witness: requests, choices and shards as they look from outside."""
+"""The records of a witness: requests, choices and shards as they appear from outside the router core."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ class State(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     MOVING = enum.auto()
-    """The event at hand has cancelled it on its shard: it goes on elsewhere, or ends."""
+    """The current event has cancelled it on its shard: it continues elsewhere, or ends."""
     OVER = enum.auto()
-    """No shard will say more; its end is held, or comes with the actions of the same event."""
+    """No shard will produce more of it. Its finish is held back, or follows among the actions of the same event."""
     DONE = enum.auto()
-    """The client has its finish, or has gone."""
+    """The client has received its finish, or has disconnected."""
 
 
-class SeenChoice:
+class ObservedChoice:
+    """One choice of a request."""
+
     __slots__ = (
         "emitted",
         "finish_reason",
@@ -38,21 +40,21 @@ class SeenChoice:
         "state",
     )
 
-    def __init__(self, request: SeenRequest, spec: ChoiceSpec) -> None:
+    def __init__(self, request: ObservedRequest, spec: ChoiceSpec) -> None:
         self.request = request
         self.spec = spec
         self.state = State.WAITING
         self.place: tuple[str, int] | None = None
-        """Shard and slot, while it runs."""
+        """Shard and slot while it runs."""
         self.emitted: list[int] = []
-        """By the attempts that were its current one."""
+        """Tokens emitted by its attempts, each while it was the current one."""
         self.placed_at = 0.0
-        """By the router's clock."""
+        """When its current attempt was dispatched, by the router's clock."""
         self.num_attempts = 0
         self.num_moves = 0
-        """Attempts that its shard, or the router, ended by no fault of its own."""
+        """Attempts that its shard or the router ended in order to move it."""
         self.limit: int | None = None
-        """Of its last attempt."""
+        """The maximum number of tokens of its last attempt."""
         self.num_starts = 0
         self.num_sent_tokens = 0
         self.sent_text = ""
@@ -60,12 +62,12 @@ class SeenChoice:
 
     @property
     def num_failures(self) -> int:
-        """Attempts that count against it, the last one included."""
+        """Attempts that count against `max_attempts`, including the current one."""
         return self.num_attempts - self.num_moves
 
     @property
     def num_tokens(self) -> int:
-        """Given and emitted."""
+        """Tokens that the request brought along, and tokens emitted since."""
         return len(self.spec.output_token_ids) + len(self.emitted)
 
     @property
@@ -73,7 +75,9 @@ class SeenChoice:
         return self.limit is not None and self.num_tokens >= self.limit
 
 
-class SeenRequest:
+class ObservedRequest:
+    """A request that a router received."""
+
     __slots__ = (
         "arrived_at",
         "avoid_shard_id",
@@ -96,14 +100,14 @@ class SeenRequest:
         self.deadline = now + (request.timeout_seconds or config.request_timeout_seconds)
         self.queue_deadline = min(self.deadline, now + config.max_queue_seconds)
         self.policy = policy
-        """Of the safety service when it came."""
-        self.choices = [SeenChoice(self, spec) for spec in request.choices]
+        """The policy of the safety service when the request arrived."""
+        self.choices = [ObservedChoice(self, spec) for spec in request.choices]
         self.num_attempts = 0
         self.num_prefill_chunks = 0
         self.prefill_chunk: tuple[str, int] | None = None
-        """Shard and slot where a part of its prompt is computed."""
+        """Shard and slot of the prefill chunk that is running for it."""
         self.avoid_shard_id = ""
-        """Where it failed last."""
+        """The shard where it failed last."""
         self.is_duplicate = False
         self.is_ending = False
         self.num_ends = 0
@@ -118,42 +122,44 @@ class SeenRequest:
 
     @property
     def min_window(self) -> int:
-        """Window that a shard needs to run what waits of it, or moves."""
+        """The context window that a shard needs to run its queued and moving choices."""
         num_prompt_tokens = len(self.request.prompt_token_ids)
         if self.request.max_tokens is not None:
             return num_prompt_tokens + self.request.max_tokens
         states = (State.WAITING, State.MOVING)
-        going_on = [choice for choice in self.choices if choice.state in states and not choice.is_at_limit]
-        return num_prompt_tokens + max((choice.num_tokens for choice in going_on), default=0) + 1
+        unfinished = [choice for choice in self.choices if choice.state in states and not choice.is_at_limit]
+        return num_prompt_tokens + max((choice.num_tokens for choice in unfinished), default=0) + 1
 
-    def choice(self, index: int) -> SeenChoice:
+    def choice(self, index: int) -> ObservedChoice:
         return next(choice for choice in self.choices if choice.spec.index == index)
 
 
-class SeenShard:
+class ObservedShard:
+    """A shard that a router knows."""
+
     __slots__ = ("description", "hands_over", "health", "is_draining", "limit", "load", "open")
 
     def __init__(self, description: ShardDescription) -> None:
         self.description = description
         self.is_draining = False
         self.hands_over = False
-        """It drains, and its deadline has passed."""
+        """It drains and its deadline has passed, so that its sequences must move."""
         self.load = ShardLoad()
-        """As last reported."""
+        """The last load report."""
         self.health = HealthState.HEALTHY
-        """As the router last judged it."""
+        """The last state that the router reported."""
         self.limit = OUTSTANDING_PER_BATCH * description.max_batch
-        """Sequences that it is sent at most."""
-        self.open: dict[int, SeenChoice | None] = {}
-        """By slot: what was submitted and has not been finished by the shard, cancelled ones too. None: a probe, or a
-        prefill chunk."""
+        """How many sequences it may have at most."""
+        self.open: dict[int, ObservedChoice | None] = {}
+        """What the shard was sent and has not finished, by slot, including cancelled choices. None stands for a probe
+        or a prefill chunk."""
 
     @property
     def has_room(self) -> bool:
         return len(self.open) < self.limit
 
     def ramp_up(self, num_started: int) -> None:
-        """First tokens came: who gets a trickle of work gets more."""
+        """First tokens arrived: a shard with a low limit may have more sequences."""
         self.limit = min(self.limit + 2 * num_started, OUTSTANDING_PER_BATCH * self.description.max_batch)
 
     @property
@@ -162,18 +168,18 @@ class SeenShard:
 
     @property
     def is_idle(self) -> bool:
-        """It has nothing to do, for this router or any other."""
+        """Whether it has no work from this router or any other."""
         return not self.open and not self.load.num_running and not self.load.num_waiting
 
-    def current(self, slot: int) -> SeenChoice | None:
-        """The choice whose news of this slot counts; None where it was cancelled, lost or never there."""
+    def current(self, slot: int) -> ObservedChoice | None:
+        """The choice whose current attempt runs in this slot. None if it was cancelled, lost or never there."""
         choice = self.open.get(slot)
         if choice is None or choice.place != (self.description.shard_id, slot):
             return None
         return choice
 
-    def can_take(self, request: SeenRequest) -> bool:
-        """It is ready for requests of this kind, with room or without."""
+    def can_take(self, request: ObservedRequest) -> bool:
+        """Whether it serves the model, does not drain, and has a large enough window. It may have no room."""
         return (
             not self.is_draining
             and self.description.model == request.request.model
@@ -181,9 +187,9 @@ class SeenShard:
         )
 
 
-def eligible(shards: dict[str, SeenShard], request: SeenRequest) -> list[SeenShard]:
-    """Shards that could run it: not those that are suspected, and not the one where it has just failed, unless there is
-    no other."""
+def eligible(shards: dict[str, ObservedShard], request: ObservedRequest) -> list[ObservedShard]:
+    """The shards that could run a request. A suspected one, or the one where the request has just failed, is included
+    only if there is no other."""
     able = [shard for shard in shards.values() if shard.can_take(request)]
     able = [shard for shard in able if not shard.is_suspected] or able
     if request.avoid_shard_id and len(able) > 1:

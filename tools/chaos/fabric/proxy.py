@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can stall and reset what goes through it."""
+"""A TCP proxy on loopback that can stall and reset its connections."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CHUNK_BYTES: Final = 64 * 2**10
 _CONNECT_SECONDS: Final = 5.0
 MAX_CONNECTIONS: Final = 4096
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER of zero seconds: what is closed is reset, as when a machine goes away."""
+"""SO_LINGER of zero seconds: a closed connection is reset, as when a machine disappears."""
 
 
 class FaultProxy:
-    """`target`: where connections go, asked for each one; None while there is nothing."""
+    """`target` is called for each connection and returns where it goes, or None while there is no target."""
 
     def __init__(self, target: Callable[[], tuple[str, int] | None]) -> None:
         self._target = target
@@ -45,14 +45,14 @@ class FaultProxy:
         return len(self._connections)
 
     def reset(self, share: float = 1.0, rng: random.Random | None = None) -> int:
-        """Reset that share of the connections, drawn by `rng`; how many it were."""
+        """Reset a share of the connections, drawn with `rng`. Returns how many."""
         chosen = [one for one in self._connections if rng is None or rng.random() < share]
         for connection in chosen:
             connection.reset()
         return len(chosen)
 
     def stall(self) -> None:
-        """Take and pass on nothing, until `heal`; connections stay open."""
+        """Read and forward nothing until `heal`. Connections stay open."""
         self._flows.clear()
 
     def heal(self) -> None:
@@ -88,7 +88,7 @@ class FaultProxy:
         there = asyncio.create_task(self._pump(reader, up_writer), name="proxy, to the server")
         back = asyncio.create_task(self._pump(up_reader, writer), name="proxy, to the client")
         try:
-            # The side that closes first may still be answered; the second one ends it, as does any failure.
+            # The side that closes first may still get data. The connection ends when both have closed or one fails.
             await asyncio.gather(there, back)
         finally:
             for pump in (there, back):
@@ -96,7 +96,7 @@ class FaultProxy:
             await asyncio.gather(there, back, return_exceptions=True)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until the end. Raises OSError when a side is reset."""
+        """Returns at the end of the stream. Raises OSError when a side is reset."""
         while True:
             await self._flows.wait()
             piece = await reader.read(_CHUNK_BYTES)

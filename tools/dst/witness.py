@@ -1,13 +1,11 @@
-"""What a router was told and what it did, written down from outside: the checkers' own view of it.
+"""The checkers' own record of a router, reconstructed from the events that it received and the actions that it took.
 
-Made of nothing but events and actions; never of the core's state. A checker that relied on the core's own books would
-share their errors.
+The witness never reads the core's state: a checker that relied on it would share its errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, CancelOnShard, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
@@ -28,50 +26,49 @@ from router.core.events import (
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
 from router.core.relay.lifecycle import MAX_MOVES, RETRYABLE_REASONS
-from tools.dst.violation import Violation
-from tools.dst.witness.seen import SeenChoice, SeenRequest, SeenShard, State
-
-if TYPE_CHECKING:
-    from tools.dst.checkers import Checks
-    from tools.dst.nodes.router_node import RouterNode
+from tools.dst.checker import Hooks, Violation
+from tools.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
+from tools.dst.views import RouterView
 
 
 class Witness:
+    """A router as seen from outside."""
+
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
-        self.shards: dict[str, SeenShard] = {}
-        self.live: dict[str, SeenRequest] = {}
+        self.shards: dict[str, ObservedShard] = {}
+        self.live: dict[str, ObservedRequest] = {}
         self.models: set[str] = set()
-        """Ever served."""
+        """Models that a shard has ever served."""
         self.policy: tuple[bool, bool] | None = None
-        """Whether the safety service screens prompts and answers; None: it is away."""
+        """Whether the safety service screens prompts and answers. None means that it is down."""
         self.safety_waited_for_until: float | None = None
-        """It is away, and what needs it waits until then."""
-        self.arriving: SeenRequest | None = None
-        """The request of the event at hand, admitted or refused."""
-        self._former: SeenRequest | None = None
-        """It bore the name of `arriving` until it ended in the event at hand."""
+        """While the service is down, requests that need it wait until then."""
+        self.arriving: ObservedRequest | None = None
+        """The request of the current event, admitted or rejected."""
+        self._former: ObservedRequest | None = None
+        """The request with the id of `arriving` that ended in the current event."""
         self.gone_client = ""
         self.now = 0.0
-        """When the event at hand came."""
+        """The time of the current event."""
         self.event: Event | None = None
-        """The one at hand."""
-        self._moving: list[SeenChoice] = []
-        self._waiting: list[SeenRequest] | None = None
-        """As last counted; None: something has changed since."""
-        self._choices: dict[tuple[str, int], SeenChoice] = {}
-        """By client and its slot: choices that have not ended."""
+        """The current event."""
+        self._moving: list[ObservedChoice] = []
+        self._waiting: list[ObservedRequest] | None = None
+        """A cache for `waiting`. None means that something has changed since."""
+        self._choices: dict[tuple[str, int], ObservedChoice] = {}
+        """The choices that have not ended, by client and slot."""
 
-    def waiting(self) -> list[SeenRequest]:
-        """Requests with choices that run nowhere and have not ended."""
+    def waiting(self) -> list[ObservedRequest]:
+        """Requests with choices that are queued: they have not ended and run on no shard."""
         if self._waiting is None:
-            self._waiting = [seen for seen in self.live.values() if seen.is_waiting]
+            self._waiting = [observed for observed in self.live.values() if observed.is_waiting]
         return self._waiting
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def take_event(self, event: Event, now: float) -> None:
-        """Before the core handles it."""
+        """Record an event before the core handles it."""
         self.event = event
         self.now = now
         self._waiting = None
@@ -93,7 +90,7 @@ class Witness:
             case ShardUp():
                 self._lose_shard(event.shard.shard_id)
                 self.models.add(event.shard.model)
-                self.shards[event.shard.shard_id] = SeenShard(event.shard)
+                self.shards[event.shard.shard_id] = ObservedShard(event.shard)
             case ShardDown():
                 self._lose_shard(event.shard_id)
             case ClientGone():
@@ -112,16 +109,16 @@ class Witness:
                 pass
 
     def _take_request(self, event: RequestArrived, now: float) -> None:
-        # While the service is waited for nobody knows its next policy, so that it has to look at everything.
+        # While the service is waited for its next policy is unknown, so that it has to screen everything.
         policy = self.policy if self.safety_waited_for_until is None else (True, True)
-        seen = self.arriving = SeenRequest(event.request, now, self.config, policy)
-        seen.is_duplicate = event.request.request_id in self.live
-        for choice in seen.choices:
+        observed = self.arriving = ObservedRequest(event.request, now, self.config, policy)
+        observed.is_duplicate = event.request.request_id in self.live
+        for choice in observed.choices:
             self._choices[event.request.client_id, choice.spec.slot] = choice
-        if not seen.is_duplicate:
-            self.live[event.request.request_id] = seen
+        if not observed.is_duplicate:
+            self.live[event.request.request_id] = observed
 
-    def _take_step(self, shard: SeenShard, step: Step) -> None:
+    def _take_step(self, shard: ObservedShard, step: Step) -> None:
         shard.ramp_up(sum(start.slot in shard.open for start in step.starts))
         position = 0
         for i, slot in enumerate(step.slots):
@@ -149,8 +146,8 @@ class Witness:
                 if choice is not None:
                     self._leave(choice, shard, can_retry=True)
 
-    def _leave(self, choice: SeenChoice, shard: SeenShard, *, can_retry: bool) -> None:
-        """It runs there no more: it waits for another shard, or its end is near."""
+    def _leave(self, choice: ObservedChoice, shard: ObservedShard, *, can_retry: bool) -> None:
+        """Record that a choice no longer runs on a shard: it is queued for another one, or about to end."""
         choice.place = None
         choice.state = State.OVER
         if can_retry and choice.num_failures < self.config.max_attempts and not choice.is_at_limit:
@@ -159,10 +156,11 @@ class Witness:
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
-    def take_actions(self, actions: Sequence[Action], checks: Checks, node: RouterNode) -> None:
-        """After the core has handled the event. The checkers hear of every part just before it is written down."""
+    def take_actions(self, actions: Sequence[Action], hooks: Hooks, node: RouterView) -> None:
+        """Record the actions of the event that the core has handled. Each hook is called just before its part is
+        recorded."""
         ended = [action for action in actions if isinstance(action, RequestEnded)]
-        self._leave_name(actions)
+        self._find_former(actions)
         for end in ended:
             self._note_ending(end)
         if isinstance(self.event, ShardUp):
@@ -171,23 +169,23 @@ class Witness:
             self._waiting = None
             match action:
                 case SendStep():
-                    self._take_news(action, checks, node)
+                    self._take_client_step(action, hooks, node)
                 case SubmitAttempt() if action.request.client_id == PROBE_CLIENT_ID:
-                    checks.on_probe(node, action)
+                    hooks.on_probe(node, action)
                     self.shards[action.shard_id].open[action.choices[0].slot] = None
                 case SubmitAttempt() if action.prepares:
-                    seen = self.live.get(action.prepares)
-                    checks.on_prefill_chunk(node, seen, action)
-                    self._take_prefill_chunk(seen, action)
+                    observed = self.live.get(action.prepares)
+                    hooks.on_prefill_chunk(node, observed, action)
+                    self._take_prefill_chunk(observed, action)
                 case SubmitAttempt():
-                    seen = self.live.get(action.request.request_id)
-                    checks.on_dispatch(node, seen, action)
-                    if seen is not None:
-                        self._take_attempt(seen, action)
+                    observed = self.live.get(action.request.request_id)
+                    hooks.on_dispatch(node, observed, action)
+                    if observed is not None:
+                        self._take_attempt(observed, action)
                 case CancelOnShard():
                     self._take_cancel(action)
                 case ShardHealthChanged():
-                    checks.on_health(node, action)
+                    hooks.on_health(node, action)
                     shard = self.shards[action.shard_id]
                     if shard.is_suspected and action.state is not HealthState.SUSPECTED:
                         shard.limit = 1
@@ -203,10 +201,10 @@ class Witness:
             for key in [key for key in self._choices if key[0] == self.gone_client]:
                 self._choices.pop(key).state = State.DONE
         for end in ended:
-            self._take_end(end, checks, node)
+            self._take_end(end, hooks, node)
 
-    def _leave_name(self, actions: Sequence[Action]) -> None:
-        """The last bearer of the arriving request's name may have been overdue: it ended just before."""
+    def _find_former(self, actions: Sequence[Action]) -> None:
+        """If an overdue request with the id of the arriving one has just ended, the arriving one is no duplicate."""
         self._former = None
         arriving = self.arriving
         if arriving is None or not arriving.is_duplicate:
@@ -223,15 +221,15 @@ class Witness:
             arriving.is_duplicate = False
             self.live[arriving.request.request_id] = arriving
 
-    def _ramp(self, shard: SeenShard) -> None:
-        """Who comes up while requests wait gets little at first. Those that were overdue wait no more."""
+    def _ramp(self, shard: ObservedShard) -> None:
+        """A shard that comes up while requests are queued gets little work at first. Overdue requests do not count."""
         ramp_start = self.config.overload.ramp_start_requests
         self._waiting = None
         if ramp_start is not None and self.waiting():
             shard.limit = min(shard.limit, ramp_start)
 
-    def _bearer(self, end: RequestEnded) -> SeenRequest | None:
-        """Of the name of what ended."""
+    def _request_of(self, end: RequestEnded) -> ObservedRequest | None:
+        """The request that ended, among those that had its id during this event."""
         former, arriving = self._former, self.arriving
         if former is not None and former.request.request_id == end.request_id and not former.num_ends:
             return former
@@ -240,18 +238,18 @@ class Witness:
         return self.live.get(end.request_id)
 
     def _note_ending(self, end: RequestEnded) -> None:
-        """From now on it does not wait, whatever comes first in the list of actions."""
-        seen = self._bearer(end)
-        if seen is self._former and seen is not None and seen.is_ending:
-            seen = self.live.get(end.request_id)  # both end in one event
-        if seen is not None:
-            seen.is_ending = True
+        """A request that ends in this event is not queued, whatever the order of the actions."""
+        observed = self._request_of(end)
+        if observed is self._former and observed is not None and observed.is_ending:
+            observed = self.live.get(end.request_id)  # both end in one event
+        if observed is not None:
+            observed.is_ending = True
 
-    def _take_attempt(self, seen: SeenRequest, action: SubmitAttempt) -> None:
-        seen.num_attempts += 1
+    def _take_attempt(self, observed: ObservedRequest, action: SubmitAttempt) -> None:
+        observed.num_attempts += 1
         shard = self.shards[action.shard_id]
         for spec in action.choices:
-            choice = seen.choice(spec.index)
+            choice = observed.choice(spec.index)
             choice.state = State.RUNNING
             choice.placed_at = self.now
             choice.num_attempts += 1
@@ -259,18 +257,18 @@ class Witness:
             choice.place = (action.shard_id, spec.slot)
             shard.open[spec.slot] = choice
 
-    def _take_prefill_chunk(self, seen: SeenRequest | None, action: SubmitAttempt) -> None:
+    def _take_prefill_chunk(self, observed: ObservedRequest | None, action: SubmitAttempt) -> None:
         slot = action.choices[0].slot
         self.shards[action.shard_id].open[slot] = None
-        if seen is not None:
-            seen.num_prefill_chunks += 1
-            seen.prefill_chunk = (action.shard_id, slot)
+        if observed is not None:
+            observed.num_prefill_chunks += 1
+            observed.prefill_chunk = (action.shard_id, slot)
 
-    def _drop_prefill_chunk(self, shard: SeenShard, slot: int) -> None:
-        """It has ended, or will."""
-        for seen in self.live.values():
-            if seen.prefill_chunk == (shard.description.shard_id, slot):
-                seen.prefill_chunk = None
+    def _drop_prefill_chunk(self, shard: ObservedShard, slot: int) -> None:
+        """Record that the prefill chunk in a slot has ended or is about to."""
+        for observed in self.live.values():
+            if observed.prefill_chunk == (shard.description.shard_id, slot):
+                observed.prefill_chunk = None
 
     def _take_cancel(self, action: CancelOnShard) -> None:
         shard = self.shards.get(action.shard_id)
@@ -283,45 +281,48 @@ class Witness:
                 choice.place = None
                 choice.state = State.MOVING
                 self._moving.append(choice)
-                choice.num_moves += 1  # unless it ends, which the same event says, it is moved
+                choice.num_moves += 1  # it is moved, unless the same event ends it
 
-    def _take_news(self, action: SendStep, checks: Checks, node: RouterNode) -> None:
+    def _take_client_step(self, action: SendStep, hooks: Hooks, node: RouterView) -> None:
         step = action.step
-        checks.on_step(node, action)
+        hooks.on_step(node, action)
         for start in step.starts:
             self._choice(action.client_id, start.slot).num_starts += 1
         position = 0
         for i, (slot, delta) in enumerate(zip(step.slots, step.deltas, strict=True)):
             count = step.num_tokens[i] if step.num_tokens else 1
             choice = self._choice(action.client_id, slot)
-            checks.on_sent(node, choice, step.token_ids[position : position + count], delta)
+            hooks.on_sent(node, choice, step.token_ids[position : position + count], delta)
             choice.num_sent_tokens += count
             choice.sent_text += delta
             position += count
-        finished: list[tuple[SeenChoice, Finish]] = []
+        finished: list[tuple[ObservedChoice, Finish]] = []
         for finish in step.finishes:
             choice = self._choice(action.client_id, finish.slot)
             del self._choices[action.client_id, finish.slot]
-            checks.on_finish(node, choice, finish)
+            hooks.on_finish(node, choice, finish)
             finished.append((choice, finish))
-        for choice, finish in finished:  # together: what waits of a request is placed, or given up, as a whole
+        for (
+            choice,
+            finish,
+        ) in finished:  # together, because the queued choices of a request are placed or given up as a whole
             self._finish(choice, finish)
 
-    def _choice(self, client_id: str, slot: int) -> SeenChoice:
+    def _choice(self, client_id: str, slot: int) -> ObservedChoice:
         choice = self._choices.get((client_id, slot))
         if choice is None:
-            raise Violation("ends_once", f"{client_id} got news of slot {slot}, which it does not use")
+            raise Violation("ends_once", f"{client_id} got an entry for slot {slot}, which it does not use")
         return choice
 
-    def _finish(self, choice: SeenChoice, finish: Finish) -> None:
+    def _finish(self, choice: ObservedChoice, finish: Finish) -> None:
         choice.state = State.DONE
         choice.place = None
         choice.finish_reason = finish.reason
 
-    def _take_end(self, end: RequestEnded, checks: Checks, node: RouterNode) -> None:
-        seen = self._bearer(end)
-        if seen is not None and self.live.get(end.request_id) is seen:
+    def _take_end(self, end: RequestEnded, hooks: Hooks, node: RouterView) -> None:
+        observed = self._request_of(end)
+        if observed is not None and self.live.get(end.request_id) is observed:
             del self.live[end.request_id]
-        checks.on_ended(node, seen, end)
-        if seen is not None:
-            seen.num_ends += 1
+        hooks.on_ended(node, observed, end)
+        if observed is not None:
+            observed.num_ends += 1

@@ -1,0 +1,41 @@
+"""What is kept of every answer. Records are small because a run has many of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tools.chaos.checking.metering import Delivery
+from tools.chaos.checking.verdicts import Finding, Verdict
+from tools.chaos.clients.questions import UserCall
+from tools.chaos.clients.transcript import Expected, Transcript
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    call: UserCall
+    transcript: Transcript
+    finding: Finding
+    num_due_tokens: int
+    num_received_tokens: int
+
+    @classmethod
+    def of(cls, call: UserCall, expected: Expected, transcript: Transcript, finding: Finding) -> Record:
+        record = cls(call, transcript, finding, expected.num_output_tokens, transcript.num_received_tokens(expected))
+        for choice in transcript.choices:  # they have been judged, and the texts would fill the memory
+            choice.text, choice.token_ids = "", None
+        if not (transcript.num_breaks or transcript.num_takeovers or finding.verdict not in (Verdict.OK, Verdict.LEFT)):
+            transcript.connection_log.clear()
+        return record
+
+    @property
+    def is_complete(self) -> bool:
+        return self.transcript.num_output_tokens is not None
+
+    def delivery(self, *, may_miss_usage_record: bool) -> Delivery:
+        return Delivery(
+            request_ids=tuple(self.transcript.request_ids),
+            num_received_tokens=self.num_received_tokens,
+            num_due_tokens=self.num_due_tokens,
+            is_complete=self.is_complete,
+            may_miss_usage_record=may_miss_usage_record,
+        )

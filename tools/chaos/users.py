@@ -1,0 +1,89 @@
+"""Simulated users: each sends one request after another and checks the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvloom.text.tokenizer import ModelTokenizer
+from tools.chaos.checking.record import Record
+from tools.chaos.checking.verdicts import judge
+from tools.chaos.clients.http_client import HttpClient
+from tools.chaos.clients.oracle import Oracle, prompt_ids_of
+from tools.chaos.clients.questions import Endpoint, Question, UserCall, draw_call, draw_question
+from tools.chaos.clients.sdk_client import SdkClient
+from tools.chaos.clients.transcript import End, Transcript
+
+PATIENCE_SECONDS: Final = 60.0
+"""An answer that has not ended by then is lost."""
+_THINK_SECONDS: Final = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuestionSource:
+    """Where users take their questions from."""
+
+    pool: Sequence[Question] = ()
+    """The only questions. If it is empty, questions are drawn freely."""
+    stop_words: Sequence[str] = ()
+    max_tokens: tuple[int, int] = (8, 90)
+
+    def limited_to(self, num_questions: int, rng: random.Random) -> QuestionSource:
+        """The same, but with a fixed pool of so many questions."""
+        pool = [draw_question(rng, self.stop_words, self.max_tokens) for _ in range(num_questions)]
+        return dataclasses.replace(self, pool=pool)
+
+    def draw(self, rng: random.Random) -> UserCall:
+        question = rng.choice(self.pool) if self.pool else draw_question(rng, self.stop_words, self.max_tokens)
+        return draw_call(rng, question)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UserContext:
+    """What all users share."""
+
+    http: HttpClient
+    sdk: SdkClient
+    oracle: Oracle
+    tokenizer: ModelTokenizer
+    questions: QuestionSource
+    on_record: Callable[[Record], None]
+
+
+async def run_user(context: UserContext, seed: int, number: int, stop: asyncio.Event) -> None:
+    """Send requests until `stop` is set, and wait for the last answer."""
+    rng = random.Random(f"user {number} of {seed}")
+    num_asked = 0
+    while not stop.is_set():
+        num_asked += 1
+        call = context.questions.draw(rng)
+        # Every call has its own random numbers, so that the number of retries does not change the next call.
+        context.on_record(
+            await _ask(context, call, random.Random(rng.getrandbits(64)), f"u{number}-{seed}-{num_asked}")
+        )
+        try:
+            async with asyncio.timeout(rng.random() * _THINK_SECONDS):
+                await stop.wait()
+        except TimeoutError:
+            continue
+
+
+async def _ask(context: UserContext, call: UserCall, rng: random.Random, name: str) -> Record:
+    question = call.question
+    expected = await context.oracle.expected(question)
+    prompt_ids = await prompt_ids_of(question, context.tokenizer)
+    is_sdk = call.endpoint in (Endpoint.SDK_TEXT, Endpoint.SDK_TOKENS)
+    transcript = Transcript.begin(question.n, time.monotonic(), with_token_ids=is_sdk)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await (context.sdk if is_sdk else context.http).ask(call, prompt_ids, transcript, rng, name)
+    except TimeoutError:
+        if transcript.end not in (End.REFUSED, End.UNREACHABLE):
+            transcript.log(f"gave up after event {transcript.num_events}")
+            transcript.end = End.SILENT
+    transcript.ended_at = time.monotonic()
+    return Record.of(call, expected, transcript, judge(expected, transcript))

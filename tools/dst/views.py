@@ -1,0 +1,168 @@
+"""The parts of the simulated world that checkers and nodes may see of one another.
+
+Checkers and the nodes of the world (routers, shards, clients) refer to each other only through these protocols, so that
+no module has to import a module that imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from router.core.core import CoreConfig, RouterCore
+from router.core.events import ChoiceSpec, Event, Request
+from tools.dst.observed import ObservedRequest, ObservedShard
+from tools.dst.scenario import ShardShape
+
+# -- what checkers see ------------------------------------------------------------------------------------------------
+
+
+class WitnessView(Protocol):
+    """The state of a router as its witness reconstructed it from events and actions."""
+
+    shards: dict[str, ObservedShard]
+    live: dict[str, ObservedRequest]
+    models: set[str]
+    policy: tuple[bool, bool] | None
+    safety_waited_for_until: float | None
+    arriving: ObservedRequest | None
+    event: Event | None
+
+    def waiting(self) -> list[ObservedRequest]: ...
+
+
+class AnswerView(Protocol):
+    """One choice as its client sees it."""
+
+    request: Request
+    spec: ChoiceSpec
+    num_tokens: int
+    num_chars: int
+    num_starts: int
+    num_logprobs: int
+
+    @property
+    def script_key(self) -> str: ...
+
+
+class ClientStreamView(Protocol):
+    """The stream between a client and a router."""
+
+    client_id: str
+    is_open_at_client: bool
+
+    @property
+    def open(self) -> Mapping[int, AnswerView]: ...
+
+
+class BlockCacheView(Protocol):
+    def count_overlap(self, hashes: Iterable[int]) -> int: ...
+
+
+class EngineView(Protocol):
+    @property
+    def sequences(self) -> Collection[Any]: ...
+
+
+class ShardView(Protocol):
+    """A shard process."""
+
+    shard_id: str
+    shape: ShardShape
+    has_hung_engine: bool
+
+    @property
+    def cache(self) -> BlockCacheView: ...
+
+    @property
+    def engine(self) -> EngineView: ...
+
+    @property
+    def is_stuck(self) -> bool: ...
+
+
+class ShardStreamView(Protocol):
+    """The stream between a router and a shard."""
+
+    is_open_at_router: bool
+
+
+class RouterView(Protocol):
+    """A router process."""
+
+    name: str
+    config: CoreConfig
+    core: RouterCore
+    tenants: tuple[str, ...]
+    holds_requests: bool
+    is_draining: bool
+    here_since: float
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def witness(self) -> WitnessView: ...
+
+    @property
+    def clients(self) -> Mapping[str, ClientStreamView]: ...
+
+    @property
+    def stuck_shard_ids(self) -> set[str]: ...
+
+
+class TrafficView(Protocol):
+    prompts: dict[tuple[str, str, tuple[int, ...]], None]
+
+
+class WorldView(Protocol):
+    """All processes of one simulation."""
+
+    @property
+    def nodes(self) -> Sequence[RouterView]: ...
+
+    @property
+    def shards(self) -> Sequence[ShardView]: ...
+
+    @property
+    def traffic(self) -> TrafficView: ...
+
+
+# -- what nodes see of one another ------------------------------------------------------------------------------------
+
+
+class RouterProcess(Protocol):
+    """A router as its streams to clients, shards and the safety service see it. The mappings hold these streams."""
+
+    number: int
+    is_alive: bool
+    safety: Any
+
+    @property
+    def clients(self) -> dict[str, Any]: ...
+
+    @property
+    def streams(self) -> dict[str, Any]: ...
+
+    @property
+    def connecting(self) -> dict[str, Any]: ...
+
+    def post(self, callback: Callable[..., None], *args: Any) -> None: ...
+
+    def handle(self, event: Event) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+    def connect(self, shard: Any, *, replace: bool = False) -> None: ...
+
+    def reconnect_safety(self) -> None: ...
+
+
+class ShardProcess(ShardView, Protocol):
+    """A shard as its streams to the routers see it."""
+
+    def accept(self, stream: Any) -> None: ...
+
+    def lose(self, stream: Any) -> None: ...
+
+    def receive(self, stream: Any, message: object) -> None: ...
