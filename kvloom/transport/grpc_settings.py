@@ -2,7 +2,7 @@
 the SDK does not, since its process is the user's.
 
 gRPC's event engine reads sockets with its own pool of threads. Without it, the thread that waits for completions reads
-them, and a message takes two thread switches fewer (docs/performance.md).
+them, and a message takes two thread switches fewer (docs/notes/performance/experiments.md).
 """
 
 from __future__ import annotations

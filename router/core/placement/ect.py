@@ -1,7 +1,7 @@
 """ECT, estimated completion cost: the time to the request's first token, plus the delay that it causes to all others.
 
-All terms are seconds of a shard's time, so that weights are few and dimensionless. docs/routing.md says how they were
-chosen, and how they do on traces that they were not chosen on.
+All terms are seconds of a shard's time, so that weights are few and dimensionless.
+docs/notes/routing/policy-comparison.md describes how they were chosen, and how they do on other traces.
 """
 
 from __future__ import annotations

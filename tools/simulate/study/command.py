@@ -1,4 +1,4 @@
-"""`kvloom bench routing`: the tables of docs/routing.md, from the traces, with one command."""
+"""`kvloom bench routing`: the tables of docs/notes/routing/policy-comparison.md, from the traces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def perform_job(job: Job, report_progress: ProgressCallback) -> RunReport | Capa
 def study_command(
     mooncake: Path, weka: Path, results_dir: Path, page: Path | None, only: str | None, jobs: int | None
 ) -> None:
-    """Simulate all that docs/routing.md claims: every policy on public traces, and the default one under stress."""
+    """Simulate all tables of docs/notes/routing: every policy on public traces, and the default one under stress."""
     plan = StudyPlan(str(mooncake), str(weka))
     names = _choose(plan, only)
     if page is not None:

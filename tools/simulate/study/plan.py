@@ -1,4 +1,4 @@
-"""The simulations behind the tables of docs/routing.md."""
+"""The simulations behind the tables of docs/notes/routing/policy-comparison.md."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_the_fleet_holds_what_it_says():
 
 
 def test_the_report_is_whole_and_readable_by_scripts():
-    """Every figure of the page in docs/routing.md comes from this object."""
+    """Every figure of docs/notes/routing/prefix-index.md comes from this object."""
     arguments = ["--shards", "5", "--blocks", "100000", "--prompt-tokens", "512", "--snapshot-blocks", "9000"]
     result = CliRunner().invoke(bench_index, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
