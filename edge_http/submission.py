@@ -13,7 +13,6 @@ from edge_http.answers.answer import Answer, PromptSink
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
 from edge_http.resume.resumable_stream import ResumableStream
-from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
 from kvloom.router_link.link import LinkRequest
@@ -47,7 +46,6 @@ async def run_submission(
     edge: Edge,
     submission: Submission,
     answer: Answer,
-    events: EventSink | None = None,
     on_submitted: Callable[[int, int], None] = _on_submitted,
 ) -> None:
     """Submit the requests and wait for the end of the answer. Raises the error that ended it. No request is left
@@ -76,8 +74,9 @@ async def run_submission(
         if answer.num_open:
             for handle in handles:
                 edge.link.cancel(handle)
-        num_events = events.num_events if events else 0
-        edge.metrics.on_answer(submission.operation, submission.model, answer, submission.num_prompt_tokens, num_events)
+        edge.metrics.on_answer(
+            submission.operation, submission.model, answer, submission.num_prompt_tokens, answer.num_events
+        )
     if answer.error is not None:
         if answer.error.field == GUIDE_FIELD:  # only the engine's compiler finds this error
             answer.error.field = submission.guide_field
@@ -93,7 +92,7 @@ async def run_resumable(
 ) -> None:
     """As `run_submission`, for an answer that outlives its connection. Never raises."""
     try:
-        await run_submission(edge, submission, answer, stream, on_submitted)
+        await run_submission(edge, submission, answer, on_submitted)
     except KvloomError:
         pass  # it is the answer's error as well
     except Exception:

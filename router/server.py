@@ -21,8 +21,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.transport.local_server import LocalServer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router.answers.named_calls import NamedCalls
-from router.answers.resumable_answers import ResumableAnswers
-from router.answers.resume_metrics import ResumeMetrics
+from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.core import RouterCore
 from router.core.events import DrainEnded, DrainStarted

@@ -117,6 +117,11 @@ class Answer(abc.ABC):
         }
 
     @property
+    def num_events(self) -> int:
+        """The number of server-sent events; 0 for an answer that is not streamed."""
+        return 0
+
+    @property
     def first_start(self) -> SequenceStart | None:
         """The start of the choice that started first; None if no choice has started."""
         return next(iter(self.starts.values()), None)

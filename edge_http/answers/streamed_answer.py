@@ -76,8 +76,8 @@ class StreamedAnswer(Answer):
         self.num_output_tokens += len(token_ids)
 
     @property
-    def events(self) -> EventSink:
-        return self._events
+    def num_events(self) -> int:
+        return self._events.num_events
 
     @property
     def _is_visible(self) -> bool:

@@ -106,7 +106,7 @@ async def generate(
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(job.prompt_sizes, job.n, shape, events, _headers(request, name), **_wishes(request, job))
     try:
-        await run_submission(edge, _submission(edge, request, job, name), streamed, events)
+        await run_submission(edge, _submission(edge, request, job, name), streamed)
     except KvloomError:
         if not events.begun:
             raise

@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp.abc import AbstractStreamWriter
 
 from edge_http.openai.response_formatters import encode_json
-from edge_http.resume.commit_cursor import CommitCursor
+from edge_http.resume.commit_gate import CommitCursor
 from edge_http.resume.response_name import ResponseName
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError

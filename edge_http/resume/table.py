@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from edge_http.metrics import EdgeMetrics
-from edge_http.resume.commit_cursor import CommitCursor
-from edge_http.resume.commit_gate import CommitGate
+from edge_http.resume.commit_gate import CommitCursor, CommitGate
 from edge_http.resume.publication import Publication
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream

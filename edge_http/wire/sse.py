@@ -69,7 +69,7 @@ class EventSink(Protocol):
         ...
 
     def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
-        """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
+        """Send one event. Returns False if the reader is too slow: the event was not sent, and the stream must end."""
         ...
 
     def fast_writer(
@@ -115,7 +115,7 @@ class WriteCoalescer:
 
 
 class EventStream:
-    """One response. `send` and `end` never raise or block; what is sent to a lost connection is dropped."""
+    """The EventSink of one response. What is sent to a lost connection is dropped."""
 
     __slots__ = (
         "_after_text",
@@ -158,7 +158,6 @@ class EventStream:
         return self._num_events
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Send status 200 and the headers. Values must be free of line breaks."""
         self.begun = True
         lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
         lines.append("Transfer-Encoding: chunked\r\n" if self._chunked else "")
@@ -177,7 +176,6 @@ class EventStream:
             self._write(bytes(corked))
 
     def send(self, prefix: bytes, payload: bytes, suffix: bytes) -> bool:
-        """Send one event. False: the reader is too slow, the event was not sent and the stream must end."""
         transport = self._transport
         if transport is None or transport.is_closing() or self.ended:
             return True

@@ -27,6 +27,8 @@ _NOUNS: Final = Nouns("response", "answer", "call")
 class AnswerName:
     """What identifies an answer."""
 
+    key: str
+    """Identifies it among all callers' answers (router/answers/named_calls.py)."""
     request_id: str
     token: str
     client_id: str

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import quote
 
 import structlog
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError, invalid_argument
@@ -17,7 +19,6 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answer import AnswerName, ResumableAnswer
-from router.answers.resume_metrics import ResumeMetrics
 from router.core.events import ClientGone, RequestArrived
 from router.core_driver import CoreDriver
 from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
@@ -31,6 +32,46 @@ MAX_EVENTS: Final = 2**62
 """No answer has as many."""
 
 _numbers = itertools.count(1)
+
+
+class ResumeMetrics:
+    """The metrics of resumable answers, which are updated once for each answer, never for each response."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"kvloom_router_{name}", text, registry=registry)
+
+        self._resumed = counter("resumed_streams", "Generate streams taken up again by their client.")
+        self._replayed = counter("replayed_responses", "Responses that were there before their reader came.")
+        self._expired = counter("expired_answers", "Answers cancelled because no client came back.")
+        self._evicted = counter("evicted_answers", "Answers whose responses were forgotten to keep others'.")
+        self._unclaimed = counter(
+            "unclaimed_responses",
+            "Responses of expired answers that came after their client had left: work for nobody.",
+        )
+
+    def watch(
+        self, num_kept: Callable[[], float], num_unattended: Callable[[], float], num_bytes: Callable[[], float]
+    ) -> None:
+        for name, text, function in (
+            ("resumable_answers", "Answers that can be resumed.", num_kept),
+            ("unattended_answers", "Of those, running ones that no client reads.", num_unattended),
+            ("resume_bytes", "Held for resumable answers.", num_bytes),
+        ):
+            Gauge(f"kvloom_router_{name}", text, registry=self._registry).set_function(function)
+
+    def on_resumed(self, num_replayed: int) -> None:
+        self._resumed.inc()
+        self._replayed.inc(num_replayed)
+
+    def on_expired(self, num_unclaimed: int) -> None:
+        self._expired.inc()
+        self._unclaimed.inc(num_unclaimed)
+
+    def on_evicted(self) -> None:
+        self._evicted.inc()
 
 
 class ResumableAnswers:
@@ -54,7 +95,6 @@ class ResumableAnswers:
         self.address = ""
         """host:port where only this router listens."""
         self._answers: dict[str, ResumableAnswer] = {}
-        self._keys: dict[ResumableAnswer, str] = {}
         self._admissions: dict[ResumableAnswer, asyncio.Task[None]] = {}
         self._retention: StreamRetention[ResumableAnswer] = StreamRetention(config, self._remove, metrics.on_evicted)
         metrics.watch(
@@ -82,7 +122,7 @@ class ResumableAnswers:
             message = f"A request named {request_id[:MAX_NAME_CHARS]!r} is still kept: resume it."
             raise KvloomError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST_ID, message, field="request_id")
         answer = ResumableAnswer(
-            AnswerName(request_id, token, f"resumable#{next(_numbers)}"),
+            AnswerName(key, request_id, token, f"resumable#{next(_numbers)}"),
             num_wanted_choices(request),
             self._retention.new_log(request.starting_after),
             self._config.grace_seconds,
@@ -94,7 +134,6 @@ class ResumableAnswers:
         self._named_calls.open(key, answer.name.client_id, lambda: self._on_settled(answer))
         answer.is_known_to_client = bool(request.resume_token)
         self._answers[key] = answer
-        self._keys[answer] = key
         self._retention.add(answer)
         named = GenerateRequest()
         named.CopyFrom(request)
@@ -151,7 +190,7 @@ class ResumableAnswers:
         client_id = answer.name.client_id
         self._dispatcher.remove_client(client_id)
         self._dispatcher.dispatch(ClientGone(client_id))
-        self._named_calls.close(self._keys[answer], client_id)
+        self._named_calls.close(answer.name.key, client_id)
         if answer.error is not None and not answer.has_responses:
             self._remove(answer)  # refused: the same request may succeed when it is repeated
         else:
@@ -169,9 +208,7 @@ class ResumableAnswers:
         self._remove(answer)
 
     def _remove(self, answer: ResumableAnswer) -> None:
-        key = self._keys.pop(answer, None)
-        if key is not None:
-            del self._answers[key]
+        if self._answers.pop(answer.name.key, None) is not None:
             self._retention.discard(answer)
             answer.close()
 

@@ -1,19 +1,20 @@
-"""Edges that share a Redis, in one process: they die as by kill -9, and clients take their streams up elsewhere."""
+"""Edges that share a Redis, in one process: they die as by kill -9, and clients resume their streams at another
+edge."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from kvloom.config import EdgeConfig, EdgeResumeConfig, RedisConfig
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import FakeRequest, answer
+from tests.fakes.resume_world import client, until
 from tests.fakes.resuming_client import ResumingClient
 
-CHAT = "/v1/chat/completions"
 _prefixes = itertools.count()
 
 
@@ -39,18 +40,8 @@ async def edges(
         yield started
 
 
-def client(world: EdgeWorld, key: str = "secret") -> ResumingClient:
-    return ResumingClient(world.url + CHAT, {"Authorization": f"Bearer {key}"})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
-            await asyncio.sleep(0.001)
-
-
 async def begin(world: EdgeWorld, stop_after: int) -> tuple[ResumingClient, FakeRequest]:
-    """A stream that has lost its connection after that many events: the opening, and tokens."""
+    """Returns a stream that has lost its connection after that many events, the opening and tokens, and its request."""
     streamed = client(world)
     reading = asyncio.create_task(streamed.begin(chat_body(stream=True), stop_after=stop_after))
     request = await world.link.next_request()
@@ -67,7 +58,7 @@ async def published(peers: EdgeMembership) -> None:
 
 
 async def die(world: EdgeWorld, peers: EdgeMembership) -> None:
-    """As kill -9 does it: no word to Redis or to clients, and the port is closed."""
+    """Stop as kill -9 does: nothing is sent to Redis or to clients, and the port is closed."""
     task = peers._publisher._task
     assert task is not None
     peers._publisher._stopping.set()
@@ -80,7 +71,7 @@ async def die(world: EdgeWorld, peers: EdgeMembership) -> None:
 
 
 async def left_by_a_dead_edge(redis: RedisConfig) -> tuple[ResumingClient, int]:
-    """Who has read an answer to its end, and the port of the edge that had it."""
+    """Returns a client that has read an answer to its end, and the port of the edge that had it."""
     async with edge_world() as world:
         peers = join(world, redis)
         world.link.script = answer("Hel", "lo")

@@ -1,4 +1,4 @@
-"""What the tests of resumable streams share."""
+"""Helpers that the tests of resumable streams share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def unattended(world: EdgeWorld, count: int = 1) -> None:
-    """Return once so many responses have no reader."""
+    """Return once exactly that many responses have no reader."""
     await until(lambda: sum(not stream.is_attended for stream in world.edge.resume.streams.values()) == count)
 
 

@@ -1,4 +1,4 @@
-"""A client that loses its connection where a test wants, and takes the stream up again."""
+"""A client that loses its connection where a test wants it to, and resumes the stream."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ResumingClient:
     status: int = 0
 
     async def begin(self, body: dict[str, Any], *, stop_after: int | None = None, resume: str = "on") -> None:
-        """Make the request and read until that many events are here; then drop the connection."""
+        """Make the request, read until that many events have arrived, and then drop the connection."""
         headers = {"x-kvloom-resume": resume, **self.headers}
         async with self._session() as http, http.post(self.url, json=body, headers=headers) as response:
             self.response_id = response.headers.get("x-kvloom-response-id", "")
             await self._read(response, stop_after)
 
     async def resume(self, *, stop_after: int | None = None, by_header: bool = False, **headers: str) -> int:
-        """Take it up behind the last event that is here. Returns the status."""
+        """Resume the stream behind the last event that has arrived. Returns the status."""
         params = {"stream": "true", "starting_after": str(0 if by_header else len(self.events))}
         more = {"Last-Event-ID": str(len(self.events))} if by_header and self.events else {}
         url = f"{self.url}/{self.response_id}"

@@ -1,4 +1,5 @@
-"""What a router says of a request, told from any point on, for answers that go on elsewhere."""
+"""The updates that a router sends for a request, playable from any point on, for answers that continue at another
+edge."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import Any
 
 from edge_http.recovery.edge_membership import EdgeMembership
 from kvloom.v1.generation_pb2 import TokenLogprobs
-from tests.fakes.edge_peers import CHAT, die, until
+from tests.fakes.edge_peers import die
 from tests.fakes.edge_world import EdgeWorld, chat_body
 from tests.fakes.fake_router_link import FakeRequest
+from tests.fakes.resume_world import CHAT, until
 from tests.fakes.resuming_client import ResumingClient
 
 COMPLETIONS = "/v1/completions"
@@ -19,7 +21,7 @@ TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", 
 
 
 class Script:
-    """What a router says of a request, from any point on: deterministic, as real answers are."""
+    """The updates that a router sends for a request: deterministic, as those of real answers are."""
 
     def __init__(self, n: int = 1, *, logprobs: bool = False) -> None:
         steps = [("start", index, 0) for index in range(n)]
@@ -43,7 +45,7 @@ class Script:
                 request.finish(index=index)
 
     def check(self, request: FakeRequest, begin: int) -> None:
-        """That `request` goes on exactly behind the steps before `begin`."""
+        """Asserts that `request` continues exactly behind the steps before `begin`."""
         done = self.steps[:begin]
         ended = {index for what, index, _ in done if what == "finish"}
         wanted: dict[int, tuple[list[int], int]] = {}
@@ -57,7 +59,7 @@ class Script:
         assert partial_choices == wanted
 
     def restart(self, request: FakeRequest, begin: int) -> None:
-        """As a router does: those that go on start anew."""
+        """Start the remaining choices again, as a router does."""
         for choice in request.request.partial_choices:
             request.start(choice.index, shard_id="another", num_cached_tokens=9)
         self.play(request, max(begin, sum(what == "start" for what, _, _ in self.steps)))
@@ -79,7 +81,7 @@ def kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
 
 
 def same_but_names(events: list[bytes]) -> list[bytes]:
-    """Without what differs between two requests."""
+    """Removes what differs between two requests."""
     return [re.sub(rb'"(id|created|queue_time_seconds)":("[^"]*"|[\d.]+)', b"", event) for event in events]
 
 
@@ -97,7 +99,7 @@ async def undisturbed(world: EdgeWorld, path: str, body: dict[str, Any], script:
 
 
 async def begin_live(world: EdgeWorld, path: str, body: dict[str, Any], script: Script, end: int, **headers: str):
-    """A client that reads up to the step `end`, and the router's end of its request."""
+    """Returns a client that reads up to the step `end`, and the router's end of its request."""
     streamed = client(world, path, **headers)
     reading = asyncio.create_task(streamed.begin(body))
     request = await world.link.next_request()
@@ -113,7 +115,7 @@ async def kill(world: EdgeWorld, peers: EdgeMembership, reading: asyncio.Task[An
 
 
 async def end_at(world: EdgeWorld, path: str, streamed: ResumingClient, script: Script, begin: int) -> None:
-    """The client comes to another edge, which goes on behind the step `begin`, up to the end."""
+    """The client comes to another edge, which continues the answer behind the step `begin`, up to its end."""
     streamed.url = world.url + path
     back = asyncio.create_task(streamed.resume())
     rest = await world.link.next_request()

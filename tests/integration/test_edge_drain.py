@@ -7,15 +7,15 @@ import json
 
 import pytest
 
-from tests.fakes.edge_peers import begin, client, edges
+from tests.fakes.edge_peers import begin, edges
 from tests.fakes.edge_world import chat_body
 from tests.fakes.fake_router_link import answer
-from tests.fakes.resume_world import CHAT
+from tests.fakes.resume_world import CHAT, client
 
 
 async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: str) -> None:
-    """As in the process (edge_http/server/process.py): the client gets from another edge what it has missed, and the
-    rest, which that one asks its router for."""
+    """As in the process (edge_http/server/process.py): the client gets the events that it missed from another edge, and
+    the rest, which that edge requests from its router."""
     async with edges(redis_url) as ((first, peers), (second, _)):
         first.edge.config.drain_timeout_seconds = 0.05
         streamed, request = await begin(first, 2)
@@ -41,9 +41,9 @@ async def test_at_its_deadline_it_leaves_what_was_written_to_others(redis_url: s
 
 @pytest.mark.parametrize("is_at_another", [True, False])
 async def test_what_it_has_left_to_others_is_not_denied(redis_url: str, is_at_another: bool) -> None:
-    """Between its last word to Redis and its last connection an edge has no answers any more, and others still pass
-    their clients on to it: these get theirs from the journal, or are told to come back, never that there is no such
-    response. (`kvloom chaos` found it.)"""
+    """Between its last write to Redis and its last connection an edge has no answers any more, and other edges still
+    forward their clients to it. These get their answers from the journal or are asked to come back, and never get the
+    error that there is no such response. (`kvloom chaos` found it.)"""
     async with edges(redis_url) as ((first, peers), (second, _)):
         first.link.script = answer("Hel", "lo")
         whole, ended = client(first), client(first)

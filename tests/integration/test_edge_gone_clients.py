@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.fakes.edge_peers import CHAT, edges, published, until
+from tests.fakes.edge_peers import edges, published
 from tests.fakes.edge_world import EdgeWorld, chat_body
+from tests.fakes.resume_world import CHAT, until
 from tests.fakes.resuming_client import ResumingClient
 
 _RESET: bytes = struct.pack("ii", 1, 0)

@@ -1,4 +1,4 @@
-"""Streams that lose their connection go on where they were, over real sockets."""
+"""Streams that lose their connection are resumed at the position they had reached, over real sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def world() -> AsyncIterator[EdgeWorld]:
 
 
 def normalized(events: list[bytes]) -> list[Any]:
-    """Without what no two requests have in common."""
+    """Removes what differs between any two requests."""
     return [
         event if event == b"[DONE]" else {**json.loads(event), "id": "", "created": 0, "kvloom": None}
         for event in events
@@ -94,7 +94,7 @@ def fails_in_the_middle(request: FakeRequest) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 async def test_drop_after_every_event(world: EdgeWorld, name: str) -> None:
-    """Wherever the connection breaks, what the client ends up with is what an undisturbed stream would have had."""
+    """Wherever the connection breaks, the client ends up with the events of an undisturbed stream."""
     path, body, script = SCENARIOS[name]
     world.link.script = script
     undisturbed = client(world, path)
@@ -111,7 +111,7 @@ async def test_drop_after_every_event(world: EdgeWorld, name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_any_sequence_of_drops_gives_the_same_events(world: EdgeWorld, seed: int) -> None:
-    """Seeded: tokens, drops, returns and replays of what is already there, in any order."""
+    """Seeded: tokens, drops, returns and replays of events that the client already has, in any order."""
     rng = random.Random(seed)
     streamed = client(world)
     drop = asyncio.create_task(streamed.begin(chat_body(stream=True, n=2), stop_after=rng.randrange(4)))
@@ -146,7 +146,7 @@ async def test_any_sequence_of_drops_gives_the_same_events(world: EdgeWorld, see
 
 
 async def test_first_byte_names_the_response(world: EdgeWorld) -> None:
-    """A stream that breaks before its first event can be taken up too, so its id cannot be in the events only."""
+    """A stream that breaks before its first event can be resumed too, so its id must not be in the events only."""
     world.link.script = answer("x")
     async with world.http.post(world.url + CHAT, json=chat_body(stream=True)) as response:
         assert response.headers["x-kvloom-response-id"].startswith("chatcmpl-")
@@ -160,8 +160,8 @@ async def test_first_byte_names_the_response(world: EdgeWorld) -> None:
 
 
 async def test_later_reader_takes_over(world: EdgeWorld) -> None:
-    """A client often returns before the server has noticed that it was gone. The one that it left is told why it ends,
-    so that two clients do not take the stream from each other for ever."""
+    """A client often returns before the server has noticed that it was gone. The connection that it left gets the
+    reason for its end, so that two clients do not take the stream from each other for ever."""
     first, second = client(world), client(world)
     begin = asyncio.create_task(first.begin(chat_body(stream=True)))
     request = await world.link.next_request()
@@ -179,7 +179,8 @@ async def test_later_reader_takes_over(world: EdgeWorld) -> None:
 
 
 async def test_repeated_post_with_its_key_is_the_same_request(world: EdgeWorld) -> None:
-    """Before the first byte a client knows no id but its own. With that it gets its answer, and no second one."""
+    """Before the first byte, a client knows only the key that it chose. With the key it gets its answer, not a second
+    one."""
     dropped = client(world)
     dropped.headers["Idempotency-Key"] = "mine-1"
     begin = asyncio.create_task(dropped.begin(chat_body(stream=True)))
@@ -211,7 +212,7 @@ async def test_repeated_post_with_its_key_is_the_same_request(world: EdgeWorld) 
 
 
 async def test_drop_before_the_first_byte_without_a_key_cancels(world: EdgeWorld) -> None:
-    """No client has learned the id: nobody could come back, so nothing is generated."""
+    """No client has learned the id, so no client could come back, and nothing is generated."""
     dropped = client(world)
     begin = asyncio.create_task(dropped.begin(chat_body(stream=True)))
     request = await world.link.next_request()
@@ -223,7 +224,7 @@ async def test_drop_before_the_first_byte_without_a_key_cancels(world: EdgeWorld
 
 
 async def test_refusal_keeps_its_status_and_is_not_kept(world: EdgeWorld) -> None:
-    """A refused request has not begun: its client sees why, and the same request may succeed next time."""
+    """A refused request has not begun: its client gets the reason, and the same request may succeed next time."""
     world.link.script = lambda request: request.fail(ErrorReason.ERROR_REASON_QUEUE_FULL)
     refused = client(world)
     refused.headers["Idempotency-Key"] = "again"
@@ -255,7 +256,7 @@ async def test_http_1_0_client_resumes_without_chunks(world: EdgeWorld) -> None:
 
 
 async def test_long_replay_waits_for_its_reader() -> None:
-    """A replay much larger than the buffer for slow readers comes whole, at the reader's pace."""
+    """A replay much larger than the buffer for slow readers arrives completely, at the reader's pace."""
     async with edge_world(EdgeConfig(max_buffered_bytes=16 * 1024)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -278,7 +279,7 @@ async def test_long_replay_waits_for_its_reader() -> None:
 
 
 async def test_official_client_reads_a_resumable_stream(world: EdgeWorld) -> None:
-    """Ids, headers and options of resuming are nothing that the openai client stumbles over."""
+    """The ids, headers and options of resuming do not disturb the openai client."""
     world.link.script = answer("Hel", "lo")
     official = openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="none", max_retries=0)
     stream = await official.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Who may resume a stream, for how long and how much of it; and what is left when nobody does."""
+"""Which clients may resume a stream, for how long and how much of it; and what remains if none does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def world() -> AsyncIterator[EdgeWorld]:
 
 
 async def test_stream_not_begun_as_resumable_is_cancelled_at_once(world: EdgeWorld) -> None:
-    """Most clients that go away never come back: their answers must cost nothing more."""
+    """Most clients that go away never come back: their answers must not cost anything more."""
     plain = client(world)
     begin = asyncio.create_task(plain.begin(chat_body(stream=True), stop_after=1, resume="off"))
     request = await world.link.next_request()
@@ -32,7 +32,7 @@ async def test_stream_not_begun_as_resumable_is_cancelled_at_once(world: EdgeWor
 
 
 async def test_grace_zero_turns_resuming_off() -> None:
-    """0 means: cancel at once, whatever the client asks for."""
+    """With 0, an answer is cancelled at once, whatever the client asks for."""
     async with edge_world(config(grace_seconds=0)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -45,7 +45,7 @@ async def test_grace_zero_turns_resuming_off() -> None:
 
 
 async def test_on_by_default_and_off_by_header() -> None:
-    """An operator may turn it on for clients that cannot send the header; a client may still refuse."""
+    """An operator may enable resuming for clients that cannot send the header; a client may still refuse."""
     async with edge_world(config(by_default=True)) as world:
         for resume, is_kept in (("on", True), ("off", False)):
             dropped = client(world)
@@ -62,7 +62,7 @@ async def test_on_by_default_and_off_by_header() -> None:
 
 
 async def test_client_that_does_not_return_is_cancelled() -> None:
-    """Nobody reads it: after the grace period the engine stops, and the response is gone."""
+    """No client reads the answer: after the grace period the engine stops, and the response is gone."""
     async with edge_world(config(grace_seconds=0.05)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -82,7 +82,7 @@ async def test_client_that_does_not_return_is_cancelled() -> None:
 
 
 async def test_returning_in_time_stops_the_clock() -> None:
-    """The grace period is for being away; a client that is there has all the time it needs."""
+    """The grace period covers absence only; a client that is connected has all the time it needs."""
     async with edge_world(config(grace_seconds=0.1)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -101,7 +101,8 @@ async def test_returning_in_time_stops_the_clock() -> None:
 
 
 async def test_finished_answer_is_kept_until_it_expires() -> None:
-    """The last events are as easily lost as any; but not for ever, for memory is finite."""
+    """The last events can be lost like any other, so a complete answer is kept; but not for ever, because memory is
+    finite."""
     async with edge_world(config(grace_seconds=0.2)) as world:
         world.link.script = answer("Hello")
         dropped = client(world)
@@ -117,7 +118,7 @@ async def test_finished_answer_is_kept_until_it_expires() -> None:
 
 
 async def test_other_callers_find_nothing(world: EdgeWorld) -> None:
-    """Another key gets the very answer that it would get for an id that never was, on every door."""
+    """On every route, another key gets the same answer as for an id that never existed."""
     world.link.script = answer("secret")
     owner = client(world)
     await owner.begin(chat_body(stream=True), stop_after=1)
@@ -140,7 +141,7 @@ async def test_other_callers_find_nothing(world: EdgeWorld) -> None:
 
 
 async def test_evicted_events_are_said_to_be_gone() -> None:
-    """The buffer is bounded: who comes too late for an event is told so, instead of getting an answer with a hole."""
+    """The buffer is bounded: a client that is too late for an event gets an error, not an answer with a gap."""
     async with edge_world(config(max_response_bytes=8192)) as world:
         reader = client(world)
         begin = asyncio.create_task(reader.begin(chat_body(stream=True)))
@@ -160,7 +161,7 @@ async def test_evicted_events_are_said_to_be_gone() -> None:
 
 
 async def test_stream_that_nobody_could_take_up_whole_is_cancelled() -> None:
-    """Once an event that no client has is forgotten, going on would be for nothing."""
+    """Once an event that no client has is forgotten, continuing would be useless."""
     async with edge_world(config(max_response_bytes=8192)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -176,7 +177,8 @@ async def test_stream_that_nobody_could_take_up_whole_is_cancelled() -> None:
 
 
 async def test_all_responses_together_are_bounded() -> None:
-    """However many clients drop, memory stays within `max_bytes`: complete answers go first, the oldest first."""
+    """However many clients drop, memory stays within `max_bytes`: complete answers are evicted first, the oldest before
+    the others."""
     async with edge_world(config(max_bytes=64 * 1024)) as world:
         world.link.script = answer(*["x" * 1000] * 8)
         clients = []
@@ -191,7 +193,8 @@ async def test_all_responses_together_are_bounded() -> None:
 
 
 async def test_unattended_answers_are_bounded() -> None:
-    """Clients that ask and run away must not hold all places of the edge: the longest gone make way."""
+    """Clients that leave after their request must not occupy the whole capacity of the edge: the answers that were left
+    first are abandoned."""
     async with edge_world(config(max_unattended=2)) as world:
         clients, requests = [], []
         for _ in range(5):
@@ -237,7 +240,7 @@ async def test_cancel_ends_it_at_once(world: EdgeWorld) -> None:
     ],
 )
 async def test_bad_positions_are_refused(world: EdgeWorld, query: str, headers: dict[str, str], param: str) -> None:
-    """A position that cannot be is the client's error, named, and disturbs no reader."""
+    """An impossible position is the client's error, is named, and disturbs no reader."""
     world.link.script = answer("x")
     dropped = client(world)
     await dropped.begin(chat_body(stream=True), stop_after=1)

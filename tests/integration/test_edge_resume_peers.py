@@ -1,4 +1,4 @@
-"""Streams that are taken up again at another edge: while the one that began them lives, and after it has died."""
+"""Streams that are resumed at another edge, while the edge that began them lives and after it has died."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import redis.asyncio
 
 from edge_http.recovery.edge_membership import EdgeMembership
 from kvloom.config import RedisConfig
-from tests.fakes.edge_peers import CHAT, begin, client, die, edges, join, left_by_a_dead_edge, published, until
+from tests.fakes.edge_peers import begin, die, edges, join, left_by_a_dead_edge, published
 from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 from tests.fakes.redis_server import redis_server
+from tests.fakes.resume_world import CHAT, client, until
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ async def pair(redis_url: str) -> AsyncIterator[list[tuple[EdgeWorld, EdgeMember
 
 
 async def test_another_edge_passes_on_to_the_owner(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
-    """A load balancer sends a returning client anywhere: missed events and live ones come all the same."""
+    """A load balancer may send a returning client to any edge: the client gets missed events and live ones all the
+    same."""
     (first, _), (second, _) = pair
     streamed, request = await begin(first, 4)
     request.tokens("missed ")
@@ -74,7 +76,8 @@ async def test_any_sequence_of_drops_at_any_edge_gives_the_same_events(redis_url
 
 
 async def test_drop_between_client_and_relay_starts_the_clock(redis_url: str) -> None:
-    """The owner must learn through the other edge that its client has gone, and may cancel then."""
+    """The edge that holds the answer must notice through the other edge that its client is gone, and may cancel
+    then."""
     async with edges(redis_url, grace_seconds=0.2) as ((first, peers), (second, _)):
         streamed, request = await begin(first, 2)
         await published(peers)
@@ -88,7 +91,7 @@ async def test_drop_between_client_and_relay_starts_the_clock(redis_url: str) ->
 
 
 async def test_cancel_at_another_edge(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
-    """Stop means stop, wherever the load balancer sends it."""
+    """A cancellation takes effect wherever the load balancer sends it."""
     (first, peers), (second, _) = pair
     streamed, request = await begin(first, 2)
     await published(peers)
@@ -103,7 +106,7 @@ async def test_cancel_at_another_edge(pair: list[tuple[EdgeWorld, EdgeMembership
 
 
 async def test_other_callers_find_nothing_elsewhere(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
-    """Neither through the relay nor in the journal; the answer is that for an id that never was."""
+    """Neither through the other edge nor in the journal; the answer is the same as for an id that never existed."""
     (first, peers), (second, _) = pair
     streamed, _ = await begin(first, 2)
     await published(peers)
@@ -119,7 +122,7 @@ async def test_other_callers_find_nothing_elsewhere(pair: list[tuple[EdgeWorld, 
 
 
 async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
-    """What was complete is replayed to the last byte, though the edge that wrote it is dead."""
+    """A complete answer is replayed to the last byte, although the edge that wrote it is dead."""
     (first, peers), (second, _) = pair
     first.link.script = answer("Hel", "lo")
     whole, streamed = client(first), client(first)
@@ -134,7 +137,7 @@ async def test_finished_answer_survives_its_edge(pair: list[tuple[EdgeWorld, Edg
 
 
 async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str) -> None:
-    """A supervisor starts a dead edge again at its address: with nothing in memory, it still has its journal."""
+    """A supervisor restarts a dead edge at its address: with nothing in memory, it still has its journal."""
     redis = RedisConfig(url=redis_url, key_prefix="edge-resume-restarted")
     whole, port = await left_by_a_dead_edge(redis)
     async with edge_world(port=port) as after:
@@ -146,7 +149,8 @@ async def test_edge_that_was_restarted_knows_what_it_had_written(redis_url: str)
 
 
 async def test_owner_that_dies_behind_a_relay(pair: list[tuple[EdgeWorld, EdgeMembership]]) -> None:
-    """The relay must not end the stream as if it were complete: the client sees a broken connection, and returns."""
+    """The forwarding edge must not end the stream as if it were complete: the client sees a broken connection, and
+    returns."""
     (first, peers), (second, _) = pair
     streamed, request = await begin(first, 2)
     await published(peers)
@@ -167,7 +171,7 @@ async def test_owner_that_dies_behind_a_relay(pair: list[tuple[EdgeWorld, EdgeMe
 
 
 async def test_journal_is_bounded_and_may_overlap(redis_url: str) -> None:
-    """Old entries go, so Redis cannot fill up; a client that needs one of those is told that it is gone."""
+    """Old entries are dropped, so that Redis cannot fill up; a client that needs one of them gets an error."""
     async with edges(redis_url, max_journal_bytes=2 * 2**20) as ((first, peers), (second, _)):
         streamed, request = await begin(first, 2)
         for _ in range(30):
@@ -181,7 +185,7 @@ async def test_journal_is_bounded_and_may_overlap(redis_url: str) -> None:
 
 
 async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
-    """Streams go on and are resumable at their edge; once Redis is back the others know them too."""
+    """Streams continue and are resumable at their edge; once Redis is back, the other edges know them too."""
     redis = redis_server()
     await asyncio.to_thread(redis.start)
     try:
@@ -203,9 +207,9 @@ async def test_redis_outage_harms_nothing_but_resuming_elsewhere() -> None:
 
 
 async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
-    """Empty, as after a crash: until the edges have announced themselves again a client is told to come back, never
-    that its answer is gone; and what had ended is written again, so that it survives its edge. (`kvloom chaos` found
-    it.)"""
+    """It is empty, as after a crash. Until the edges have announced themselves again, a client is asked to come back
+    later, and never gets the error that its answer is gone. Ended answers are written again, so that they survive their
+    edge. (`kvloom chaos` found it.)"""
     async with edges(redis_url) as ((first, peers), (second, _)):
         first.link.script = answer("Hel", "lo")
         whole, streamed = client(first), client(first)
@@ -224,8 +228,8 @@ async def test_redis_that_starts_anew_loses_no_answer(redis_url: str) -> None:
 
 
 async def test_connections_to_a_redis_that_was_replaced_cost_nothing(redis_url: str) -> None:
-    """The pool finds out one by one that they are dead. An edge that was killed while its journal waited a second
-    because of one of them left answers that nobody could find. (`kvloom chaos` found it.)"""
+    """The pool detects one by one that they are dead. An edge that was killed while its journal waited a second because
+    of one of them left answers that no other edge could find. (`kvloom chaos` found it.)"""
     async with edges(redis_url, 1) as ((world, peers),):
         journal = peers._publisher._journal
         await asyncio.gather(*(journal.redis.ping() for _ in range(4)))

@@ -1,4 +1,4 @@
-"""Resumable streams under clients that do not read, and under many that come and go."""
+"""Resumable streams with clients that do not read, and with many clients that disconnect and return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.resume_world import CHAT, client, config, unattended, until
 
 
 async def test_slow_reader_loses_its_connection_but_not_its_answer() -> None:
-    """It is cut off as any slow reader, and can come back for the rest."""
+    """It is cut off like any slow reader, and can come back for the rest."""
     async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -57,7 +57,7 @@ async def test_slow_reader_loses_its_connection_but_not_its_answer() -> None:
 
 
 async def test_events_that_go_while_they_are_replayed() -> None:
-    """A reader slower than the log forgets is told so; it never gets an answer with a hole."""
+    """A reader that is slower than the log forgets gets an error; it never gets an answer with a gap."""
     async with edge_world(config(max_response_bytes=16 * 2**20)) as world:
         dropped = client(world)
         begin = asyncio.create_task(dropped.begin(chat_body(stream=True), stop_after=1))
@@ -91,7 +91,8 @@ async def test_events_that_go_while_they_are_replayed() -> None:
 
 
 async def test_reader_that_is_stuck_in_a_replay_harms_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dead connection is given up some time; the client has long come back on another, which must not be hit."""
+    """A dead connection is cut off after some time. By then the client has returned on another connection, which must
+    not be affected."""
     monkeypatch.setattr("edge_http.resume.resumable_stream.CATCH_UP_SECONDS", 0.1)
     async with edge_world(config(max_response_bytes=32 * 2**20)) as world:
         dropped = client(world)
@@ -123,7 +124,7 @@ async def test_reader_that_is_stuck_in_a_replay_harms_no_successor(monkeypatch: 
 
 
 async def test_stuck_reader_of_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that takes nothing does not count as a client for ever."""
+    """A connection that reads nothing does not count as a client for ever."""
     monkeypatch.setattr("edge_http.resume.resumable_stream.CATCH_UP_SECONDS", 0.05)
     async with edge_world(config(max_response_bytes=32 * 2**20, grace_seconds=0.1)) as world:
         dropped = client(world)
@@ -149,8 +150,8 @@ async def test_stuck_reader_of_a_replay_is_cut_off(monkeypatch: pytest.MonkeyPat
 
 
 async def test_nothing_is_left_when_all_clients_are_gone() -> None:
-    """Hundreds of clients that drop, return, take over, cancel or never come back: no place, task, byte or request in
-    the fabric stays behind."""
+    """Hundreds of clients disconnect, return, take over, cancel or never come back: no permit, task, byte or request in
+    the fabric is left behind."""
     async with edge_world(config(grace_seconds=0.1, max_unattended=20, max_bytes=400_000)) as world:
         rng = random.Random(7)
 

@@ -16,8 +16,9 @@ from edge_http.server.process import EdgeListenOptions, serve_edge
 from kvloom.config import KvloomConfig, RedisConfig
 from kvloom.process import service
 from kvloom.v1.router_service_pb2 import FleetState
-from tests.fakes.edge_peers import CHAT, left_by_a_dead_edge
+from tests.fakes.edge_peers import left_by_a_dead_edge
 from tests.fakes.fake_router_link import FakeRouterLink, answer
+from tests.fakes.resume_world import CHAT
 from tests.fakes.router_world import eventually
 from tests.fakes.tiny_tokenizer import model_tokenizer
 

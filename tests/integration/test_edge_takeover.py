@@ -1,4 +1,4 @@
-"""A running answer goes on at another edge when the one that wrote it is gone: the client's events are those of an
+"""A running answer continues at another edge when the edge that wrote it is gone: the client's events are those of an
 undisturbed stream, byte for byte, whatever it asked for and wherever the edge dies."""
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import pytest
 from edge_http.recovery.edge_membership import EdgeMembership
 from edge_http.resume.commit_gate import CommitGate
 from kvloom.router_link.tracked_request import Assignment
-from tests.fakes.edge_peers import edges, published, until
+from tests.fakes.edge_peers import edges, nothing, published
 from tests.fakes.edge_world import EdgeWorld
 from tests.fakes.redis_server import redis_server
+from tests.fakes.resume_world import until
 from tests.fakes.scripted_answer import (
     COMPLETIONS,
     begin_live,
@@ -32,8 +33,8 @@ Pair = list[tuple[EdgeWorld, EdgeMembership]]
 
 @pytest.mark.parametrize("kind", kinds())
 async def test_killed_anywhere(redis_url: str, kind: str) -> None:
-    """Behind any of the router's news: the whole is what it would have been, the router is asked for what is missing,
-    and only for choices that have not ended."""
+    """After any of the router's updates: the whole answer is what it would have been, and the router is asked for the
+    missing rest only, and only for choices that have not ended."""
     path, body, script = kinds()[kind]
     async with edges(redis_url) as ((first, _), _):
         expected = await undisturbed(first, path, body, script)
@@ -67,7 +68,7 @@ async def test_killed_anywhere(redis_url: str, kind: str) -> None:
 
 
 async def test_two_edges_die_in_a_row(redis_url: str) -> None:
-    """Whoever has taken an answer over leaves as much to the next one as its first edge had."""
+    """An edge that has taken an answer over leaves as much to the next edge as the first edge left to it."""
     path, body, script = kinds()["chat with all"]
     async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
         expected = await undisturbed(first, path, body, script)
@@ -84,7 +85,7 @@ async def test_two_edges_die_in_a_row(redis_url: str) -> None:
 
 
 async def test_second_edge_dies_before_it_has_written_anything(redis_url: str) -> None:
-    """Between its claim and its journal: the third edge goes on from what the first one left."""
+    """It dies between its claim and its first journal entry: the third edge continues from what the first edge left."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)
@@ -101,7 +102,7 @@ async def test_second_edge_dies_before_it_has_written_anything(redis_url: str) -
 
 
 async def test_two_clients_race(redis_url: str) -> None:
-    """At two edges at once: one of these goes on, the other passes on to it; the router is asked once."""
+    """At two edges at once: one of these continues the answer, the other forwards to it; the router is asked once."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, _), (third, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)
@@ -125,8 +126,8 @@ async def test_two_clients_race(redis_url: str) -> None:
 
 
 async def test_hung_edge_that_wakes_up(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds that another edge has taken its answer over: it shows nothing of what it has generated since, tells its
-    reader, ends the request, and the journal of the other one is left alone."""
+    """It detects that another edge has taken its answer over. It shows nothing of what it has generated since, breaks
+    its reader off, cancels the request, and leaves the other edge's journal alone."""
     monkeypatch.setattr("edge_http.recovery.peer_proxy.ANSWER_SECONDS", 0.1)
     monkeypatch.setattr("edge_http.recovery.peer_proxy.PROBE_SECONDS", 0.1)
     path, body, script = kinds()["chat"]
@@ -166,8 +167,8 @@ async def test_hung_edge_that_wakes_up(redis_url: str, monkeypatch: pytest.Monke
 
 
 async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
-    """The routers of the dead edge hear how much of each attempt was delivered: the bills less the credits are what
-    the client got."""
+    """The routers of the dead edge learn how much of each attempt was delivered: the metered tokens less the credited
+    ones are what the client got."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
         for world, link_id in ((first, "link-1"), (second, "link-2"), (third, "link-3")):
@@ -192,11 +193,11 @@ async def test_losses_are_reported_and_add_up(redis_url: str) -> None:
 
 
 async def test_what_the_journal_never_heard_of_is_not_billed(redis_url: str) -> None:
-    """An edge may die between its submit and the write that tells of it: a router may have given it tokens meanwhile,
-    and none of them was shown."""
+    """An edge may die between a submit and the write that records it. A router may have sent it tokens meanwhile, and
+    none of them was shown, so none of them is metered."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
-        first.edge.losses, second.edge.losses = Ledger("link-1", is_told=False), Ledger("link-2")
+        first.edge.losses, second.edge.losses = Ledger("link-1", knows_attempts=False), Ledger("link-2")
         one._publisher._keep_at = 0.0  # as a second later
         streamed = client(first, path)
         reading = asyncio.create_task(streamed.begin(body))
@@ -213,18 +214,18 @@ async def test_what_the_journal_never_heard_of_is_not_billed(redis_url: str) -> 
 
 
 class Ledger:
-    """Of one link."""
+    """The loss reports of one link."""
 
-    def __init__(self, link_id: str, *, is_told: bool = True) -> None:
+    def __init__(self, link_id: str, *, knows_attempts: bool = True) -> None:
         self.reported: list[tuple[str, str, int]] = []
         self._link_id = link_id
-        self._is_told = is_told
+        self._knows_attempts = knows_attempts
 
     def link_ids(self) -> list[str]:
         return [self._link_id]
 
     def assignments(self, handle: int) -> list[Assignment]:
-        if not self._is_told:
+        if not self._knows_attempts:
             return []
         return [Assignment(self._link_id, 3 if self._link_id == "link-2" else 5 if self._link_id == "link-3" else 0)]
 
@@ -233,7 +234,7 @@ class Ledger:
 
 
 async def test_several_prompts(redis_url: str) -> None:
-    """One of them has ended: only the other is asked for, under its own name."""
+    """One of them has ended: only the other is requested, under its own name."""
     body = {
         "model": "tiny",
         "prompt": ["the fox", "the dog"],
@@ -270,8 +271,8 @@ async def test_several_prompts(redis_url: str) -> None:
 
 
 async def test_redis_away_holds_nothing_up() -> None:
-    """Streams go on without Redis, with one pause of `commit_seconds` at most. A client that is then ahead of the
-    journal when its edge dies is told that its events are gone, not given others."""
+    """Streams continue without Redis, with one pause of at most `commit_seconds`. A client that is ahead of the journal
+    when its edge dies gets the error that its events are gone, not different events."""
     redis = redis_server()
     await asyncio.to_thread(redis.start)
     try:
@@ -291,7 +292,8 @@ async def test_redis_away_holds_nothing_up() -> None:
 
 
 async def test_client_ahead_of_the_journal(redis_url: str) -> None:
-    """With `commit_seconds` = 0 nothing waits for Redis; who has seen more than it knows gets `events_gone`."""
+    """With `commit_seconds` = 0 no event waits for Redis; a client that has seen more than the journal has gets
+    `events_gone`."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, commit_seconds=0) as ((first, one), (second, _)):
         streamed = client(first, path)
@@ -300,7 +302,7 @@ async def test_client_ahead_of_the_journal(redis_url: str) -> None:
         script.play(request, 0, 3)
         await until(lambda: len(streamed.events) == 3)
         await published(one)
-        one._publisher._flush = _nothing  # pyright: ignore[reportAttributeAccessIssue]
+        one._publisher._flush = nothing  # pyright: ignore[reportAttributeAccessIssue]
         script.play(request, 3, 5)
         await until(lambda: len(streamed.events) == 4)
         await kill(first, one, reading)
@@ -316,12 +318,8 @@ async def test_client_ahead_of_the_journal(redis_url: str) -> None:
         assert streamed.done
 
 
-async def _nothing() -> None:
-    pass
-
-
 async def test_full_edge_takes_nothing_over(redis_url: str) -> None:
-    """It says so, and the answer is there for another one."""
+    """It answers with an error, and the response is available to another edge."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, _), (third, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)
@@ -337,7 +335,7 @@ async def test_full_edge_takes_nothing_over(redis_url: str) -> None:
 
 
 async def test_nobody_comes_for_what_was_taken_over(redis_url: str) -> None:
-    """The client that came was gone again: the answer is cancelled after the grace period, as any other."""
+    """The client that returned is gone again: the answer is cancelled after the grace period, like any other."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, grace_seconds=0.3) as ((first, one), (second, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)

@@ -1,5 +1,5 @@
-"""A Redis that does not answer in the middle of a takeover costs time, not the answer: whatever it has done by then,
-or does when it wakes up, the client that comes back gets the rest. (`kvloom chaos` found it.)"""
+"""A Redis that does not answer in the middle of a takeover costs time, not the answer: whatever it has executed by
+then, or executes later, the client that comes back gets the rest. (`kvloom chaos` found it.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.scripted_answer import begin_live, client, end_at, kill, kinds,
 
 
 def lose_next_answer(monkeypatch: pytest.MonkeyPatch, peers: EdgeMembership, command: str) -> None:
-    """Redis does what it is told, and that edge hears nothing of it."""
+    """Redis executes the next command, but the edge gets no answer to it."""
     redis = peers._journal.redis
     tell = getattr(redis, command)
 
@@ -32,7 +32,8 @@ def lose_next_answer(monkeypatch: pytest.MonkeyPatch, peers: EdgeMembership, com
 async def test_takeover_that_was_cut_short_is_made_good(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, command: str, comes_to: str
 ) -> None:
-    """The claim is made (`eval`), by an edge that does not know it, or that cannot read the journal (`xrange`) then."""
+    """The claim exists (`eval`), but its edge does not know it; or the edge cannot read the journal afterwards
+    (`xrange`)."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
         expected = await undisturbed(first, path, body, script)
@@ -52,7 +53,7 @@ async def test_takeover_that_was_cut_short_is_made_good(
 
 
 async def test_claim_that_was_never_made_is_made_again(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may just as well not have heard of it; meanwhile a third edge goes on with the answer, and keeps it."""
+    """Redis may just as well not have received it; meanwhile a third edge continues the answer, and keeps it."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, two), (third, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)
@@ -72,8 +73,8 @@ async def test_claim_that_was_never_made_is_made_again(redis_url: str, monkeypat
 
 
 async def test_answer_that_turns_out_to_have_ended_is_there_for_all_who_come(redis_url: str) -> None:
-    """Its edge died between the end and the note that nothing is left to do: whoever claims it replays it, gives it
-    back, and can replay it again."""
+    """Its edge died between the answer's end and the note that nothing is left to do. The edge that claims it replays
+    it, releases the claim, and can replay it again."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url, count=3) as ((first, one), (second, _), (third, _)):
         streamed, request, reading = await begin_live(first, path, body, script, 4)
@@ -94,8 +95,8 @@ async def test_answer_that_turns_out_to_have_ended_is_there_for_all_who_come(red
 async def test_writes_that_were_made_unheard_push_nothing_out_of_the_journal(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis keeps as many entries as the edge knows of. What is written again, since nobody said that it had been
-    written, is there twice, and what came before has to stay."""
+    """Redis keeps as many entries as the edge has counted. An entry that is written again, because no answer confirmed
+    it, is there twice, and earlier entries have to stay."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         whole = client(first, path)

@@ -1,10 +1,12 @@
-"""Who may take a running answer over, and which: with its key, as its caller, and never one that was given up."""
+"""Which callers may have a running answer taken over, and which answers: with its key, as its caller, and never one
+that was given up."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tests.fakes.edge_peers import edges, published, until
+from tests.fakes.edge_peers import edges, published
+from tests.fakes.resume_world import until
 from tests.fakes.scripted_answer import (
     begin_live,
     client,
@@ -14,9 +16,9 @@ from tests.fakes.scripted_answer import (
 
 
 async def test_same_key_at_another_edge(redis_url: str) -> None:
-    """A client that repeats its POST gets the answer that it began: passed on while its edge lives, also before the
-    first event, and taken over when it has died; another body under the key is refused; another caller has keys of its
-    own."""
+    """A client that repeats its POST gets the answer that it began: forwarded while its edge lives, also before the
+    first event, and taken over after the edge has died. Another body under the key is refused. Another caller has its
+    own keys."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         waiting = client(first, path, **{"Idempotency-Key": "k"})
@@ -49,7 +51,7 @@ async def test_same_key_at_another_edge(redis_url: str) -> None:
 
 
 async def test_key_of_an_answer_that_is_forgotten(redis_url: str) -> None:
-    """A request that was refused, or cancelled, may be made again under its key, at any edge."""
+    """A request that was refused or cancelled may be repeated under its key, at any edge."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, _), (second, _)):
         refused = client(first, path, **{"Idempotency-Key": "k"})
@@ -66,7 +68,7 @@ async def test_key_of_an_answer_that_is_forgotten(redis_url: str) -> None:
 
 
 async def test_wrong_caller_takes_nothing_over(redis_url: str) -> None:
-    """It gets the very answer of an unknown id, and nothing is begun for it."""
+    """It gets the same answer as for an unknown id, and no request is submitted for it."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)
@@ -78,7 +80,7 @@ async def test_wrong_caller_takes_nothing_over(redis_url: str) -> None:
 
 
 async def test_cancelled_answer_is_not_revived(redis_url: str) -> None:
-    """What its client cancelled, or nobody came back for in time, is over, though its edge dies later."""
+    """An answer that its client cancelled, or abandoned for too long, is over, although its edge dies later."""
     path, body, script = kinds()["chat"]
     async with edges(redis_url) as ((first, one), (second, _)):
         streamed, _, reading = await begin_live(first, path, body, script, 4)

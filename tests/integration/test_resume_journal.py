@@ -13,8 +13,8 @@ NUM_ROUNDS = 50
 
 
 async def test_an_edge_that_announces_itself_takes_nobody_for_dead(redis_url: str) -> None:
-    """The others may only not have announced themselves yet. A client that came back at that moment was told that its
-    answer was gone (chaos, seed 1: an edge woke up just when Redis had been replaced)."""
+    """The other edges may only not have announced themselves yet. A client that came back at that moment got the error
+    that its answer was gone (chaos, seed 1: an edge woke up just when Redis had been replaced)."""
     for number in range(NUM_ROUNDS):
         asking, announcing = (ResumeJournal(redis_url, f"journal-test-{number}") for _ in range(2))
         async with contextlib.aclosing(asking.redis), contextlib.aclosing(announcing.redis):

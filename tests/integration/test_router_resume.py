@@ -1,4 +1,4 @@
-"""`Generate` with `resumable` and `Resume`: whatever breaks, a client ends up with every response once, and is billed
+"""`Generate` with `resumable` and `Resume`: whatever breaks, a client ends up with every response once, and is metered
 once."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
 async def test_a_dropped_stream_goes_on_where_it_was(world: RouterWorld) -> None:
-    """The missed responses as they were, then those that come; again and again, and billed once."""
+    """The client gets the missed responses unchanged and then new ones, again and again, and is metered once."""
     await start(world)
     stream = Stream(world)
     await stream.begin()
@@ -33,7 +33,7 @@ async def test_a_dropped_stream_goes_on_where_it_was(world: RouterWorld) -> None
 
 
 async def test_the_replay_is_the_same_however_often(world: RouterWorld) -> None:
-    """From any position, during the answer and after its end: byte for byte what the first reader got."""
+    """From any position, during the answer and after its end, it is byte for byte what the first reader got."""
     await start(world)
     stream = Stream(world)
     await stream.begin()
@@ -65,7 +65,7 @@ async def test_a_stream_that_breaks_before_its_first_response_is_resumable(world
 
 
 async def test_a_request_whose_client_never_heard_of_it_ends_at_once(world: RouterWorld) -> None:
-    """Nobody can come back to an answer whose drawn token was never sent; with a token of its own a client can."""
+    """No client can come back to an answer whose drawn token was never sent; with a token of its own a client can."""
     await start(world)
     stream = Stream(world)
     await stream.begin()
@@ -115,7 +115,8 @@ async def test_another_router_says_where_to_go(world: RouterWorld) -> None:
 
 
 async def test_without_its_client_an_answer_ends_after_the_grace_period(world: RouterWorld) -> None:
-    """An engine works for nobody no longer than that; what was generated until then is billed, once."""
+    """An engine works without a reader no longer than that; the tokens that were generated until then are metered,
+    once."""
     shard = await start(world, grace_seconds=0.2)
     stream = Stream(world, max_tokens=4000)
     await stream.begin()
@@ -146,7 +147,7 @@ async def test_what_is_not_resumable_is_cancelled_at_once(
 
 
 async def test_by_default_can_be_set(world: RouterWorld) -> None:
-    """An operator may make all streams resumable; a client may still say no."""
+    """An operator may make all streams resumable; a client may still decline."""
     await start(world, by_default=True)
     for resumable, numbered in ((None, True), (False, False)):
         stream = Stream(world, resumable=resumable, request_id=f"{resumable}")
@@ -156,7 +157,8 @@ async def test_by_default_can_be_set(world: RouterWorld) -> None:
 
 
 async def test_what_is_no_longer_kept_is_an_error_not_a_gap(world: RouterWorld) -> None:
-    """Buffers are bounded: who asks for what is gone is told, and the engine does not work on for nobody."""
+    """Buffers are bounded: a client that asks for what is gone gets an error, and the engine does not continue without
+    a reader."""
     shard = await start(world, max_response_bytes=4096)
     stream = Stream(world, max_tokens=2000)
     await stream.begin()
@@ -182,7 +184,7 @@ async def test_what_is_no_longer_kept_is_an_error_not_a_gap(world: RouterWorld) 
 
 
 async def test_all_answers_together_are_bounded(world: RouterWorld) -> None:
-    """The oldest ended ones make way."""
+    """The ended answers are evicted first, the oldest before the others."""
     await start(world, max_bytes=64 * 1024)
     for number in range(12):
         stream = Stream(world, max_tokens=100, request_id=f"number-{number}")
@@ -209,7 +211,7 @@ async def test_the_later_reader_takes_over(world: RouterWorld) -> None:
 
 
 async def test_a_position_that_was_never_reached_is_refused(world: RouterWorld) -> None:
-    """A client that counts wrong must hear of it."""
+    """A client that counts wrong must get an error."""
     await start(world)
     stream = Stream(world)
     await stream.begin()
@@ -222,7 +224,7 @@ async def test_a_position_that_was_never_reached_is_refused(world: RouterWorld) 
 
 @pytest.mark.parametrize("token", ["short", "x" * 257, "é" * 20, "a\nnewline-in-a-token"])
 async def test_a_token_that_is_no_secret_is_refused(world: RouterWorld, token: str) -> None:
-    """What binds a stream to its client must not be guessable, and fit into metadata."""
+    """The token that binds a stream to its client must not be guessable, and must fit into metadata."""
     await start(world)
     stream = Stream(world, resume_token=token)
     await stream.begin()
@@ -271,7 +273,7 @@ async def test_an_error_is_replayed_like_the_rest(world: RouterWorld) -> None:
 
 
 async def test_cancel_ends_it_without_grace(world: RouterWorld) -> None:
-    """A client that has gone for good can say so."""
+    """A client that leaves for good can cancel."""
     shard = await start(world)
     stream = Stream(world, max_tokens=4000)
     await stream.begin()
@@ -285,7 +287,7 @@ async def test_cancel_ends_it_without_grace(world: RouterWorld) -> None:
 
 
 async def test_a_router_that_stops_ends_what_it_keeps(world: RouterWorld) -> None:
-    """Draining waits for answers; what is left then ends with a reason, not with a broken connection."""
+    """Draining waits for answers; those that are left then end with a reason, not with a broken connection."""
     world.config.router.drain_timeout_seconds = 0.2
     await start(world)
     attended, left = Stream(world, max_tokens=4000), Stream(world, max_tokens=4000, request_id="left")

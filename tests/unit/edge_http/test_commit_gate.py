@@ -1,4 +1,4 @@
-"""Output commit: events are shown when the journal has them, or when it takes too long."""
+"""Output commit: events are shown once the journal has them, or when that takes too long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def send(gate: CommitGate[Publication], stream: Publication) -> None:
 
 
 async def test_what_is_written_is_released_and_no_more() -> None:
-    """What came while a write was under way waits for the next one."""
+    """Events that arrive during a write wait for the next write."""
     gate: CommitGate[Publication] = CommitGate(5.0)
     stream = Publication()
     send(gate, stream)
@@ -45,7 +45,7 @@ async def test_what_is_written_is_released_and_no_more() -> None:
 
 
 async def test_slow_journal_holds_nothing_up_until_it_is_quick_again() -> None:
-    """Availability comes first; then the promise holds again."""
+    """Availability has priority; later the promise holds again."""
     gate: CommitGate[Publication] = CommitGate(0.2)
     stream = Publication()
     send(gate, stream)
@@ -65,7 +65,7 @@ async def test_slow_journal_holds_nothing_up_until_it_is_quick_again() -> None:
 
 
 async def test_failed_write_is_tried_again_and_holds_nothing_up() -> None:
-    """Redis is away: the streams go on, and are written when it is back."""
+    """While Redis is unreachable the streams continue; they are written once it is back."""
     gate: CommitGate[Publication] = CommitGate(5.0)
     stream = Publication()
     send(gate, stream)
@@ -76,7 +76,8 @@ async def test_failed_write_is_tried_again_and_holds_nothing_up() -> None:
 
 
 async def test_process_that_stood_still_has_not_waited() -> None:
-    """A timer that fires late tells nothing of Redis: whether another edge has taken over has to be seen first."""
+    """A timer that fires late proves nothing about Redis: whether another edge has taken over has to be checked
+    first."""
     gate: CommitGate[Publication] = CommitGate(0.01)
     stream = Publication()
     send(gate, stream)
@@ -88,7 +89,7 @@ async def test_process_that_stood_still_has_not_waited() -> None:
 
 
 async def test_edge_that_stops_shows_nothing_more_that_is_not_written() -> None:
-    """However slow Redis is: another edge goes on from what is written, and no client may be ahead of that."""
+    """However slow Redis is: another edge continues from what is written, and no client may be ahead of that."""
     gate: CommitGate[Publication] = CommitGate(0.01)
     stream = Publication()
     send(gate, stream)

@@ -1,4 +1,4 @@
-"""Long bodies are worked on one a turn of the event loop: streams' tokens come in between."""
+"""Long bodies are handled one in each turn of the event loop: tokens of streams are sent in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edge_http.wire.fair_yield import LONG_BODY_BYTES, FairYield
 
 
 async def turns_of(turns: FairYield, sizes: list[int]) -> list[int]:
-    """In which turn of the loop each body of these sizes was let through, all having come in the same one."""
+    """Returns the turn of the loop in which each body of these sizes was admitted, if all arrive in the same turn."""
     loop = asyncio.get_running_loop()
     turn = 0
 

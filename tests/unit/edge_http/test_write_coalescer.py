@@ -60,7 +60,7 @@ def begin(events: EventStream) -> None:
 async def test_head_and_first_token_leave_in_one_write_before_other_streams_tokens(
     writes: list[tuple[str, bytes]],
 ) -> None:
-    """A step's first tokens are in front; behind hundreds of others they would be milliseconds late."""
+    """The first tokens of a step come first; behind hundreds of other tokens they would be milliseconds late."""
     write_coalescer = WriteCoalescer()
     old, one, two = (stream(name, write_coalescer, writes) for name in ("old", "one", "two"))
     begin(old)
@@ -119,7 +119,7 @@ async def test_an_event_has_the_same_bytes_however_it_is_sent(
 
 
 async def test_a_whole_short_answer_leaves_in_one_write(writes: list[tuple[str, bytes]]) -> None:
-    """Each write is a system call, and a wake-up of the client; other streams that are corked do not tear it apart."""
+    """Each write is a system call and wakes the client up; other corked streams do not tear the answer apart."""
     write_coalescer = WriteCoalescer()
     one, two = stream("one", write_coalescer, writes), stream("two", write_coalescer, writes)
     begin(one)

@@ -1,4 +1,4 @@
-"""The event log: numbers, bounds and what can be read back."""
+"""The event log: its numbers, its bounds, and what can be read back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(OPERATIONS, st.integers(0, 2500))
 def test_log_is_a_bounded_window_of_all_events(operations: list[tuple], room_bytes: int) -> None:
-    """Against the plainest model: the latest events, whole and in order, that fit the bound."""
+    """Compared with the plainest model: the latest events, whole and in order, that fit the bound."""
     budget = ByteBudget(1 << 30, lambda: None)
     log = EventLog(LOG_OVERHEAD_BYTES + room_bytes, budget)
     everything: list[bytes] = []
