@@ -1,21 +1,21 @@
-"""The two small bounded things the supervisor rests on: the wait before a restart, the size of a log."""
+"""The bounded delay before a restart, and the bounded size of a log."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tools.supervisor.backoff import Backoff
 from tools.supervisor.bounded_log import BoundedLog
+from tools.supervisor.supervised_process import Backoff
 
 
 def test_delays_double_up_to_the_maximum():
-    """A process that cannot run must not be started in a busy loop, nor be forgotten."""
+    """A process that cannot run must neither be restarted in a busy loop nor be forgotten."""
     backoff = Backoff(first_seconds=1, max_seconds=5, stable_seconds=30)
     assert [backoff.next_delay_seconds(0.1) for _ in range(5)] == [1, 2, 4, 5, 5]
 
 
 def test_a_stable_run_makes_the_next_delay_short_again():
-    """One crash a day must cost the first delay each time, not the longest."""
+    """One crash a day must cost the first delay every time, not the longest one."""
     backoff = Backoff(first_seconds=1, max_seconds=5, stable_seconds=30)
     for _ in range(4):
         backoff.next_delay_seconds(0)
@@ -24,13 +24,13 @@ def test_a_stable_run_makes_the_next_delay_short_again():
 
 
 def test_the_delay_stays_bounded_after_any_number_of_failures():
-    """Weeks of failing must not overflow the exponent."""
+    """Weeks of failures must not overflow the exponent."""
     backoff = Backoff(num_failures=10**6)
     assert backoff.next_delay_seconds(0) == backoff.max_seconds
 
 
 def test_a_log_keeps_at_most_two_files_of_the_limit(tmp_path: Path):
-    """A process that logs for ever must not fill the disk; the newest output must be what is kept."""
+    """A process that logs forever must not fill the disk, and the newest output must be kept."""
     path = tmp_path / "x.log"
     log = BoundedLog(path, max_bytes=100)
     for i in range(100):
@@ -43,7 +43,7 @@ def test_a_log_keeps_at_most_two_files_of_the_limit(tmp_path: Path):
 
 
 def test_a_chunk_larger_than_the_limit_is_cut_not_kept_whole(tmp_path: Path):
-    """The bound holds whatever the pipe delivers at once."""
+    """The bound holds for chunks of any size."""
     log = BoundedLog(tmp_path / "x.log", max_bytes=100)
     log.write(b"y" * 1050)
     log.close()
@@ -51,7 +51,7 @@ def test_a_chunk_larger_than_the_limit_is_cut_not_kept_whole(tmp_path: Path):
 
 
 def test_a_new_run_keeps_the_log_of_the_one_before(tmp_path: Path):
-    """After a crash and a new `up`, the reason of the crash must still be there to read."""
+    """After a crash and a new `up`, the reason for the crash must still be readable."""
     path = tmp_path / "x.log"
     for text in (b"first", b"second"):
         log = BoundedLog(path)

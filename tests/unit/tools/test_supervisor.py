@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tools.supervisor.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.supervised_process import Backoff, ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 
 TIMEOUT_SECONDS = 20.0
