@@ -1,0 +1,17 @@
+"""The `kvloom` command and everything behind it: running, examining, simulating, testing and measuring a fabric.
+
+cli/                 the command
+options.py           flags that several commands share
+failures.py          how a command fails
+supervisor/          runs the processes of a fabric
+models/              finds, registers and prepares models
+colocated.py         an edge with a router inside
+many_shards.py       several simulated shards in one process
+doctor/              `kvloom doctor`: checks an engine on this machine
+simulate/            `kvloom simulate`: traces through the real router and modelled shards
+dst/                 `kvloom dst`: deterministic simulation tests of the router core
+chaos/               `kvloom chaos`: a live fabric under faults
+bench/               `kvloom bench`: benches
+interpreter.py       the Python that runs
+process_counters.py  CPU time, context switches and memory of processes
+"""

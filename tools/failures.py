@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr, a status that scripts can tell apart."""
+"""How a command fails: with one line on stderr and an exit status that scripts can distinguish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXIT_NOT_RUNNING: Final = 3
 
 
 class CommandError(click.ClickException):
-    """`message` is for the user: what is wrong, and where it helps, what to do."""
+    """`message` tells the user what is wrong and, if that helps, what to do."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)

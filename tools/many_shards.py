@@ -22,7 +22,7 @@ from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer
-from tools.supervisor.processes import shard_name
+from tools.supervisor.process_specs import shard_name
 
 
 async def serve(config: KvloomConfig, first: int, count: int) -> None:
@@ -39,7 +39,7 @@ async def serve(config: KvloomConfig, first: int, count: int) -> None:
                 name = shard_name(first + number)
                 server = ShardServer(config, engine, tokenizer, name, metrics_registry=CollectorRegistry())
                 addresses.append(await server.start())
-                # As shards that were started one by one, they announce themselves at different moments.
+                # Like shards that were started one by one, they register at different times.
                 delay_seconds = HEARTBEAT_SECONDS * number / count
                 shards.create_task(_serve_later(server, delay_seconds, stop), name=name)
             announce_ready(addresses[0])

@@ -1,4 +1,4 @@
-"""Flags: each kebab-case, each with its environment twin `KVLOOM_...`."""
+"""Flags that several commands share. Every flag is in kebab case and can be set with a variable `KVLOOM_...`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(flag: str, *names: str, scope: str = "", **settings: Any) -> Callable[[F], F]:
-    """click.option with the twin of `--some-flag`: KVLOOM_SOME_FLAG, or KVLOOM_SCOPE_SOME_FLAG where another command
-    has a flag of that name with another meaning."""
-    twin = f"kvloom_{scope}{flag.replace('--', '_' if scope else '', 1)}".replace("-", "_").upper()
-    return click.option(flag, *names, envvar=twin, show_envvar=True, **settings)
+    """click.option with an environment variable: KVLOOM_SOME_FLAG for `--some-flag`, or KVLOOM_SCOPE_SOME_FLAG if
+    another command has a flag of the same name with another meaning."""
+    variable = f"kvloom_{scope}{flag.replace('--', '_' if scope else '', 1)}".replace("-", "_").upper()
+    return click.option(flag, *names, envvar=variable, show_envvar=True, **settings)
 
 
 def data_dir_option(function: F) -> F:
     return option(
         "--data-dir",
         type=click.Path(path_type=Path, file_okay=False),
-        help=f"Where the fabric keeps its state, logs and models.  [default: {DEFAULT_DATA_DIR}]",
+        help=f"The directory for state, logs and models.  [default: {DEFAULT_DATA_DIR}]",
     )(function)
 
 
@@ -36,12 +36,12 @@ def config_option(function: F) -> F:
         "--config",
         "config_file",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="TOML or JSON file; flags and their environment twins go before it.",
+        help="A TOML or JSON file. Flags and environment variables override it.",
     )(function)
 
 
 def load_config_file(path: Path | None) -> KvloomConfig:
-    """Its relative paths are taken from the file's own directory. Raises CommandError."""
+    """Relative paths in the file are relative to its directory. Raises CommandError."""
     try:
         config = load_config(path)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What processes have used so far: CPU time by the scheduler's clock, memory."""
+"""The resources that processes have used so far: CPU time, context switches and memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _PROC: Final = Path("/proc")
 
 
 def cpu_microseconds(pids: Iterable[int]) -> float:
-    """CPU time of all their live threads, from the scheduler's nanosecond counters (/proc/PID/task/*/schedstat). A
-    thread that has ended is no longer in it; a process that has ended counts nothing."""
+    """The CPU time of all live threads of the processes, from the scheduler's nanosecond counters
+    (/proc/PID/task/*/schedstat). Threads and processes that have ended are not included."""
     nanoseconds = 0
     for pid in pids:
         try:
@@ -24,7 +24,7 @@ def cpu_microseconds(pids: Iterable[int]) -> float:
 
 
 def context_switches(pids: Iterable[int]) -> int:
-    """How often their threads went to sleep of their own accord: each time something had to wake them up."""
+    """The number of voluntary context switches of all threads: each time a thread slept and had to be woken up."""
     count = 0
     for pid in pids:
         try:
@@ -37,7 +37,7 @@ def context_switches(pids: Iterable[int]) -> int:
 
 
 def rss_bytes(pids: Iterable[int]) -> int:
-    """Resident memory, shared pages counted for each process."""
+    """The resident memory. Shared pages count for each process."""
     total = 0
     for pid in pids:
         try:

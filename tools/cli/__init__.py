@@ -1,0 +1,15 @@
+"""The `kvloom` command, with one file per command.
+
+entry_point.py    the entry point of the script
+commands.py       the command and its subcommands, which are imported lazily
+up.py             up and down
+launch.py         launches the fabric for up
+status.py         status
+restart.py        restart
+drain.py          drain and undrain
+logs.py           logs
+chat.py           chat
+explain.py        explain
+models.py         models
+router_client.py  finds the router for chat and explain
+"""

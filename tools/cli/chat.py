@@ -1,4 +1,4 @@
-"""`kvloom chat`: talk to a model in the terminal, through the Python SDK."""
+"""`kvloom chat`: a conversation with a model in the terminal, through the Python SDK."""
 
 from __future__ import annotations
 
@@ -20,18 +20,29 @@ from tools.cli.router_client import choose_router_address, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
 
-HELP_LINE = "Type a message; Ctrl-C stops an answer, /new forgets the conversation, Ctrl-D ends."
+HELP_LINE = "Type a message. Ctrl-C stops an answer, /new starts a new conversation, Ctrl-D quits."
 INTERRUPTED_STATUS = 130
 
 
 @click.command()
 @click.argument("prompt", required=False)
-@option("--model", scope="chat", help="Name of a served model.  [default: the first one]")
-@option("--system", scope="chat", help="System prompt.")
-@option("--max-tokens", scope="chat", type=click.IntRange(min=1), help="Length of an answer at most.")
-@option("--temperature", scope="chat", type=click.FloatRange(0, 2), help="0 is greedy.  [default: 1]")
-@option("--seed", scope="chat", type=click.IntRange(0, 2**64 - 1), help="Same seed, same answer.")
-@option("--router-address", metavar="HOST:PORT", help="[default: that of the fabric in the data directory]")
+@option("--model", scope="chat", help="The name of a served model.  [default: the first one]")
+@option("--system", scope="chat", help="The system prompt.")
+@option("--max-tokens", scope="chat", type=click.IntRange(min=1), help="The largest number of tokens of an answer.")
+@option(
+    "--temperature",
+    scope="chat",
+    type=click.FloatRange(0, 2),
+    help="The sampling temperature. 0 is greedy.  [default: 1]",
+)
+@option(
+    "--seed", scope="chat", type=click.IntRange(0, 2**64 - 1), help="The seed. The same seed gives the same answer."
+)
+@option(
+    "--router-address",
+    metavar="HOST:PORT",
+    help="The address of the router.  [default: that of the fabric in the data directory]",
+)
 @data_dir_option
 @config_option
 def chat(
@@ -45,9 +56,10 @@ def chat(
     data_dir: Path | None,
     config_file: Path | None,
 ) -> None:
-    """Stream the answer to PROMPT, or hold a conversation when there is none.
+    """Stream the answer to PROMPT, or hold a conversation if there is no PROMPT.
 
-    The answer goes to stdout; time to first token, speed, shard and cached tokens go to stderr.
+    The answer is printed to stdout. The time to first token, the speed, the shard and the cached tokens are printed to
+    stderr.
     """
     address = choose_router_address(router_address, data_dir, config_file)
     with asyncio.Runner() as runner:
@@ -72,6 +84,8 @@ def chat(
 
 
 class Conversation:
+    """The messages of a conversation. Each question is sent with all earlier messages."""
+
     def __init__(self, runner: asyncio.Runner, client: Client, options: GenerateOptions, system: str | None) -> None:
         self._runner = runner
         self._client = client
@@ -83,8 +97,8 @@ class Conversation:
         self._messages.clear()
 
     def ask(self, prompt: str) -> bool:
-        """Stream the answer to stdout; True when a Ctrl-C stopped it. What was said by then counts as the answer.
-        Raises KvloomError, and then the prompt was never asked."""
+        """Stream the answer to stdout. Returns True if a Ctrl-C stopped it; the text up to then counts as the answer.
+        Raises KvloomError, and then forgets the prompt."""
         question = ChatMessage("user", prompt)
         answer = Answer()
         interrupted = False
@@ -93,7 +107,7 @@ class Conversation:
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            # Also a broken answer's line ends, so that what follows begins on its own.
+            # End the line of a broken answer too, so that the next output starts on a new line.
             print(flush=True)
         print(answer.summary(interrupted), file=sys.stderr, flush=True)
         self._messages += [question, ChatMessage("assistant", answer.text)]
@@ -109,12 +123,12 @@ class Conversation:
                 print(delta.text, end="", flush=True)
                 raise_if_cancelled()  # Ctrl-C
         finally:
-            # Ends the request at the router at once, rather than when the generator is collected.
+            # End the request at the router at once, not when the generator is collected.
             await deltas.aclose()
 
 
 class Answer:
-    """One answer as it comes in, and what there is to tell about it."""
+    """One answer as it arrives, and its figures."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -151,7 +165,7 @@ class Answer:
 def _converse(conversation: Conversation) -> None:
     at_terminal = sys.stdin.isatty()
     if at_terminal:
-        # Importing it gives input() line editing and history.
+        # Importing readline gives input() line editing and history.
         import readline  # noqa: F401
 
         print(HELP_LINE, file=sys.stderr)

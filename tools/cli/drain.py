@@ -1,4 +1,4 @@
-"""`kvloom drain` and `kvloom undrain`: take a shard out of service without losing what runs there, and put it back."""
+"""`kvloom drain` and `kvloom undrain`: take a shard out of service without losing its requests, and put it back."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LOST: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, 
     scope="drain",
     type=click.FloatRange(min=0),
     metavar="S",
-    help="Move what still runs then to other shards.  [default: wait until it ends]",
+    help="The time after which running requests are moved to other shards.  [default: wait until they end]",
 )
 @data_dir_option
 @config_option
 def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, config_file: Path | None) -> None:
-    """Give SHARD (a name in `kvloom status`) no new requests, and return when nothing runs there any more.
+    """Send no new requests to SHARD (a name in `kvloom status`), and return when it has no requests left.
 
-    What no other shard has room for stays where it is. The shard drains until `kvloom undrain`, or until its process is
-    started again, also when this command is interrupted.
+    Requests for which no other shard has room stay on SHARD. It drains until `kvloom undrain` or a restart of its
+    process, even if this command is interrupted.
     """
     address = find_shard(RunFolder(choose_data_dir(data_dir, load_config_file(config_file))), shard)
     asyncio.run(_drain(shard, address, deadline_seconds))
@@ -47,14 +47,14 @@ def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, con
 @data_dir_option
 @config_option
 def undrain(shard: str, data_dir: Path | None, config_file: Path | None) -> None:
-    """Give SHARD (a name in `kvloom status`) requests again."""
+    """Send requests to SHARD (a name in `kvloom status`) again."""
     address = find_shard(RunFolder(choose_data_dir(data_dir, load_config_file(config_file))), shard)
     asyncio.run(_undrain(shard, address))
     print(f"{shard} takes requests again")
 
 
 def find_shard(folder: RunFolder, name: str) -> str:
-    """Its address. Raises CommandError, which names those that there are."""
+    """Returns the address of a shard. Raises CommandError, which names the existing shards, if there is none."""
     shards = {process.name: process for process in folder.require_running().processes if process.role == "shard"}
     if name not in shards:
         raise CommandError(f"there is no shard {name!r}; there are: {', '.join(sorted(shards))}")
@@ -64,7 +64,7 @@ def find_shard(folder: RunFolder, name: str) -> str:
 
 
 async def _drain(shard: str, address: str, deadline_seconds: float | None) -> None:
-    """Tells on stderr whenever the counts change."""
+    """Prints the counts to stderr whenever they change."""
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
@@ -72,12 +72,12 @@ async def _drain(shard: str, address: str, deadline_seconds: float | None) -> No
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
             if answer.HasField("error"):
                 raise CommandError(answer.error.message)
-            told = None
+            printed = None
             counts = (answer.num_running, answer.num_waiting)
             while any(counts):
-                if counts != told:
+                if counts != printed:
                     print(f"{shard}: {counts[0]} running, {counts[1]} waiting", file=sys.stderr)
-                    told = counts
+                    printed = counts
                 await asyncio.sleep(POLL_SECONDS)
                 info = await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
                 if not info.load.draining:

@@ -1,4 +1,4 @@
-"""What the `kvloom` script runs: the command, or one line where what it needs is not installed."""
+"""The entry point of the `kvloom` script. It prints one line if a required package is not installed."""
 
 from __future__ import annotations
 

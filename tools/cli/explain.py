@@ -1,8 +1,9 @@
-"""`kvloom explain`: why a request went where it went, or where one would go."""
+"""`kvloom explain`: why a request was placed on its shard, or where one would be placed."""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -11,13 +12,14 @@ import click
 import msgspec
 from google.protobuf import json_format
 from rich.console import Console
+from rich.table import Table
 
 from kvloom.client.client import Client
 from kvloom.client.generate_request import GenerateOptions
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from kvloom.v1.router_service_pb2 import ExplainResponse, PlanResponse
-from tools.cli.explain_view import print_explanation, print_plan
+from kvloom.v1.generation_pb2 import FinishReason
+from kvloom.v1.router_service_pb2 import ExplainResponse, PlanResponse, RequestOutcome, ShardScore
 from tools.cli.router_client import choose_router_addresses, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
@@ -26,19 +28,25 @@ MAX_WIDTH: Final = 1000
 
 
 @click.command()
-@option("--prompt", scope="explain", metavar="TEXT", help="Where would this question go? Nothing is placed.")
-@option("--raw", scope="explain", is_flag=True, help="Take the prompt as it is, without the model's chat template.")
+@option(
+    "--prompt", scope="explain", metavar="TEXT", help="Show where this question would be placed, without placing it."
+)
+@option("--raw", scope="explain", is_flag=True, help="Use the prompt as it is, without the chat template of the model.")
 @option(
     "--tokens",
     scope="explain",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Instead of a prompt: token ids, as a JSON array or one after the other.",
+    help="A file of token ids to use instead of a prompt: a JSON array, or numbers separated by whitespace.",
 )
-@option("--max-tokens", scope="explain", type=click.IntRange(min=1), help="Length of the answer at most.")
-@option("--model", scope="explain", metavar="NAME", help="Name of a served model.  [default: the first one]")
-@option("--request-id", scope="explain", metavar="ID", help="Why did this request go where it went?")
-@option("--json", "as_json", scope="explain", is_flag=True, help="One JSON object on stdout.")
-@option("--router-address", metavar="HOST:PORT", help="[default: that of the fabric in the data directory]")
+@option("--max-tokens", scope="explain", type=click.IntRange(min=1), help="The largest number of tokens of the answer.")
+@option("--model", scope="explain", metavar="NAME", help="The name of a served model.  [default: the first one]")
+@option("--request-id", scope="explain", metavar="ID", help="Show why this request was placed on its shard.")
+@option("--json", "as_json", scope="explain", is_flag=True, help="Print one JSON object.")
+@option(
+    "--router-address",
+    metavar="HOST:PORT",
+    help="The address of the router.  [default: that of the fabric in the data directory]",
+)
 @data_dir_option
 @config_option
 def explain(
@@ -53,10 +61,10 @@ def explain(
     data_dir: Path | None,
     config_file: Path | None,
 ) -> None:
-    """Show every shard as the router sees it for a request: overlap, queue, predicted time to first token, each term of
-    the cost, why it cannot take it, which one is picked and what that gives up.
+    """Show every shard as the router sees it for a request: the overlap, the queue, the predicted time to first token,
+    each term of the cost, why a shard is filtered out, which one is picked, and the regret of this choice.
 
-    Over HTTP a request's ID is the "id" of its answer.
+    Over HTTP the ID of a request is the "id" of its answer.
     """
     if sum(given is not None for given in (prompt, tokens, request_id)) != 1:
         raise click.UsageError("give one of --prompt, --tokens and --request-id")
@@ -85,7 +93,7 @@ def read_token_ids(path: Path) -> list[int]:
         text = path.read_text()
         found = msgspec.json.decode(text, type=list[int]) if text.lstrip()[:1] == "[" else list(map(int, text.split()))
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise CommandError(f"{path} does not hold token ids: {error}") from error
+        raise CommandError(f"{path} does not contain token ids: {error}") from error
     if not found:
         raise CommandError(f"{path} holds no token ids")
     return found
@@ -94,8 +102,9 @@ def read_token_ids(path: Path) -> list[int]:
 async def _ask_any(
     addresses: Sequence[str], request_id: str | None, options: GenerateOptions
 ) -> PlanResponse | ExplainResponse:
-    """Only the router that placed a request remembers it; any of them can plan. Raises CommandError."""
-    # The first address is that of all of them: with several, which one answers there is chance.
+    """Ask the routers. Only the router that placed a request remembers it, but any of them can plan. Raises
+    CommandError."""
+    # The first address is shared by all routers, so that any of them may answer there.
     candidates = addresses[1:] or addresses if request_id is not None else addresses[:1]
     errors: list[KvloomError] = []
     for address in candidates:
@@ -103,8 +112,10 @@ async def _ask_any(
             return await _ask(address, request_id, options)
         except KvloomError as error:
             errors.append(error)
-    told = [error for error in errors if error.reason != ErrorReason.ERROR_REASON_ROUTER_LOST]
-    raise CommandError(told[0].message if told else f"no router answers at {', '.join(candidates)}") from errors[0]
+    answered = [error for error in errors if error.reason != ErrorReason.ERROR_REASON_ROUTER_LOST]
+    raise CommandError(
+        answered[0].message if answered else f"no router answers at {', '.join(candidates)}"
+    ) from errors[0]
 
 
 async def _ask(address: str, request_id: str | None, options: GenerateOptions) -> PlanResponse | ExplainResponse:
@@ -117,7 +128,7 @@ async def _ask(address: str, request_id: str | None, options: GenerateOptions) -
 
 
 def _print_json(answer: PlanResponse | ExplainResponse) -> None:
-    """The message of router_service.proto, with its field names."""
+    """Print the message of router_service.proto with its field names."""
     fields = json_format.MessageToDict(
         answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -125,5 +136,94 @@ def _print_json(answer: PlanResponse | ExplainResponse) -> None:
 
 
 def _console() -> Console:
-    """Rows are as wide as they need to be: a table that hides numbers explains nothing. `less -S` scrolls sideways."""
+    """Rows are as wide as necessary, because a table that hides numbers explains nothing. `less -S` scrolls
+    sideways."""
     return Console(highlight=False, soft_wrap=True, width=MAX_WIDTH)
+
+
+NOTHING = "–"
+
+
+def print_plan(plan: PlanResponse, console: Console) -> None:
+    """Print where a request would be placed."""
+    if plan.shards:
+        console.print(_table(plan))
+    if plan.HasField("error"):
+        _print(console, f"not placed: {plan.error.message}")
+    _print_regret(plan, console)
+
+
+def print_explanation(explanation: ExplainResponse, console: Console) -> None:
+    """Print where a request was placed, attempt by attempt, and its outcome."""
+    for decision in explanation.decisions:
+        at = datetime.datetime.fromtimestamp(decision.decided_at_seconds).astimezone()
+        when = at.isoformat(sep=" ", timespec="milliseconds")
+        _print(console, f"{explanation.request_id}: attempt {decision.attempt_id}, placed {when}")
+        console.print(_table(decision.plan))
+        _print_regret(decision.plan, console)
+        console.print()
+    if explanation.HasField("outcome"):
+        _print_outcome(explanation.outcome, console)
+    else:
+        _print(console, "it is still running")
+
+
+def _table(plan: PlanResponse) -> Table:
+    terms = sorted({name for shard in plan.shards for name in shard.cost_terms})
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    table.add_column("shard", no_wrap=True)
+    for name in ("overlap", "running", "waiting", "queued prefill", "TTFT ms", *terms, "cost"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("")
+    for shard in plan.shards:
+        if shard.filtered_reason:
+            empty = [NOTHING] * (6 + len(terms))
+            table.add_row(shard.shard_id, *empty, shard.filtered_reason)
+        else:
+            note = "← picked" if shard.shard_id == plan.picked_shard_id else ""
+            table.add_row(shard.shard_id, *_numbers(shard, plan.num_prompt_tokens, terms), note)
+    return table
+
+
+def _numbers(shard: ShardScore, num_prompt_tokens: int, terms: list[str]) -> list[str]:
+    return [
+        f"{shard.num_overlap_tokens} of {num_prompt_tokens}",
+        str(shard.num_running),
+        str(shard.num_waiting),
+        str(shard.num_queued_prefill_tokens),
+        f"{1000 * shard.predicted_ttft_seconds:.1f}",
+        *(f"{shard.cost_terms[name]:.4g}" if name in shard.cost_terms else NOTHING for name in terms),
+        f"{shard.cost_seconds:.4g}",
+    ]
+
+
+def _print_regret(plan: PlanResponse, console: Console) -> None:
+    if plan.HasField("regret"):
+        regret = plan.regret
+        _print(console, f"regret: cost {regret.cost_seconds:.4g}, TTFT {1000 * regret.ttft_seconds:.1f} ms")
+
+
+def _print_outcome(outcome: RequestOutcome, console: Console) -> None:
+    reason = FinishReason.Name(outcome.reason).removeprefix("FINISH_REASON_").lower()
+    if outcome.error_reason:
+        error = ErrorReason.Name(outcome.error_reason).removeprefix("ERROR_REASON_").lower()
+        reason += f" ({error})"
+    _print(
+        console,
+        f"ended: {reason} on {outcome.shard_id} after {outcome.e2e_latency_seconds:.3f} s, "
+        f"{outcome.num_output_tokens} tokens, {outcome.num_cached_tokens} of {outcome.num_prompt_tokens} prompt tokens "
+        f"cached, {1000 * outcome.queue_time_seconds:.1f} ms in the router's queue",
+    )
+    predicted = f"{1000 * outcome.predicted_ttft_seconds:.1f} ms" if outcome.HasField("predicted_ttft_seconds") else ""
+    if not outcome.HasField("ttft_seconds"):
+        _print(console, f"TTFT: no token came{f', predicted {predicted}' if predicted else ''}")
+        return
+    actual = f"TTFT: {1000 * outcome.ttft_seconds:.1f} ms"
+    if predicted:
+        actual += f", predicted {predicted} (error {1000 * outcome.ttft_error_seconds:+.1f} ms)"
+    _print(console, actual)
+
+
+def _print(console: Console, text: str) -> None:
+    """Print without markup, because ids come from clients and may have brackets."""
+    console.print(text, markup=False)

@@ -1,4 +1,4 @@
-"""From what the user asked for to a running fabric: settings completed, ports and model found, processes started."""
+"""Launches a fabric: completes the settings, claims the ports, finds the model and starts the processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
 from tools.supervisor.fabric import Fabric
-from tools.supervisor.processes import pick_free_ports
+from tools.supervisor.process_specs import pick_free_ports
 from tools.supervisor.reporters import LogReporter, Reporter
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
@@ -39,7 +39,7 @@ def apply_flags(
     routers: int | None,
     colocate: bool,
 ) -> None:
-    """What was given goes over what the file says."""
+    """Override the settings in the file with the given flags."""
     if shards is not None:
         config.shard.num_shards = shards
     if engine is not None:
@@ -65,7 +65,7 @@ def apply_flags(
 
 
 def absolute_model(model: str | None) -> str | None:
-    """A path is taken from where the command was given, also when a daemon opens it."""
+    """Make a path absolute, because a daemon opens it from another directory."""
     if model is None or model == BUILTIN_MODEL_NAME:
         return model
     path = Path(model).expanduser()
@@ -74,15 +74,17 @@ def absolute_model(model: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
+    """The settings of `kvloom up`."""
+
     config: KvloomConfig
     folder: RunFolder
     model: str | None
-    """As given with --model. None: what `config.model` says."""
+    """The value of --model. None means the model in `config`."""
     model_cache_dir: Path
     start_timeout_seconds: float
 
     def run(self, reporter: Reporter) -> None:
-        """Until a signal stops it. Raises CommandError when the fabric cannot come up."""
+        """Run the fabric until a signal stops it. Raises CommandError if it cannot start."""
         with self.folder.locked(), contextlib.ExitStack() as stack:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
@@ -108,11 +110,11 @@ class Launch:
 
     @contextlib.contextmanager
     def _claimed_ports(self) -> Iterator[SharedPort]:
-        """A restarted process comes back where it was, so every port is fixed here. Those that several processes listen
-        on (of one role, or with their successors) are held for as long as the fabric runs. Yields the HTTP port."""
+        """Choose all ports, because a restarted process must use the same ones. Ports on which several processes listen
+        (of one role, or with their successors) are held as long as the fabric runs. Yields the HTTP port."""
         config = self.config
         if config.edge.colocate and config.router.num_routers > 1:
-            raise CommandError("--routers does not go with --colocate: each edge has a router inside")
+            raise CommandError("--routers cannot be combined with --colocate: each edge has a router inside")
         if config.edge.port == config.router.port != 0:
             raise CommandError(f"--http-port and --router-port are both {config.edge.port}")
         with contextlib.ExitStack() as stack:
@@ -132,7 +134,7 @@ class Launch:
         sha256 = wanted.sha256 if source == wanted.path else ""
         registry = ModelRegistry(self.folder.data_dir / "models.json")
         found = resolve_model(source, self.model_cache_dir, reporter.step, registry, sha256)
-        # A name in the file is the name that its own path is served under.
+        # A name in the file is the served name of the path in the file.
         keeps_name = self.model is None and wanted != ModelConfig(path=wanted.path, sha256=wanted.sha256)
         self.config.model = ModelConfig(
             name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
@@ -144,14 +146,14 @@ def _claimed(host: str, port: int, flag: str) -> Iterator[SharedPort]:
     try:
         claimed = SharedPort(host, port)
     except OSError as error:
-        why = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise CommandError(f"cannot listen on {host}:{port}: {why} (choose with {flag})") from error
+        reason = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise CommandError(f"cannot listen on {host}:{port}: {reason} (choose with {flag})") from error
     with contextlib.closing(claimed):
         yield claimed
 
 
 def _check_redis(url: str) -> None:
-    """Without this, a wrong URL would show as shards that nobody finds."""
+    """Check the URL. A wrong one would otherwise show up as shards that no router finds."""
     try:
         with redis.Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=5.0) as client:
             client.ping()

@@ -1,4 +1,4 @@
-"""`kvloom logs`: what the processes wrote, then and now."""
+"""`kvloom logs`: shows the logs of the processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _MAX_READ_BYTES: Final = 2**20
 
 @click.command()
 @click.argument("name", required=False)
-@option("--follow", scope="logs", is_flag=True, help="Go on with what is written from now on; Ctrl-C ends.")
+@option("--follow", scope="logs", is_flag=True, help="Continue with new lines until Ctrl-C.")
 @option(
     "--lines",
     scope="logs",
     type=click.IntRange(min=0),
     default=50,
     show_default=True,
-    help="How many of the last lines.",
+    help="The number of last lines to show.",
 )
 @data_dir_option
 @config_option
 def logs(name: str | None, follow: bool, lines: int, data_dir: Path | None, config_file: Path | None) -> None:
-    """Show the log of NAME (edge, router, shard-0, safety, redis; kvloom is the supervisor's), or of all."""
+    """Show the log of the process NAME (edge, router, shard-0, safety, redis, or kvloom for the supervisor), or all
+    logs."""
     folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
     paths = sorted(folder.log_dir.glob("*.log"))
     if not paths:
@@ -47,7 +48,7 @@ def logs(name: str | None, follow: bool, lines: int, data_dir: Path | None, conf
             tail.print_last(lines)
         while follow:
             for tail in tails:
-                tail.print_news()
+                tail.print_new_lines()
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         return
@@ -57,7 +58,7 @@ def logs(name: str | None, follow: bool, lines: int, data_dir: Path | None, conf
 
 
 class LogTail:
-    """Reads one log from its end on, across its rotations."""
+    """Follows one log across its rotations."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._path = path
@@ -66,12 +67,12 @@ class LogTail:
         self._unfinished = b""
 
     def print_last(self, max_lines: int) -> None:
-        """The last lines as they are now."""
+        """Print the current last lines."""
         for line in collections.deque(self._file, maxlen=max_lines):
             self._print(line.rstrip(b"\n"))
 
-    def print_news(self) -> None:
-        """What was written since the last call."""
+    def print_new_lines(self) -> None:
+        """Print the lines written since the last call."""
         while chunk := self._file.read(_MAX_READ_BYTES):
             *complete, self._unfinished = (self._unfinished + chunk).split(b"\n")
             self._unfinished = self._unfinished[-_MAX_READ_BYTES:]

@@ -1,4 +1,4 @@
-"""How commands find the router that they talk to, and what it serves."""
+"""Finds the address of the router for commands, and the model that it serves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tools.supervisor.state import RunFolder
 
 
 def choose_router_address(flag: str | None, data_dir: Path | None, config_file: Path | None) -> str:
-    """The flag, else that of the data directory's fabric. Raises CommandError when none runs there."""
+    """Returns the flag, or the address of the fabric in the data directory. Raises CommandError if none runs there."""
     return choose_router_addresses(flag, data_dir, config_file)[0]
 
 
 def choose_router_addresses(flag: str | None, data_dir: Path | None, config_file: Path | None) -> list[str]:
-    """The flag, else the one that all routers of the data directory's fabric share and then, if they are several, each
-    one's own. Raises CommandError when none runs there."""
+    """Returns the flag, or the address that the routers of the fabric in the data directory share, followed by the own
+    address of each router if there are several. Raises CommandError if no fabric runs there."""
     if flag is not None:
         return [flag]
     state = RunFolder(choose_data_dir(data_dir, load_config_file(config_file))).require_running()
@@ -27,7 +27,7 @@ def choose_router_addresses(flag: str | None, data_dir: Path | None, config_file
 
 
 async def first_model(client: Client) -> str:
-    """Raises CommandError when none is served, KvloomError when the router does not answer."""
+    """Raises CommandError if no model is served, and KvloomError if the router does not answer."""
     models = await client.list_models()
     if not models:
         raise CommandError("no model is served now")

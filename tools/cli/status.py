@@ -1,4 +1,4 @@
-"""`kvloom status`: what runs, where, and how it is."""
+"""`kvloom status`: shows the processes of the fabric, their addresses and their states."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tools.supervisor.state import FabricState, RunFolder
 
 
 @click.command()
-@option("--json", "as_json", scope="status", is_flag=True, help="One JSON object on stdout.")
+@option("--json", "as_json", scope="status", is_flag=True, help="Print one JSON object.")
 @data_dir_option
 @config_option
 def status(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
-    """Show the fabric that runs with this data directory. Exit status 0: it runs; 3: it does not."""
+    """Show the fabric that runs with this data directory. The exit status is 0 if one runs, and 3 if none does."""
     folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
     if not as_json:
         _print_table(folder.require_running())

@@ -1,4 +1,4 @@
-"""`kvloom up`: start a whole fabric on this machine; `kvloom down`: stop the one in the background."""
+"""`kvloom up` starts a whole fabric on this machine, and `kvloom down` stops it."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ PORT = click.IntRange(0, 65535)
 
 
 @click.command()
-@option("--shards", type=click.IntRange(1, 1024), help="How many engine shards.  [default: 2]")
-@option("--edges", type=click.IntRange(1, 256), help="How many HTTP edges; they share the port.  [default: 1]")
-@option("--routers", type=click.IntRange(1, 256), help="How many routers; they share the port.  [default: 1]")
-@option("--colocate", is_flag=True, help="A router inside each edge's process: one hop less for every token.")
-@option("--engine", type=click.Choice(["torch", "sim"]), help="What computes the tokens.  [default: torch]")
-@option("--sim-step-ms", type=click.FloatRange(min=0), help="Duration of one step of the sim engine.  [default: 20]")
+@option("--shards", type=click.IntRange(1, 1024), help="The number of engine shards.  [default: 2]")
+@option("--edges", type=click.IntRange(1, 256), help="The number of HTTP edges. They share the port.  [default: 1]")
+@option("--routers", type=click.IntRange(1, 256), help="The number of routers. They share the port.  [default: 1]")
+@option("--colocate", is_flag=True, help="Run a router inside each edge, which saves one hop per token.")
+@option("--engine", type=click.Choice(["torch", "sim"]), help="The engine that computes the tokens.  [default: torch]")
+@option("--sim-step-ms", type=click.FloatRange(min=0), help="The duration of a step of the sim engine.  [default: 20]")
 @option(
     "--sim-prefill-tokens-per-second",
     type=click.FloatRange(min=0, min_open=True),
-    help="Prefill speed of the sim engine.  [default: 20000]",
+    help="The prefill speed of the sim engine.  [default: 20000]",
 )
 @option(
     "--no-deterministic",
     is_flag=True,
-    help="Let the last bits of the torch engine's results depend on the batch: faster prefill.",
+    help="Prefill faster, but let the last bits of the results of the torch engine depend on the batch.",
 )
 @option(
     "--model",
     metavar="NAME|PATH",
-    help=f"Built-in model, model directory, or .gguf file.  [default: {BUILTIN_MODEL_NAME}]",
+    help=f"A built-in or registered model, a model directory, or a .gguf file.  [default: {BUILTIN_MODEL_NAME}]",
 )
 @option(
     "--model-cache-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where converted models are kept.  [default: DATA_DIR/models]",
+    help="The directory for converted models.  [default: DATA_DIR/models]",
 )
-@option("--http-port", type=PORT, help="Port of the HTTP API and chat page; 0 picks one.  [default: 8080]")
-@option("--router-port", type=PORT, help="Port of the gRPC API; 0 picks one.  [default: 8081]")
+@option("--http-port", type=PORT, help="The port of the HTTP API and chat page. 0 picks one.  [default: 8080]")
+@option("--router-port", type=PORT, help="The port of the gRPC API. 0 picks one.  [default: 8081]")
 @data_dir_option
 @config_option
-@option("--redis-url", metavar="URL", help="An external Redis-protocol server instead of the embedded one.")
+@option("--redis-url", metavar="URL", help="Use this Redis-protocol server instead of the embedded one.")
 @option(
     "--start-timeout-seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,
     show_default=True,
-    help="How long a process may take to start.",
+    help="The longest time that a process may take to start.",
 )
-@option("--detach", is_flag=True, help="Return when the fabric is ready and leave it running.")
+@option("--detach", is_flag=True, help="Return when the fabric is ready, and leave it running.")
 def up(
     data_dir: Path | None,
     config_file: Path | None,
@@ -68,9 +68,9 @@ def up(
     detach: bool,
     **flags: Any,
 ) -> None:
-    """Start the fabric: Redis, safety service, router, engine shards, HTTP edge.
+    """Start the fabric: Redis, safety service, routers, engine shards and HTTP edges.
 
-    Prints `ready: URL` once all of it serves. Ctrl-C stops everything.
+    Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them.
     """
     config = load_config_file(config_file)
     model = flags.pop("model")
@@ -84,7 +84,7 @@ def up(
         start_timeout_seconds=start_timeout_seconds,
     )
     if detach:
-        # Another fabric must be noticed before its files are touched.
+        # Detect another fabric before its files are touched.
         with folder.locked():
             pass
         run_detached(launch.run, folder.log_dir / "kvloom.out")
@@ -102,10 +102,10 @@ def up(
     type=click.FloatRange(min=0, min_open=True),
     default=120.0,
     show_default=True,
-    help="How long to wait until everything has stopped.",
+    help="The longest time to wait until all processes have stopped.",
 )
 def down(data_dir: Path | None, config_file: Path | None, timeout_seconds: float) -> None:
-    """Stop the fabric that runs with this data directory; returns when all its processes have gone."""
+    """Stop the fabric that runs with this data directory, and return when all its processes have exited."""
     folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
     state = folder.require_running()
     os.kill(state.supervisor_pid, signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Make a model ready to load, in a process of its own: `python -m tools.models.prepare CACHE_DIR [GGUF_FILE SHA256]`.
+"""Prepares a model for loading, in a process of its own: `python -m tools.models.prepare CACHE_DIR [GGUF_FILE SHA256]`.
 
-SHA256 is "" or what the file's must be. Prints what it does, a line each, and last the model's directory as
-`path: DIRECTORY`. A process of its own, because converting brings in torch, whose memory the supervisor would keep for
-as long as the fabric runs.
+SHA256 is the expected checksum of the file or "". Prints a line for each step, and at last the directory of the model
+as `path: DIRECTORY`. It is a process of its own because conversion imports torch, whose memory the supervisor would
+keep as long as the fabric runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _prepare(cache_dir: Path, gguf_file: list[str]) -> Path:
 
 
 def _ensure_converted(gguf_path: Path, cache_dir: Path) -> Path:
-    """A file that was replaced by another of its size is another model: the time of change is part of the name."""
+    """Convert a file. Its modification time is part of the name, because a replaced file is another model."""
     stat = gguf_path.stat()
     identity = f"{gguf_path.resolve()}\0{stat.st_mtime_ns}\0{stat.st_size}"
     name = f"{gguf_path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""The models that this machine knows by name: DATA_DIR/models.json, kept by `kvloom models`."""
+"""The registry of models on this machine: DATA_DIR/models.json, which `kvloom models` maintains."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model with its version and checksum."""
+
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     version: str = ""
     path: str
-    """A directory in Hugging Face's layout or a .gguf file."""
+    """A directory in the layout of Hugging Face, or a .gguf file."""
     sha256: str
     """See kvloom/text/model_checksum.py."""
 
@@ -30,7 +32,7 @@ class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return f"{self.name}@{self.version}" if self.version else self.name
 
     def verify(self) -> None:
-        """Raise CommandError unless the files are those that were registered."""
+        """Raise CommandError unless the files have the registered checksum."""
         try:
             check_model(Path(self.path), self.sha256)
         except ChecksumError as error:
@@ -38,13 +40,13 @@ class RegisteredModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ModelRegistry:
-    """Reads the file at every call, and replaces it as a whole: commands may run side by side."""
+    """Reads the file at every call and replaces it atomically, because commands may run concurrently."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def models(self) -> list[RegisteredModel]:
-        """In the order in which they were added. Raises CommandError when the file is damaged."""
+        """Returns the models in the order in which they were added. Raises CommandError if the file is damaged."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=list[RegisteredModel])
         except FileNotFoundError:
@@ -53,7 +55,7 @@ class ModelRegistry:
             raise CommandError(f"{self._path}: {error}") from error
 
     def find(self, label: str) -> RegisteredModel | None:
-        """`label`: NAME@VERSION, or NAME alone for the one of that name that was added last."""
+        """`label` is NAME@VERSION, or NAME alone for the model of that name that was added last."""
         found = [model for model in self.models() if label in (model.label, model.name)]
         return found[-1] if found else None
 
@@ -64,12 +66,12 @@ class ModelRegistry:
         return model
 
     def add(self, name: str, path: Path, version: str = "") -> RegisteredModel:
-        """Takes the checksum now. Raises CommandError when the name is taken or there is no model at `path`."""
+        """Add a model with its current checksum. Raises CommandError if the name is in use or `path` is no model."""
         for value in (name, version) if version else (name,):
             if not _NAME.fullmatch(value):
                 raise CommandError(f"{value!r} is not a name: letters, digits, '.', '_' and '-' only")
         path = path.expanduser().absolute()
-        _check_is_model(path)
+        check_is_model(path)
         try:
             model = RegisteredModel(name=name, version=version, path=str(path), sha256=model_checksum(path))
         except ChecksumError as error:
@@ -81,7 +83,7 @@ class ModelRegistry:
         return model
 
     def remove(self, label: str) -> RegisteredModel:
-        """Forgets it; its files stay. Raises CommandError."""
+        """Remove a model and keep its files. Raises CommandError."""
         model = self.require(label)
         self._write([other for other in self.models() if other != model])
         return model
@@ -98,7 +100,8 @@ class ModelRegistry:
             raise CommandError(f"{error.filename or self._path}: {error.strerror}") from error
 
 
-def _check_is_model(path: Path) -> None:
+def check_is_model(path: Path) -> None:
+    """Raises CommandError unless `path` is a model directory or a .gguf file."""
     if path.is_dir():
         for name in ("config.json", "tokenizer.json"):
             if not (path / name).is_file():

@@ -1,4 +1,4 @@
-"""Which model to serve: `--model NAME|PATH` becomes a directory that every process can load."""
+"""Resolves `--model NAME|PATH` to a directory that every process can load."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import NamedTuple
 
 from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
 from tools.failures import CommandError
-from tools.models.registry import ModelRegistry
+from tools.models.registry import ModelRegistry, check_is_model
 from tools.supervisor.child import bound_command
 
 
 class ResolvedModel(NamedTuple):
+    """A model that is ready to load."""
+
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     path: Path
-    """Its directory."""
+    """The directory of the model."""
     sha256: str = ""
-    """Of that directory, to be checked by whoever loads it; "" where nothing is registered, or was checked here."""
+    """The checksum of the directory, which the loading process checks. "" if there is none, or it was checked here."""
 
 
 def resolve_model(
@@ -30,10 +32,11 @@ def resolve_model(
     registry: ModelRegistry | None = None,
     sha256: str = "",
 ) -> ResolvedModel:
-    """`model` is the built-in model's name, a directory, a .gguf file, which is converted once into `cache_dir`, or a
-    name (NAME or NAME@VERSION) in the registry. `sha256`: of the path given; a GGUF file's is checked here.
+    """`model` is the name of the built-in model, a directory, a .gguf file, which is converted once into `cache_dir`,
+    or a name (NAME or NAME@VERSION) in the registry. `sha256` is the checksum of a path; that of a GGUF file is checked
+    here.
 
-    Raises CommandError when there is no such model, its checksum is another, or it cannot be converted.
+    Raises CommandError if there is no such model, its checksum differs, or it cannot be converted.
     """
     if model == BUILTIN_MODEL_NAME:
         return ResolvedModel(model, _prepare([str(cache_dir)], on_progress))
@@ -42,18 +45,14 @@ def resolve_model(
     if registered is not None:
         found = resolve_model(registered.path, cache_dir, on_progress, sha256=registered.sha256)
         return found._replace(name=registered.name)
+    if not path.exists():
+        raise CommandError(
+            f"no such model: {model} (built in: {BUILTIN_MODEL_NAME}; or a path, or a name in kvloom models list)"
+        )
+    check_is_model(path)
     if path.is_dir():
-        for name in ("config.json", "tokenizer.json"):
-            if not (path / name).is_file():
-                raise CommandError(f"{path} is not a model directory: it has no {name}")
         return ResolvedModel(path.name.lower(), path, sha256)
-    if path.is_file() and path.suffix.lower() == ".gguf":
-        return ResolvedModel(path.stem.lower(), _prepare([str(cache_dir), str(path), sha256], on_progress))
-    if path.is_file():
-        raise CommandError(f"{path} is not a model: expected a directory in Hugging Face's layout or a .gguf file")
-    raise CommandError(
-        f"no such model: {model} (built in: {BUILTIN_MODEL_NAME}; or a path, or a name in kvloom models list)"
-    )
+    return ResolvedModel(path.stem.lower(), _prepare([str(cache_dir), str(path), sha256], on_progress))
 
 
 def _prepare(args: Sequence[str], on_progress: Callable[[str], None]) -> Path:

@@ -1,4 +1,4 @@
-"""A log file that cannot fill the disk: at most two files of `max_bytes` each, the current one and the one before."""
+"""A log file that cannot fill the disk: at most two files of `max_bytes` each, the current one and the previous one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ MAX_LOG_BYTES: Final = 10 * 2**20
 
 
 class BoundedLog:
-    """Appends bytes to `path`; what was there before, and what outgrows `max_bytes`, becomes `path` + ".1".
+    """Appends bytes to `path`. A file from an earlier run, or one that reaches `max_bytes`, is renamed to `path` +
+    ".1".
 
-    Raises OSError when the file cannot be opened. A write that fails (disk full) is dropped: a log must not stop the
-    process whose output it keeps.
+    Raises OSError if the file cannot be opened. A write that fails (disk full) is dropped: a log must not stop the
+    process whose output it keeps. logging.handlers.RotatingFileHandler does not fit: once closing its buffered file
+    fails on a full disk it stays broken, it counts characters instead of bytes, and it does not split long writes.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
@@ -37,7 +39,7 @@ class BoundedLog:
                 self._file = self._path.open("wb", buffering=0)
                 self._num_bytes = 0
             self._num_bytes += self._file.write(piece)
-        except (OSError, ValueError):  # ValueError: the file could not be opened again by an earlier write
+        except (OSError, ValueError):  # ValueError: an earlier write could not reopen the file
             return
 
     def _rotate_existing(self) -> None:

@@ -1,4 +1,4 @@
-"""One operating-system process that `kvloom up` started: launch, output, readiness, exit, termination."""
+"""One operating-system process started by `kvloom up`: launch, output, readiness, exit, termination."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ _LAST_OUTPUT_TIMEOUT_SECONDS: Final = 2.0
 
 
 class ChildFailedError(Exception):
-    """A process did not come up, or ended; the message says how and carries its last lines."""
+    """A process failed to start or exited. The message has the reason and its last lines of output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run, and how to tell that it serves."""
+    """What to run, and how to find out that it is ready."""
 
     role: str
     """"edge", "router", "shard", "safety" or "redis"."""
     name: str
     argv: tuple[str, ...]
-    """argv[0] is a path."""
+    """The command line. argv[0] is a path."""
     probe: Callable[[], Awaitable[ReadyLine | None]] | None = None
-    """Asked repeatedly until it answers. None: the process prints a ReadyLine itself."""
+    """Called repeatedly until it returns a ReadyLine. None means that the process prints one itself."""
     start_timeout_seconds: float = 300.0
     stop_timeout_seconds: float = 35.0
-    """Between SIGTERM and SIGKILL."""
+    """The time between SIGTERM and SIGKILL."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """On top of this process's environment."""
+    """Variables in addition to the environment of this process."""
     listens_on: SharedPort | None = None
-    """It gets a socket that listens there, by `--listen-fd`."""
+    """The process gets a socket that is bound to this port, with `--listen-fd`."""
     starts_first: bool = False
-    """A successor may start while its predecessor still runs; else it would find its place taken."""
+    """Whether a successor may start while its predecessor still runs. Otherwise it would find its address in use."""
 
 
 def bound_command(argv: Sequence[str]) -> list[str]:
-    """`argv`, run so that it dies with this process, however this one dies (see exec_bound)."""
+    """The command for `argv` as a process that dies with this one, however this one dies (see exec_bound.py)."""
     return [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *argv]
 
 
 class Child:
-    """A launched process. It leads a process group of its own, so a Ctrl-C in the terminal does not reach it and
-    whatever it starts can be ended with it. It is killed by the kernel if this process dies."""
+    """A launched process. It leads a process group of its own, so that a Ctrl-C in the terminal does not reach it and
+    its own children can be killed with it. The kernel kills it if this process dies."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Child:
         listener: socket.socket | None = None,
         on_leaving: Callable[[Child], None] | None = None,
     ) -> None:
-        """`listener` is shared with the process and stays the caller's; `on_leaving` is called when the process says
-        that it looks at it no more. Raises OSError when it cannot be launched."""
+        """The process inherits `listener`, which the caller still owns. `on_leaving` is called when the process reports
+        that it no longer accepts connections from it. Raises OSError if the process cannot be launched."""
         self.spec = spec
         self._on_leaving = on_leaving
         self._log = log
@@ -106,7 +106,7 @@ class Child:
         return not self._exited.is_set()
 
     async def wait_ready(self) -> ReadyLine:
-        """Raises ChildFailedError when the process ends first or takes longer than its start timeout."""
+        """Raises ChildFailedError if the process exits first or exceeds its start timeout."""
         announced = asyncio.create_task(self._announcement(), name=f"{self.spec.name} readiness")
         exited = asyncio.create_task(self._exited.wait(), name=f"{self.spec.name} exit")
         try:
@@ -124,13 +124,14 @@ class Child:
             for task in (announced, exited):
                 task.cancel()
             await asyncio.gather(announced, exited, return_exceptions=True)
-        raise ChildFailedError(await self.obituary())
+        raise ChildFailedError(await self.exit_report())
 
     async def wait_exit(self) -> None:
         await self._exited.wait()
 
-    async def obituary(self) -> str:
-        """How the ended process ended, with its last lines. Ends whatever it left behind in its group."""
+    async def exit_report(self) -> str:
+        """Wait for the process to exit. Returns how it did, with its last lines. Kills the rest of its process
+        group."""
         await self._exited.wait()
         self._signal_group(signal.SIGKILL)
         await self._finish_output()
@@ -139,8 +140,8 @@ class Child:
         return f"{self.spec.name} {how}{self._last_lines()}"
 
     async def terminate(self, force: asyncio.Event) -> None:
-        """SIGTERM; SIGKILL to the whole group after the spec's stop timeout, or as soon as `force` is set. Returns when
-        the process has gone. Repeatable."""
+        """Send SIGTERM, and SIGKILL to the whole group after the stop timeout of the spec or as soon as `force` is set.
+        Returns when the process has exited. May be called repeatedly."""
         if self.running:
             self._popen.terminate()
         forced = asyncio.create_task(force.wait(), name=f"{self.spec.name} force")
@@ -156,14 +157,14 @@ class Child:
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL to the whole group; returns when the process has gone. Repeatable."""
+        """Send SIGKILL to the whole group. Returns when the process has exited. May be called repeatedly."""
         self._signal_group(signal.SIGKILL)
         await self._exited.wait()
         await self._finish_output()
 
     async def _announcement(self) -> ReadyLine:
         if self.spec.probe is None:
-            # Shielded: the future outlives this wait.
+            # Shielded, because the future outlives this wait.
             return await asyncio.shield(self._ready_line)
         while True:
             ready = await self.spec.probe()
@@ -178,7 +179,7 @@ class Child:
         self._exited.set()
 
     def _signal_group(self, signum: int) -> None:
-        """The group lives as long as any process in it, its leader or a grandchild."""
+        """Signal the group, which exists as long as any process in it, even if its leader has exited."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signum)
 
@@ -192,21 +193,21 @@ class Child:
                 self._log.write(chunk)
                 self._remember(chunk)
                 if is_stdout:
-                    head = self._look_for_news(head + chunk)
+                    head = self._parse_stdout(head + chunk)
         finally:
             transport.close()
 
-    def _look_for_news(self, text: bytes) -> bytes:
-        """That it is ready, and that it leaves. Returns what may be the beginning of a line."""
+    def _parse_stdout(self, text: bytes) -> bytes:
+        """Look for the lines that report readiness and leaving. Returns the incomplete last line."""
         *lines, rest = text.split(b"\n")
         for line in lines:
             if not self._ready_line.done():
-                self._look_for_ready_line(line)
+                self._parse_ready_line(line)
             elif line == LEAVING_LINE and self._on_leaving is not None:
                 self._on_leaving(self)
         return rest[-_MAX_READY_LINE_BYTES:]
 
-    def _look_for_ready_line(self, line: bytes) -> None:
+    def _parse_ready_line(self, line: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             ready = msgspec.json.decode(line, type=ReadyLine)
             if ready.event == "ready":
@@ -219,14 +220,14 @@ class Child:
             self._num_tail_bytes -= len(self._tail.popleft())
 
     def _last_lines(self, max_lines: int = 12) -> str:
-        """The reason it gave, if it gave one as services do; else the end of its output, indented."""
+        """The error that the process printed last, as services do, or otherwise the end of its output, indented."""
         lines = [line for line in b"".join(self._tail).decode(errors="replace").splitlines() if line.strip()]
         if lines and lines[-1].startswith("error: "):
             return f": {lines[-1].removeprefix('error: ')}"
         return "".join(f"\n  {line}" for line in lines[-max_lines:])
 
     async def _finish_output(self) -> None:
-        """Read what is still in the pipes. Bounded, because a process that left the group may hold them open."""
+        """Read the rest of the pipes. The time is limited, because a process that left the group may hold them open."""
         done, pending = await asyncio.wait(self._pumps, timeout=_LAST_OUTPUT_TIMEOUT_SECONDS)
         for pump in pending:
             pump.cancel()

@@ -1,4 +1,4 @@
-"""A fabric of its own for a measurement: `kvloom up` as a child process, with its own data directory and free ports."""
+"""Runs `kvloom up` as a child process for a measurement, with a data directory of its own and free ports."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STOP_TIMEOUT_SECONDS: Final = 60.0
 
 @contextlib.asynccontextmanager
 async def child_fabric(config: KvloomConfig, data_dir: Path) -> AsyncIterator[str]:
-    """Its URL once it is ready; stopped in the end. `config.model` must be filled in; ports are chosen. It dies with
-    this process, however that ends. Raises CommandError when it does not come up."""
+    """Yields the URL when the fabric is ready, and stops the fabric at the end. `config` must name the model; the ports
+    are chosen here. The fabric dies with this process. Raises CommandError if it does not start."""
     config.edge.port = config.router.port = 0
     config_path = data_dir / "kvloom.json"
     dump_config(config, config_path)
-    # -P: a folder called "tools" in the user's working directory must not be taken for ours.
+    # -P: a folder called "tools" in the working directory must not be imported instead of ours.
     up = (
         sys.executable,
         "-P",
@@ -59,16 +59,16 @@ async def child_fabric(config: KvloomConfig, data_dir: Path) -> AsyncIterator[st
 
 
 async def _read(process: Process, ready: asyncio.Future[str]) -> None:
-    """Takes all that is printed, so that the fabric never waits for its reader."""
+    """Read all output, so that the fabric never blocks on a full pipe."""
     assert process.stdout is not None
     assert process.stderr is not None
     errors = asyncio.create_task(process.stderr.read(), name="kvloom up's errors")
     async for line in process.stdout:
         if line.startswith(b"ready: ") and not ready.done():
             ready.set_result(line.removeprefix(b"ready: ").decode().strip())
-    said = (await errors).decode(errors="replace").strip()
+    output = (await errors).decode(errors="replace").strip()
     if not ready.done():
-        ready.set_exception(CommandError(f"the fabric did not come up: {said or 'it ended without a word'}"))
+        ready.set_exception(CommandError(f"the fabric did not come up: {output or 'it exited without output'}"))
 
 
 async def _stop(process: Process) -> None:

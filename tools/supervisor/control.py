@@ -1,7 +1,7 @@
-"""How other commands speak with a running `kvloom up`: JSON lines over a Unix socket in its run folder.
+"""The protocol between other commands and a running `kvloom up`: JSON lines over a Unix socket in its run folder.
 
-One request a connection, `{"restart": ["shard-0", ...]}`; answered by lines `{"step": TEXT}` and, as the last one,
-`{"done": true}` or `{"error": TEXT}`. The folder is its owner's alone, and so is the socket.
+A connection has one request, `{"restart": ["shard-0", ...]}`. It is answered by lines `{"step": TEXT}` and a last line
+`{"done": true}` or `{"error": TEXT}`. Only the owner can access the folder, and thus the socket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REQUEST_SECONDS: Final = 5.0
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
     restart: list[str]
-    """Names and roles; empty: all but Redis."""
+    """Names and roles. An empty list stands for all processes but Redis."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -35,12 +35,12 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 Restart = Callable[[Sequence[str], Callable[[str], None]], Awaitable[None]]
-"""Takes names and who hears of each step. Raises CommandError."""
+"""Called with names and a callback for each step. Raises CommandError."""
 
 
 @contextlib.asynccontextmanager
 async def control_socket(run_dir: Path, restart: Restart) -> AsyncIterator[None]:
-    """Listens while the context lasts. Its end cancels what was asked for."""
+    """Listens as long as the context lasts. Its end cancels running requests."""
     tasks: set[asyncio.Task[None]] = set()
 
     def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,13 +86,13 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, res
             await writer.wait_closed()
 
 
-def ask_restart(run_dir: Path, names: Sequence[str], on_step: Callable[[str], None]) -> None:
-    """Returns once all of it is done. Raises CommandError with the reason when it is not."""
+def request_restart(run_dir: Path, names: Sequence[str], on_step: Callable[[str], None]) -> None:
+    """Returns when the restart is complete. Raises CommandError with the reason if it fails."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, _short_path(run_dir) as short:
         try:
             connection.connect(f"{short}/{_SOCKET}")
         except OSError as error:
-            raise CommandError(f"the fabric takes no commands now: {error.strerror}") from error
+            raise CommandError(f"the fabric accepts no commands now: {error.strerror}") from error
         connection.sendall(msgspec.json.encode(Request(restart=list(names))) + b"\n")
         with connection.makefile("rb") as lines:
             for line in lines:
@@ -102,12 +102,12 @@ def ask_restart(run_dir: Path, names: Sequence[str], on_step: Callable[[str], No
                 if reply.done:
                     return
                 on_step(reply.step)
-    raise CommandError("the fabric went away before it was done")
+    raise CommandError("the fabric stopped before the restart was complete")
 
 
 @contextlib.contextmanager
 def _short_path(directory: Path) -> Iterator[str]:
-    """A name of it for sockets, whose paths may have no more than some 100 characters."""
+    """A short alias of a directory, because paths of sockets are limited to about 100 characters."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{fd}"

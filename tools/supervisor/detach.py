@@ -1,4 +1,4 @@
-"""Runs something in the background: the command returns when it is ready or has failed, the daemon goes on."""
+"""Runs a fabric in the background. The command returns when it is ready or has failed, and the daemon continues."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tools.supervisor.reporters import PipeReporter, Reporter, foreground_report
 
 
 def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
-    """Fork a daemon that does `work` in a session of its own; show what it reports, until it is ready.
+    """Fork a daemon that does `work` in a session of its own, and show its reports until it is ready.
 
-    Must be called while the process has one thread (a spinner would be a second one). What the daemon writes to stdout
-    and stderr goes to `output_path`.
-    Raises CommandError with the reason when the daemon fails first; a Ctrl-C stops the daemon.
+    Must be called while the process has one thread (a spinner would be a second one). The stdout and stderr of
+    the daemon are redirected to `output_path`.
+    Raises CommandError with the reason if the daemon fails first. A Ctrl-C stops the daemon.
     """
     read_fd, write_fd = os.pipe()
     pid = os.fork()
@@ -28,17 +28,17 @@ def run_detached(work: Callable[[Reporter], None], output_path: Path) -> None:
         os.close(read_fd)
         _be_daemon(work, output_path, PipeReporter(write_fd))
     os.close(write_fd)
-    with os.fdopen(read_fd, encoding="utf-8") as news, foreground_reporter() as reporter:
+    with os.fdopen(read_fd, encoding="utf-8") as reports, foreground_reporter() as reporter:
         try:
-            _relay(news, reporter)
+            _relay(reports, reporter)
         except KeyboardInterrupt:
             os.kill(pid, signal.SIGTERM)
             os.waitpid(pid, 0)
             raise
 
 
-def _relay(news: IO[str], reporter: Reporter) -> None:
-    for line in news:
+def _relay(reports: IO[str], reporter: Reporter) -> None:
+    for line in reports:
         kind, text = json.loads(line)
         if kind == "ready":
             return reporter.ready(text)
@@ -65,7 +65,7 @@ def _be_daemon(work: Callable[[Reporter], None], output_path: Path, pipe: PipeRe
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: this is a fork, the exit handlers are the parent's.
+        # Not sys.exit: this is a fork, and the exit handlers belong to the parent.
         os._exit(status)
 
 

@@ -1,8 +1,8 @@
-"""Run a command that dies with the process that started it: `python -I -S exec_bound.py PARENT_PID COMMAND...`.
+"""Runs a command that dies with the process that started it: `python -I -S exec_bound.py PARENT_PID COMMAND...`.
 
-The kernel is asked to kill this process when its parent dies (PR_SET_PDEATHSIG survives exec), then the command takes
-its place. A wrapper instead of Popen's `preexec_fn`, because Python code between fork and exec is unsafe once gRPC's
-threads run in the parent. Only the standard library is used, so it costs about 20 ms.
+The kernel is asked to kill this process when its parent dies (PR_SET_PDEATHSIG survives exec). Then the process execs
+the command. This is a wrapper instead of a `preexec_fn` for Popen, because Python code between fork and exec is unsafe
+once the threads of gRPC run in the parent. Only the standard library is used, so that it takes about 20 ms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     parent_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the kernel was told.
+    # The parent may have died before the call of prctl.
     if os.getppid() != parent_pid:
         sys.exit(1)
     try:

@@ -1,4 +1,4 @@
-"""Runs a whole fabric in the foreground: starts it, says when it is ready, keeps it up, stops it."""
+"""Runs a whole fabric in the foreground: starts it, reports when it is ready, keeps it running, stops it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from kvloom.config import KvloomConfig
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError
 from tools.supervisor.control import control_socket
-from tools.supervisor.processes import STOP_ORDER, plan_stages
+from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages
 from tools.supervisor.readiness import http_url, is_complete, router_address
 from tools.supervisor.reporters import Reporter
-from tools.supervisor.restart_plan import plan_restart
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, own_start_time
 from tools.supervisor.supervisor import Supervisor
 
 _READY_TIMEOUT_SECONDS = 60.0
-"""From "every process serves" to "they have found one another"."""
+"""The time in which processes that are ready must find one another."""
 _POLL_SECONDS = 0.05
 _SAME_SIGNAL_SECONDS = 0.5
-"""One Ctrl-C can arrive twice: from the terminal, and from a parent such as make that passes it on."""
+"""One Ctrl-C can arrive twice: from the terminal, and from a parent such as make that forwards it."""
 
 
 class Fabric:
-    """One run. `config` has every address and the model's path filled in."""
+    """One run of a fabric. `config` must have all addresses and the path of the model."""
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class Fabric:
         )
 
     async def run(self) -> None:
-        """Until SIGINT, SIGTERM or SIGHUP; a second one kills what still runs. Leaves no process behind. Raises
-        CommandError when the fabric does not come up."""
+        """Run until SIGINT, SIGTERM or SIGHUP. A second signal kills all processes. Leaves no process behind. Raises
+        CommandError if the fabric does not start."""
         stop = self._stop_on_signals()
         self._write_state()
         work = asyncio.create_task(self._start_and_watch(), name="fabric")
@@ -97,10 +96,10 @@ class Fabric:
         async with control_socket(self._folder.run_dir, self._restart):
             await self._supervisor.watch()
 
-    async def _restart(self, wanted: Sequence[str], tell: Callable[[str], None]) -> None:
-        """One process after another; the next one once the fabric is whole again. Raises CommandError."""
+    async def _restart(self, wanted: Sequence[str], on_step: Callable[[str], None]) -> None:
+        """Restart one process after another, each when the fabric is complete again. Raises CommandError."""
         if self._restarting.locked():
-            raise CommandError("another restart is going on")
+            raise CommandError("another restart is in progress")
         async with self._restarting:
             for name in plan_restart(self._supervisor.statuses, wanted):
                 try:
@@ -108,7 +107,7 @@ class Fabric:
                 except ChildFailedError as error:
                     raise CommandError(f"{error}\n  (stopped there; logs: {self._folder.log_dir})") from error
                 await self._wait_ready()
-                for report in (tell, self._reporter.step):
+                for report in (on_step, self._reporter.step):
                     report(f"{name} was restarted")
 
     async def _is_complete(self) -> bool:
@@ -121,7 +120,7 @@ class Fabric:
         while not await self._is_complete():
             if time.monotonic() > deadline:
                 raise CommandError(
-                    f"every process runs, but {self._state.http_url}/ready did not turn ready in "
+                    f"every process runs, but {self._state.http_url}/ready did not become ready within "
                     f"{_READY_TIMEOUT_SECONDS:g} s (logs: {self._folder.log_dir})"
                 )
             await asyncio.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Is the fabric ready? Asked from outside, as a client would."""
+"""Checks from outside, like a client, whether the fabric is ready."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import grpc.aio
 
 from kvloom.config import KvloomConfig
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
-from tools.supervisor.supervised import ProcessState, ProcessStatus
+from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 
 _TIMEOUT_SECONDS = 2.0
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def reachable_host(host: str) -> str:
-    """Where a client on this machine finds a server that listens on `host`."""
+    """The host at which a client on this machine reaches a server that listens on `host`."""
     reachable = _EVERY_INTERFACE.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
 
@@ -31,13 +31,13 @@ def router_address(config: KvloomConfig) -> str:
 
 
 def reachable_address(address: str) -> str:
-    """As `reachable_host`, of host:port."""
+    """Like `reachable_host` for host:port."""
     host, _, port = address.rpartition(":")
     return f"{reachable_host(host.strip('[]'))}:{port}"
 
 
 async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int) -> bool:
-    """Every shard is known to every router that runs, and every edge takes requests."""
+    """Whether every running router knows all shards, and every edge accepts requests."""
     running = [status for status in statuses if status.state == ProcessState.READY]
     routers = [status.router_address for status in running if status.router_address]
     edges = [status.metrics_address for status in running if status.role == "edge"]
@@ -48,7 +48,7 @@ async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int) -> boo
 
 
 async def is_edge_ready(address: str) -> bool:
-    """True when the /ready of the edge that listens there answers 200."""
+    """Whether the edge at this address answers /ready with 200."""
     host, _, port = reachable_address(address).rpartition(":")
     try:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
@@ -64,7 +64,7 @@ async def is_edge_ready(address: str) -> bool:
 
 
 async def fleet_is_complete(address: str, num_shards: int) -> bool:
-    """True when the router sees at least `num_shards` ready shards."""
+    """Whether the router at this address sees at least `num_shards` ready shards."""
     async with grpc.aio.insecure_channel(reachable_address(address)) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:

@@ -1,4 +1,4 @@
-"""How `kvloom up` tells what it does: to a terminal, to a pipe or file, to the command that detached it."""
+"""Reporters for the progress of `kvloom up`: to a terminal, a pipe or file, a log, or the command that detached it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tools.supervisor.bounded_log import BoundedLog
 
 class Reporter(Protocol):
     def step(self, text: str) -> None:
-        """Something was done, or happened. May have several lines."""
+        """Report a step or an event. The text may have several lines."""
         ...
 
     def line(self, text: str) -> None:
-        """To be shown exactly so."""
+        """Show the text unchanged."""
         ...
 
     def ready(self, url: str) -> None:
-        """The fabric serves."""
+        """Report that the fabric is ready."""
         ...
 
 
 class PlainReporter:
-    """Lines on stdout. Goes silent when nobody reads them any more: the fabric outlives its audience."""
+    """Prints lines to stdout, and nothing more once its reader has gone, because the fabric outlives it."""
 
     def step(self, text: str) -> None:
         self.line(f"  {text}")
@@ -45,7 +45,7 @@ class PlainReporter:
 
 
 class TerminalReporter:
-    """Colours, and a spinner until the fabric is ready or this reporter is closed."""
+    """Prints in colour, with a spinner until the fabric is ready or this reporter is closed."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -71,14 +71,14 @@ class TerminalReporter:
 
 
 class LogReporter:
-    """Passes everything on, and keeps it in a file: `kvloom logs kvloom`."""
+    """Forwards all reports, and writes them to the file that `kvloom logs kvloom` shows."""
 
     def __init__(self, inner: Reporter, path: Path) -> None:
         self._inner = inner
         self._log = BoundedLog(path)
 
     def note(self, text: str) -> None:
-        """Into the file only."""
+        """Write to the file only."""
         self._log.write(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}\n".encode())
 
     def step(self, text: str) -> None:
@@ -95,7 +95,7 @@ class LogReporter:
 
 
 class PipeReporter:
-    """JSON lines to the command that waits in the foreground; silent once that has gone."""
+    """Sends JSON lines to the command that waits in the foreground, and nothing more once it has exited."""
 
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd

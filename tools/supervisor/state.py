@@ -1,4 +1,4 @@
-"""The state file: what a running fabric says of itself in `DATA_DIR/run`, for `status`, `down`, `logs` and `chat`."""
+"""The run folder of a fabric, and its state file in `DATA_DIR/run` for `status`, `down`, `logs` and `chat`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import msgspec
 import psutil
 
 from tools.failures import EXIT_NOT_RUNNING, CommandError
-from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.supervised_process import ProcessStatus
 
 
 class FabricState(msgspec.Struct, kw_only=True):
     supervisor_pid: int
     supervisor_started: float
-    """Of the supervisor's process, seconds since the epoch: a pid alone may have passed to another process."""
+    """When the supervisor started, in seconds since the epoch. The pid alone may have been reused by another
+    process."""
     phase: str = "starting"
     """"starting", "ready" or "stopping"."""
     http_url: str
@@ -40,7 +41,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Held by `up` for as long as it runs; the kernel drops it however `up` ends. Raises CommandError when another
+        """Held by `up` as long as it runs; the kernel releases it however `up` ends. Raises CommandError if another
         `up` holds it or the directory cannot be written."""
         try:
             for directory in (self.run_dir, self.log_dir):
@@ -53,9 +54,9 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 state = self.read_running()
-                who = f" (pid {state.supervisor_pid}, {state.http_url})" if state else ""
+                holder = f" (pid {state.supervisor_pid}, {state.http_url})" if state else ""
                 raise CommandError(
-                    f"kvloom is already running with the data directory {self.data_dir}{who}: "
+                    f"kvloom is already running with the data directory {self.data_dir}{holder}: "
                     "stop it with `kvloom down`, or give another --data-dir"
                 ) from error
             try:
@@ -64,13 +65,13 @@ class RunFolder:
                 self._state_path.unlink(missing_ok=True)
 
     def write(self, state: FabricState) -> None:
-        """Readers see the old state or the new one, never a part."""
-        fresh = self._state_path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(state))
-        fresh.replace(self._state_path)
+        """Write atomically: readers see the old state or the new one."""
+        new_path = self._state_path.with_suffix(".new")
+        new_path.write_bytes(msgspec.json.encode(state))
+        new_path.replace(self._state_path)
 
     def read_running(self) -> FabricState | None:
-        """None when no fabric runs with this data directory, also when one was killed and left its file."""
+        """None if no fabric runs with this data directory, even if a killed one left its file."""
         try:
             state = msgspec.json.decode(self._state_path.read_bytes(), type=FabricState)
         except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""Starts a set of processes in order, keeps them running, replaces those it is asked to, stops them in order."""
+"""Starts a set of processes in order, keeps them running, replaces them on request, and stops them in order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kvloom.process.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.supervised import ProcessStatus, SupervisedProcess, restart_backoff
+from tools.supervisor.supervised_process import ProcessStatus, SupervisedProcess, restart_backoff
 
 
 class Supervisor:
-    """`stages`: the processes of one stage start together, once the stage before is ready. They stop one role after
-    another, in the order of `stop_order` (roles)."""
+    """The processes of each of the `stages` start together when the previous stage is ready. They stop role by role in
+    the order of `stop_order`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Supervisor:
 
     @property
     def statuses(self) -> list[ProcessStatus]:
-        """With those that have been replaced and still run."""
+        """The status of all processes, including replaced ones that still run."""
         found = [(process.status, process.predecessor) for process in self._processes]
         return [status for pair in found for status in pair if status is not None]
 
@@ -54,7 +54,7 @@ class Supervisor:
         return all(process.ready for process in self._processes)
 
     async def start(self) -> None:
-        """Raises ChildFailedError as soon as one process fails to come up; the others may still run (see `stop`)."""
+        """Raises ChildFailedError as soon as one process fails to start. The others may still run (see `stop`)."""
         for stage in self._stages:
             starts = [asyncio.create_task(self._start_one(process)) for process in stage]
             try:
@@ -65,7 +65,7 @@ class Supervisor:
                 await asyncio.gather(*starts, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Never returns. Raises what a keeper raised, which only a fault of the supervisor itself can cause."""
+        """Never returns. Raises only if the supervisor itself fails."""
         await _all_or_first_failure(self._keepers)
 
     async def replace(self, name: str) -> None:
@@ -74,7 +74,7 @@ class Supervisor:
         await process.replace(self._force)
 
     async def stop(self) -> None:
-        """End all processes, role after role. Repeatable."""
+        """Stop all processes, role by role. May be called repeatedly."""
         for process in self._processes:
             process.close_port()
         for keeper in self._keepers:
@@ -84,7 +84,7 @@ class Supervisor:
             await asyncio.gather(*(p.stop(self._force) for p in self._processes if p.spec.role == role))
 
     def force_stop(self) -> None:
-        """Do not wait for anything: `stop`, running or to come, kills at once."""
+        """Have `stop`, whether it is running or called later, kill all processes at once."""
         self._force.set()
 
     @property

@@ -1,4 +1,4 @@
-"""A log that is bounded: what the supervisor writes of its children."""
+"""A supervisor's log of its children is bounded in size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tools.supervisor.bounded_log import BoundedLog
 
 
 def test_a_log_keeps_at_most_two_files_of_the_limit(tmp_path: Path):
-    """A process that logs for ever must not fill the disk; the newest output must be what is kept."""
+    """A process that logs forever must not fill the disk, and the newest output must be kept."""
     path = tmp_path / "x.log"
     log = BoundedLog(path, max_bytes=100)
     for i in range(100):
@@ -21,7 +21,7 @@ def test_a_log_keeps_at_most_two_files_of_the_limit(tmp_path: Path):
 
 
 def test_a_chunk_larger_than_the_limit_is_cut_not_kept_whole(tmp_path: Path):
-    """The bound holds whatever the pipe delivers at once."""
+    """The bound holds for chunks of any size."""
     log = BoundedLog(tmp_path / "x.log", max_bytes=100)
     log.write(b"y" * 1050)
     log.close()
@@ -29,7 +29,7 @@ def test_a_chunk_larger_than_the_limit_is_cut_not_kept_whole(tmp_path: Path):
 
 
 def test_a_new_run_keeps_the_log_of_the_one_before(tmp_path: Path):
-    """After a crash and a new `up`, the reason of the crash must still be there to read."""
+    """After a crash and a new `up`, the reason for the crash must still be readable."""
     path = tmp_path / "x.log"
     for text in (b"first", b"second"):
         log = BoundedLog(path)

@@ -11,13 +11,12 @@ import pytest
 
 from kvloom.config import KvloomConfig
 from tests.conftest import REPOSITORY
-from tools.cli.commands import main
+from tools.cli.commands import LazyGroup, main
 from tools.cli.launch import absolute_model, apply_flags
-from tools.cli.lazy_group import LazyGroup
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
 from tools.options import load_config_file
-from tools.supervisor.processes import pick_free_ports, plan_stages
+from tools.supervisor.process_specs import pick_free_ports, plan_stages
 from tools.supervisor.shared_port import SharedPort
 
 PAGE = (REPOSITORY / "docs" / "cli.md").read_text()

@@ -14,9 +14,9 @@ import pytest
 from tests.unit.tools.test_supervisor import TIMEOUT_SECONDS, World, assert_gone, breakable, stand_in
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.control import ask_restart, control_socket
-from tools.supervisor.restart_plan import plan_restart
-from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.control import control_socket, request_restart
+from tools.supervisor.process_specs import plan_restart
+from tools.supervisor.supervised_process import ProcessStatus
 
 RUNNING = [
     ProcessStatus(role=name.split("-")[0], name=name, pid=number, state="ready")
@@ -32,10 +32,10 @@ RUNNING = [
         (["redis", "router-1"], ["router-1", "redis"]),
     ],
 )
-def test_processes_are_restarted_from_within_to_the_door_and_redis_only_by_name(
+def test_processes_are_restarted_from_the_inside_to_the_edges_and_redis_only_by_name(
     wanted: Sequence[str], expected: Sequence[str]
 ):
-    """Each successor finds what it needs in its new form, and the memory that all share is not lost by the way."""
+    """Each process starts with the new versions of those that it depends on, and the shared registry is not lost."""
     assert plan_restart(RUNNING, wanted) == expected
 
 
@@ -89,7 +89,7 @@ async def test_a_successor_that_does_not_come_up_leaves_the_old_process_alone(tm
         await world.supervisor.stop()
 
 
-async def test_a_process_that_leaves_unasked_gets_a_successor_before_it_has_ended(tmp_path: Path):
+async def test_a_process_stopped_from_outside_gets_a_successor_before_it_has_exited(tmp_path: Path):
     """Somebody has sent it a SIGTERM, and what it runs may take long; it counts as a restart, which nobody planned."""
     leave = tmp_path / "leave"
     world = World(tmp_path, [with_successor(stand_in("a", "--leave", str(leave)))])
@@ -106,8 +106,8 @@ async def test_a_process_that_leaves_unasked_gets_a_successor_before_it_has_ende
         (after,) = world.supervisor.statuses
         assert (after.state, after.restarts) == ("ready", 1)
         assert [event.splitlines()[0] for event in world.events][1:] == [
-            "a was told to stop: another one takes its place",
-            f"a is back (pid {after.pid})",
+            "a was stopped from outside: a successor replaces it",
+            f"a has restarted (pid {after.pid})",
         ]
     finally:
         await world.supervisor.stop()
@@ -131,7 +131,7 @@ async def test_one_that_leaves_when_no_successor_can_start_is_started_again_as_a
         await world.supervisor.stop()
 
 
-async def test_commands_reach_a_fabric_in_a_deep_directory_and_hear_each_step(tmp_path: Path):
+async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp_path: Path):
     """Socket paths are limited to 108 characters; data directories are not."""
     run_dir = tmp_path / ("x" * 100) / "run"
     run_dir.mkdir(parents=True)
@@ -145,10 +145,10 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_hear_each_step(tm
 
     steps: list[str] = []
     async with control_socket(run_dir, restart), asyncio.timeout(TIMEOUT_SECONDS):
-        await asyncio.to_thread(ask_restart, run_dir, ["a"], steps.append)
+        await asyncio.to_thread(request_restart, run_dir, ["a"], steps.append)
         with pytest.raises(CommandError, match="it cannot be"):
-            await asyncio.to_thread(ask_restart, run_dir, ["bad"], steps.append)
+            await asyncio.to_thread(request_restart, run_dir, ["bad"], steps.append)
     assert asked == [["a"], ["bad"]]
     assert steps == ["a was restarted"]
-    with pytest.raises(CommandError, match="takes no commands"):
-        ask_restart(run_dir, ["a"], steps.append)
+    with pytest.raises(CommandError, match="accepts no commands"):
+        request_restart(run_dir, ["a"], steps.append)

@@ -11,7 +11,7 @@ from tools.cli.logs import LogTail
 from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.supervisor.bounded_log import BoundedLog
 from tools.supervisor.state import FabricState, RunFolder, own_start_time
-from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.supervised_process import ProcessStatus
 
 
 def state(**changes: float) -> FabricState:
@@ -74,7 +74,7 @@ def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path):
         pass
 
 
-def test_following_a_log_goes_on_across_rotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_following_a_log_continues_across_rotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """`logs --follow` must not fall silent, or repeat itself, when the file it reads is moved away."""
     path = tmp_path / "x.log"
     log = BoundedLog(path, max_bytes=40)
@@ -83,8 +83,8 @@ def test_following_a_log_goes_on_across_rotations(tmp_path: Path, capsys: pytest
     tail.print_last(2)
     for i in range(10):
         log.write(b"line %d\n" % i)
-        tail.print_news()
-    tail.print_news()
+        tail.print_new_lines()
+    tail.print_new_lines()
     log.close()
     tail.close()
     assert capsys.readouterr().out.splitlines() == [
@@ -99,7 +99,7 @@ def test_half_a_line_is_shown_once_it_is_whole(tmp_path: Path, capsys: pytest.Ca
     tail = LogTail(path, "")
     for piece in (b"hel", b"lo\nwor"):
         log.write(piece)
-        tail.print_news()
+        tail.print_new_lines()
     log.close()
     tail.close()
     assert capsys.readouterr().out == "hello\n"

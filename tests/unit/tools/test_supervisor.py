@@ -16,7 +16,7 @@ import pytest
 
 from kvloom.process.backoff import Backoff
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.supervised_process import ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 
 TIMEOUT_SECONDS = 20.0

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from tools.process_counters import rss_bytes
-from tools.supervisor.supervised import ProcessStatus
+from tools.supervisor.supervised_process import ProcessStatus
 
 SAMPLE_SECONDS: Final = 5.0
 MAX_SAMPLES: Final = 20_000

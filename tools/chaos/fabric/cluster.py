@@ -17,11 +17,11 @@ from kvloom.process.backoff import Backoff
 from tools.chaos.fabric.proxy import FaultProxy
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.processes import STOP_ORDER, pick_free_ports, plan_stages
+from tools.supervisor.process_specs import STOP_ORDER, pick_free_ports, plan_stages
 from tools.supervisor.readiness import is_complete, router_address
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
-from tools.supervisor.supervised import ProcessState, ProcessStatus
+from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 from tools.supervisor.supervisor import Supervisor
 
 _START_TIMEOUT_SECONDS: Final = 180.0

@@ -12,7 +12,7 @@ from typing import Final
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance, Fault
 from tools.chaos.fabric.proxy import FaultProxy
-from tools.supervisor.supervised import ProcessState
+from tools.supervisor.supervised_process import ProcessState
 
 _REPLACED_TIMEOUT_SECONDS: Final = 60.0
 _RESET_SHARE: Final = 0.6

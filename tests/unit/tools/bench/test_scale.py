@@ -12,7 +12,7 @@ from tools.bench.data_plane.run import Plan, figures_of, report_of
 from tools.bench.data_plane.scale import GRID, Standing, parse_layout
 from tools.bench.data_plane.scale_table import scale_table
 from tools.bench.data_plane.workloads import WORKLOADS
-from tools.supervisor.processes import plan_stages
+from tools.supervisor.process_specs import plan_stages
 
 
 def shard_processes(num_shards: int, shards_per_process: int) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`kvloom models`: names, versions and checksums for the models on this machine."""
+"""`kvloom models`: registers the models on this machine with names, versions and checksums."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tools.options import choose_data_dir, data_dir_option, option
 
 @click.group()
 def models() -> None:
-    """Register models by name, version and checksum; serve one with `kvloom up --model NAME`."""
+    """Register models by name, version and checksum. `kvloom up --model NAME` serves one."""
 
 
 @models.command("list")
-@option("--json", "as_json", scope="models", is_flag=True, help="Print one JSON array.")
+@option("--json", "as_json", scope="models", is_flag=True, help="Print a JSON array.")
 @data_dir_option
 def list_models(as_json: bool, data_dir: Path | None) -> None:
-    """What is registered, in the order in which it was added."""
+    """List the registered models in the order in which they were added."""
     registered = registry_in(data_dir).models()
     if as_json:
         click.echo(msgspec.json.encode(registered).decode())
@@ -35,7 +35,9 @@ def list_models(as_json: bool, data_dir: Path | None) -> None:
 @models.command("add")
 @click.argument("name")
 @click.argument("path", type=click.Path(path_type=Path))
-@option("--version", "version", scope="models", default="", help="Tells models of one name apart.")
+@option(
+    "--version", "version", scope="models", default="", help="The version, which distinguishes models of the same name."
+)
 @data_dir_option
 def add_model(name: str, path: Path, version: str, data_dir: Path | None) -> None:
     """Register the model at PATH (a directory or a .gguf file) with its checksum."""
@@ -47,7 +49,7 @@ def add_model(name: str, path: Path, version: str, data_dir: Path | None) -> Non
 @click.argument("name", required=False)
 @data_dir_option
 def verify_models(name: str | None, data_dir: Path | None) -> None:
-    """Compare files with their checksums: of NAME (or NAME@VERSION), or of all models."""
+    """Compare the files of NAME (or NAME@VERSION), or of all models, with their checksums."""
     registry = registry_in(data_dir)
     for model in [registry.require(name)] if name else registry.models():
         model.verify()
@@ -58,7 +60,7 @@ def verify_models(name: str | None, data_dir: Path | None) -> None:
 @click.argument("name")
 @data_dir_option
 def remove_model(name: str, data_dir: Path | None) -> None:
-    """Forget a model; its files stay."""
+    """Remove a model from the registry. Its files are kept."""
     click.echo(f"removed {registry_in(data_dir).remove(name).label}")
 
 

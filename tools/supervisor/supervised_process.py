@@ -1,4 +1,4 @@
-"""One process of the fabric, kept running: started, watched, reported, restarted when it dies, replaced on demand."""
+"""Keeps one process of the fabric running: starts it, restarts it with backoff when it dies, replaces it on request."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ def restart_backoff() -> Backoff:
 
 
 class ProcessState(enum.StrEnum):
+    """The state of a supervised process."""
+
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
-    """It died; the next start waits for its back-off."""
+    """It died, and the next start waits for the backoff."""
     STOPPING = "stopping"
     STOPPED = "stopped"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What `kvloom status` shows of one process."""
+    """The status of one process as shown by `kvloom status`."""
 
     role: str
     name: str
     pid: int | None
-    """None while it does not run."""
+    """None while the process is not running."""
     state: str
     restarts: int = 0
     address: str = ""
     metrics_address: str = ""
     router_address: str = ""
-    """Of the router that it is, or has inside."""
+    """The address of the router in this process, if there is one."""
     router_metrics_address: str = ""
 
 
 class SupervisedProcess:
-    """Runs one ChildSpec. `on_change` is called after every change of `status`, `on_event` with one line for people."""
+    """Runs one ChildSpec. `on_change` is called after every change of `status`, and `on_event` with a line for
+    users."""
 
     def __init__(
         self,
@@ -68,13 +71,13 @@ class SupervisedProcess:
         self._child: Child | None = None
         self._state = ProcessState.STOPPED
         self._listener: socket.socket | None = None
-        """Passed on to a successor, so that connections which wait in it are not lost; closed when the process dies, so
-        that its siblings get those to come."""
+        """Passed on to a successor, so that connections in its queue are not lost. Closed when the process dies, so
+        that its siblings get new connections."""
         self._leaving: tuple[Child, asyncio.Task[None]] | None = None
-        """The predecessor, while it finishes what runs."""
+        """The predecessor while it finishes its running requests."""
         self._replacement: asyncio.Future[None] | None = None
-        """Asked for, not yet begun by `keep_running`."""
-        self._asked = asyncio.Event()
+        """A requested replacement that `keep_running` has not completed."""
+        self._replacement_requested = asyncio.Event()
         self._force = asyncio.Event()
         self._ready = ReadyLine(address="")
         self._restarts = 0
@@ -96,7 +99,7 @@ class SupervisedProcess:
 
     @property
     def predecessor(self) -> ProcessStatus | None:
-        """The one that this one has replaced, as long as it still runs."""
+        """The status of the replaced process as long as it still runs."""
         if self._leaving is None or not self._leaving[0].running:
             return None
         return ProcessStatus(self.spec.role, self.spec.name, self._leaving[0].pid, ProcessState.STOPPING.value)
@@ -106,7 +109,8 @@ class SupervisedProcess:
         return self._state is ProcessState.READY and self._child is not None and self._child.running
 
     async def start(self) -> None:
-        """Launch and wait until it serves. Raises ChildFailedError; the child may then still run (see `stop`)."""
+        """Launch the process and wait until it is ready. Raises ChildFailedError; the child may still run (see
+        `stop`)."""
         self._enter(ProcessState.STARTING)
         self._child = None
         self._child = self._launch()
@@ -115,47 +119,47 @@ class SupervisedProcess:
         self._enter(ProcessState.READY)
 
     async def keep_running(self) -> None:
-        """Never returns: waits for the process to die, reports, backs off, starts it again; or replaces it."""
+        """Never returns. Restarts the process with backoff whenever it dies, and carries out replacements."""
         while True:
             child = self._child
             assert child is not None, "keep_running comes after start"
             started = time.monotonic()
             if await self._exits_before_it_is_replaced(child):
                 self.close_port()
-                await self._restart(await child.obituary(), ran_seconds=time.monotonic() - started)
+                await self._restart(await child.exit_report(), ran_seconds=time.monotonic() - started)
             elif self._replacement is not None:
                 await self._carry_out(self._replacement)
 
     async def replace(self, force: asyncio.Event) -> None:
-        """A planned restart, carried out by `keep_running`: a successor serves before this process ends if the spec
-        allows it. Returns when the predecessor has gone, at once if `force` is set. Raises ChildFailedError when the
-        successor does not come up; then the old process goes on, or is started anew until it works."""
+        """Do a planned restart, carried out by `keep_running`: a successor is ready before this process stops if the
+        spec allows it. Returns when the predecessor has exited; `force` kills it at once. Raises ChildFailedError if
+        the successor fails to start. Then the old process continues, or is restarted until it works."""
         if not self.ready or self._replacement is not None:
             raise ChildFailedError(f"{self.spec.name} is not running steadily ({self._state.value})")
-        await self._ask_for_successor(force)
+        await self._request_successor(force)
         if self._leaving is not None:
             await asyncio.shield(self._leaving[1])
 
-    def _ask_for_successor(self, force: asyncio.Event) -> asyncio.Future[None]:
+    def _request_successor(self, force: asyncio.Event) -> asyncio.Future[None]:
         self._replacement = asyncio.get_running_loop().create_future()
         self._force = force
-        self._asked.set()
+        self._replacement_requested.set()
         return self._replacement
 
     def _on_leaving(self, child: Child) -> None:
-        """Its socket would collect connections until it has ended. When it was not this supervisor who told it to stop,
-        others take them from now on: its siblings or, if it has none, a successor."""
+        """Called when a process stops accepting connections. Its socket would collect them until it has exited. If it
+        was not this supervisor that stopped it, its siblings or else a successor must accept them from now on."""
         if child is not self._child or not self.ready or self._replacement is not None:
             return
         self._restarts += 1
-        self._on_event(f"{self.spec.name} was told to stop: another one takes its place")
+        self._on_event(f"{self.spec.name} was stopped from outside: a successor replaces it")
         if self.spec.listens_on is not None and self.spec.listens_on.is_served(besides=self._listener):
             self.close_port()
-        self._ask_for_successor(asyncio.Event()).add_done_callback(self._on_successor)
+        self._request_successor(asyncio.Event()).add_done_callback(self._on_successor)
 
     def _on_successor(self, started: asyncio.Future[None]) -> None:
         if started.exception() is None:
-            self._tell_that_it_is_back()
+            self._report_restart()
 
     async def _restart(self, reason: str, ran_seconds: float) -> None:
         while True:
@@ -168,18 +172,18 @@ class SupervisedProcess:
                 await self.start()
             except ChildFailedError as error:
                 reason, ran_seconds = str(error), 0.0
-                # One that hangs in its start still runs: it must go before the next try.
+                # A process that hangs while starting must be killed before the next attempt.
                 if self._child is not None:
                     await self._child.kill()
             else:
-                self._tell_that_it_is_back()
+                self._report_restart()
                 return
 
-    def _tell_that_it_is_back(self) -> None:
-        self._on_event(f"{self.spec.name} is back (pid {self.status.pid})")
+    def _report_restart(self) -> None:
+        self._on_event(f"{self.spec.name} has restarted (pid {self.status.pid})")
 
     async def stop(self, force: asyncio.Event) -> None:
-        """End it (see Child.terminate). `keep_running` must have been cancelled. Repeatable."""
+        """Stop the process (see Child.terminate). `keep_running` must have been cancelled. May be called repeatedly."""
         self.close_port()
         if self._child is not None and self._state is not ProcessState.STOPPED:
             self._enter(ProcessState.STOPPING)
@@ -195,32 +199,32 @@ class SupervisedProcess:
 
     async def _exits_before_it_is_replaced(self, child: Child) -> bool:
         exit_ = asyncio.create_task(child.wait_exit(), name=f"{self.spec.name} exit")
-        asked = asyncio.create_task(self._asked.wait(), name=f"{self.spec.name} replacement")
+        requested = asyncio.create_task(self._replacement_requested.wait(), name=f"{self.spec.name} replacement")
         try:
-            await asyncio.wait((exit_, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((exit_, requested), return_when=asyncio.FIRST_COMPLETED)
             return exit_.done()
         finally:
-            for task in (exit_, asked):
+            for task in (exit_, requested):
                 task.cancel()
-            await asyncio.gather(exit_, asked, return_exceptions=True)
+            await asyncio.gather(exit_, requested, return_exceptions=True)
 
     async def _carry_out(self, replacement: asyncio.Future[None]) -> None:
-        self._asked.clear()
+        self._replacement_requested.clear()
         try:
             await (self._start_successor() if self.spec.starts_first else self._stop_and_start())
         except ChildFailedError as error:
-            self._tell(replacement, error)
+            self._resolve(replacement, error)
             if not self.ready:
                 await self._restart(str(error), ran_seconds=0.0)
         else:
-            self._tell(replacement, None)
+            self._resolve(replacement, None)
         finally:
-            self._tell(replacement, ChildFailedError(f"{self.spec.name} was stopped meanwhile"))
+            self._resolve(replacement, ChildFailedError(f"{self.spec.name} was stopped meanwhile"))
             self._replacement = None
 
     @staticmethod
-    def _tell(replacement: asyncio.Future[None], error: ChildFailedError | None) -> None:
-        if replacement.done():  # who asked has gone
+    def _resolve(replacement: asyncio.Future[None], error: ChildFailedError | None) -> None:
+        if replacement.done():  # the caller of `replace` was cancelled
             return
         if error is None:
             replacement.set_result(None)
@@ -236,15 +240,17 @@ class SupervisedProcess:
         except BaseException:
             await successor.kill()
             raise
-        if self._leaving is not None:  # of an earlier replacement whose asker did not wait
+        if self._leaving is not None:  # from an earlier replacement whose caller did not wait
             await asyncio.shield(self._leaving[1])
         self._child, self._ready = successor, ready
-        goodbye = asyncio.create_task(self._say_goodbye(predecessor), name=f"{self.spec.name} predecessor")
-        self._leaving = (predecessor, goodbye)
+        termination = asyncio.create_task(
+            self._terminate_predecessor(predecessor), name=f"{self.spec.name} predecessor"
+        )
+        self._leaving = (predecessor, termination)
         self._enter(ProcessState.READY)
         self._on_change()
 
-    async def _say_goodbye(self, predecessor: Child) -> None:
+    async def _terminate_predecessor(self, predecessor: Child) -> None:
         await predecessor.terminate(self._force)
         self._leaving = None
         self._on_change()
@@ -264,7 +270,7 @@ class SupervisedProcess:
             raise ChildFailedError(f"{self.spec.name} could not be launched: {error}") from error
 
     def close_port(self) -> None:
-        """The process alone, if it still runs, takes what comes to its socket."""
+        """Close this side of the listener. Only the process itself, if it still runs, accepts its connections."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.close()

