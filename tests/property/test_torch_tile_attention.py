@@ -52,7 +52,7 @@ class Layers:
         if not request_amx():
             pytest.skip("no AMX")
         torch.set_num_threads(num_threads)
-        self.attention = tile_attention.TileAttention(self.config, self.cache, tile_attention.ThreadTeam())
+        self.attention = tile_attention.TileAttention(self.config, self.cache, tile_attention.ThreadPool())
         generator = torch.Generator().manual_seed(1)
         self.keys_values = torch.randn(MAX_TOKENS, 2 * self.config.kv_size, generator=generator).bfloat16()
         self.queries = torch.randn(MAX_TOKENS, self.config.query_size, generator=generator).mul_(2).bfloat16()

@@ -18,7 +18,7 @@ PIECE_TOKENS = 128
 _Array = np.ndarray[Any, Any]
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     block_size: int
     num_kv_heads: int
     group_size: int
@@ -44,7 +44,7 @@ class Scratch(NamedTuple):
     weights: _Array
     """uint16 [16, CHUNK]"""
     places: _Array
-    """int64: in the pool, of each 16 tokens of a chunk"""
+    """int64: where each 16 tokens of a chunk lie in the KV pool"""
     configuration: _Array
 
 

@@ -24,7 +24,7 @@ from shard_server.engines.torch_engine.kernels.tasks import (
     program,
     task,
 )
-from shard_server.engines.torch_engine.kernels.thread_pool import ThreadTeam
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kernels.tile_attention import TileAttention, TilePlan
 from shard_server.engines.torch_engine.kernels.tile_kernels import PASS_DIM
 from shard_server.engines.torch_engine.kernels.tile_linear import (
@@ -58,11 +58,11 @@ def why_not_compiled(config: LlamaConfig, dtype: torch.dtype, block_size: int) -
 
 class CompiledKernels:
     def __init__(self, *, int8_weights: bool) -> None:
-        self._team = ThreadTeam()
-        self.linears: MakesLinears = TileLinears(Int8Tiles if int8_weights else Bf16Tiles, self._team)
+        self._threads = ThreadPool()
+        self.linears: MakesLinears = TileLinears(Int8Tiles if int8_weights else Bf16Tiles, self._threads)
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> CompiledForward:
-        return CompiledForward(model, config, cache, self._team)
+        return CompiledForward(model, config, cache, self._threads)
 
 
 class CompiledForward:
@@ -70,9 +70,9 @@ class CompiledForward:
 
     multiplies_single_rows = False
 
-    def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache, team: ThreadTeam) -> None:
-        self._model, self._config, self._cache, self._team = model, config, cache, team
-        self._attention = TileAttention(config, cache, team)
+    def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache, threads: ThreadPool) -> None:
+        self._model, self._config, self._cache, self._threads = model, config, cache, threads
+        self._attention = TileAttention(config, cache, threads)
         self.plan = self._attention.plan
         self._grow(_ROWS_STEP)
 
@@ -91,7 +91,7 @@ class CompiledForward:
         tasks[self._attentions, INPUT] = plan.words.ctypes.data
         tasks[self._first_of_head, INPUT] = wanted
         tasks[-1, INPUT] = logits.data_ptr()
-        self._team.run(tasks)
+        self._threads.run(tasks)
         return logits[:, : self._config.vocab_size]
 
     def _grow(self, num_rows: int) -> None:
@@ -142,7 +142,7 @@ class CompiledForward:
 
     def is_invariant(self) -> bool:
         def make(config: LlamaConfig, cache: KvCache) -> TileAttention:
-            return TileAttention(config, cache, self._team)
+            return TileAttention(config, cache, self._threads)
 
         granularity = common_row_granularity(self._model.distinct_products, self._cache.dtype)
         return granularity == 1 and attention_is_invariant(

@@ -1,4 +1,4 @@
-"""The one entry point of compiled code: runs a program (tasks.py) in every thread of a team."""
+"""The one entry point of compiled code: runs a program (tasks.py) in every thread of a ThreadPool."""
 
 from __future__ import annotations
 

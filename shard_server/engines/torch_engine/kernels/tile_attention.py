@@ -13,9 +13,9 @@ import torch
 from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kernels.amx import aligned_zeros
-from shard_server.engines.torch_engine.kernels.attention_scratch import PIECE_TOKENS, Shape, scratch_bytes
+from shard_server.engines.torch_engine.kernels.attention_scratch import PIECE_TOKENS, AttentionShape, scratch_bytes
 from shard_server.engines.torch_engine.kernels.tasks import ATTEND, INPUT, ROTATE, float_bits, program, task
-from shard_server.engines.torch_engine.kernels.thread_pool import ThreadTeam
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kernels.tile_kernels import PIECE_SIZE
 from shard_server.engines.torch_engine.kv_cache import KvCache
 
@@ -45,14 +45,14 @@ class TileAttention:
 
     multiplies_single_rows = False
 
-    def __init__(self, config: LlamaConfig, cache: KvCache, team: ThreadTeam) -> None:
+    def __init__(self, config: LlamaConfig, cache: KvCache, threads: ThreadPool) -> None:
         self._block_size = cache.block_size
         self._num_layers, self._kv_size, self._head_dim = config.num_layers, config.kv_size, config.head_dim
-        self._team = team
+        self._threads = threads
         self._layer_windows = [_NO_WINDOW if window is None else window for window in config.layer_windows]
         self._num_kv_heads = config.num_kv_heads
         token_size = 2 * config.kv_size
-        shape = Shape(
+        shape = AttentionShape(
             cache.block_size,
             config.num_kv_heads,
             config.num_heads_per_kv_head,
@@ -63,7 +63,7 @@ class TileAttention:
         # Scores are turned into powers of two.
         scale = config.head_dim**-0.5 * math.log2(math.e)
         self._pool = cache.pool
-        self._scratches = aligned_zeros(scratch_bytes(shape) * team.num_threads, np.uint8)
+        self._scratches = aligned_zeros(scratch_bytes(shape) * threads.num_threads, np.uint8)
         scratches = self._scratches.ctypes.data, scratch_bytes(shape)
         self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *scratches, float_bits(scale), *shape])
         """What the kernel needs of every layer, as in tile_tasks.attend_rows"""
@@ -85,9 +85,9 @@ class TileAttention:
                 for position in range(extent.num_past, extent.num_tokens)
             ]
             tables += table[: -(-extent.num_tokens // block_size)]
-        if len(pieces) < _PIECES_PER_THREAD * self._team.num_threads > _PIECES_PER_THREAD:
+        if len(pieces) < _PIECES_PER_THREAD * self._threads.num_threads > _PIECES_PER_THREAD:
             pieces = [(*piece[:4], head, head + 1) for piece in pieces for head in range(num_heads)]
-        parts = _shared_out(pieces, self._team.num_threads)
+        parts = _shared_out(pieces, self._threads.num_threads)
         ends = [0]
         for part in parts:
             ends.append(ends[-1] + PIECE_SIZE * len(part))
@@ -118,14 +118,14 @@ class TileAttention:
         tensors = (tensor.data_ptr() for tensor in (ones, zeros))
         qkv = keys_and_values.clone(memory_format=torch.contiguous_format)
         inputs = (row.ctypes.data for row in places)
-        self._team.run(program([self.store_task(len(slots), layer, qkv.data_ptr(), 0, *tensors, *inputs)]))
+        self._threads.run(program([self.store_task(len(slots), layer, qkv.data_ptr(), 0, *tensors, *inputs)]))
 
     def attend(self, plan: TilePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         tasks = program([self.task(len(queries), layer, queries.data_ptr(), queries.stride(0), out.data_ptr())])
         tasks[:, INPUT] = plan.words.ctypes.data
-        self._team.run(tasks)
+        self._threads.run(tasks)
         return out
 
 

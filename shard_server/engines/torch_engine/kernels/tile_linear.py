@@ -21,7 +21,7 @@ from shard_server.engines.torch_engine.kernels.tasks import (
     program,
     task,
 )
-from shard_server.engines.torch_engine.kernels.thread_pool import ThreadTeam
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kernels.tile_matmul import ADDED, DEPTH, FLOATS, GATED, PANEL, ROUNDED, TILE
 from shard_server.engines.torch_engine.kernels.tile_matmul_int8 import INT8_DEPTH
 from shard_server.engines.torch_engine.linear import LookUp, Weight
@@ -60,9 +60,9 @@ class Tiles(Protocol):
 
 
 class Bf16Tiles:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: ThreadTeam) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, threads: ThreadPool) -> None:
         weight = _padded(weight, DEPTH)
-        self._team = team
+        self._threads = threads
         self.depth = weight.shape[1]
         # Pairs of numbers that are multiplied together are a word.
         self._weight = _packed(weight.view(torch.int32)).view(torch.bfloat16)
@@ -71,7 +71,7 @@ class Bf16Tiles:
         self.weight_rows: LookUp | None = self._rows
 
     def tasks(self, num_rows: int, kind: int, operands: Operands) -> list[list[int]]:
-        layer = self._team.scratches, self.depth, self.num_columns, kind, operands.other
+        layer = self._threads.scratches, self.depth, self.num_columns, kind, operands.other
         tensors = self._bias.data_ptr(), self._weight.data_ptr()
         return [task(PRODUCT, num_rows, operands.out, *layer, *tensors, operands.x)]
 
@@ -81,7 +81,7 @@ class Bf16Tiles:
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(len(indices), self.depth, dtype=torch.bfloat16)
-        self._team.run(program([self.look_up_task(len(indices), indices.data_ptr(), rows.data_ptr())]))
+        self._threads.run(program([self.look_up_task(len(indices), indices.data_ptr(), rows.data_ptr())]))
         return rows
 
 
@@ -90,11 +90,11 @@ class Int8Tiles:
 
     weight_rows: LookUp | None = None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: ThreadTeam) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, threads: ThreadPool) -> None:
         self._in_features = weight.shape[1]
         values, scales = quantise_rows(weight)
         values = _padded(values, INT8_DEPTH)
-        self._team = team
+        self._threads = threads
         self.depth = values.shape[1]
         self._weight = _packed(values.view(torch.int32))
         self.num_columns = len(values)
@@ -102,7 +102,7 @@ class Int8Tiles:
         self._bias = _floats(bias, self.num_columns)
 
     def tasks(self, num_rows: int, kind: int, operands: Operands) -> list[list[int]]:
-        layer = self._team.scratches, self.depth, self.num_columns, kind, operands.other
+        layer = self._threads.scratches, self.depth, self.num_columns, kind, operands.other
         tensors = self._bias.data_ptr(), self._weight.data_ptr()
         rows = operands.digits, operands.row_scales
         return [
@@ -116,25 +116,25 @@ class TileLinear:
 
     is_whole = True
 
-    def __init__(self, tiles: Tiles, in_features: int, out_features: int, team: ThreadTeam) -> None:
+    def __init__(self, tiles: Tiles, in_features: int, out_features: int, threads: ThreadPool) -> None:
         self.in_features, self.out_features = in_features, out_features
         self.tiles = tiles
         self.weight_rows = tiles.weight_rows
-        self._team = team
+        self._threads = threads
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """xW + b, bf16"""
-        return self._whole(multiplied(self._team, self.tiles, x, ROUNDED, self._new_out(x))).contiguous()
+        return self._whole(multiplied(self._threads, self.tiles, x, ROUNDED, self._new_out(x))).contiguous()
 
     def floats(self, x: torch.Tensor) -> torch.Tensor:
         """xW + b, float32"""
-        return self._whole(multiplied(self._team, self.tiles, x, FLOATS, self._new_out(x, torch.float32)))
+        return self._whole(multiplied(self._threads, self.tiles, x, FLOATS, self._new_out(x, torch.float32)))
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """xW + b + other, bf16"""
         if self.out_features != self.tiles.num_columns:
             return self(x).add_(other)
-        return multiplied(self._team, self.tiles, x, ADDED, self._new_out(x), other.contiguous())
+        return multiplied(self._threads, self.tiles, x, ADDED, self._new_out(x), other.contiguous())
 
     def _new_out(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(len(x), self.tiles.num_columns, dtype=dtype)
@@ -149,42 +149,42 @@ class TileGated:
 
     is_whole = True
 
-    def __init__(self, tiles: Tiles, in_features: int, team: ThreadTeam) -> None:
+    def __init__(self, tiles: Tiles, in_features: int, threads: ThreadPool) -> None:
         """`tiles`: a tile's columns of each in turns."""
         self.in_features = in_features
         self.tiles = tiles
-        self._team = team
+        self._threads = threads
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), self.tiles.num_columns // 2, dtype=torch.bfloat16)
-        return multiplied(self._team, self.tiles, x, GATED, out)
+        return multiplied(self._threads, self.tiles, x, GATED, out)
 
 
 class TileLinears:
     """Makes a model's linear layers."""
 
-    def __init__(self, make_tiles: type[Bf16Tiles | Int8Tiles], team: ThreadTeam) -> None:
+    def __init__(self, make_tiles: type[Bf16Tiles | Int8Tiles], threads: ThreadPool) -> None:
         self._make_tiles = make_tiles
-        self._team = team
+        self._threads = threads
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TileLinear:
         out_features, in_features = weight.shape
-        return TileLinear(self._make_tiles(weight, bias, self._team), in_features, out_features, self._team)
+        return TileLinear(self._make_tiles(weight, bias, self._threads), in_features, out_features, self._threads)
 
     def gated(self, gate: Weight, up: Weight) -> TileGated:
         weight = _in_turns(gate[0], up[0])
         bias = None if gate[1] is None or up[1] is None else _in_turns(gate[1], up[1])
-        return TileGated(self._make_tiles(weight, bias, self._team), weight.shape[1], self._team)
+        return TileGated(self._make_tiles(weight, bias, self._threads), weight.shape[1], self._threads)
 
 
 def multiplied(
-    team: ThreadTeam, tiles: Tiles, x: torch.Tensor, kind: int, out: torch.Tensor, other: torch.Tensor = _NOTHING
+    threads: ThreadPool, tiles: Tiles, x: torch.Tensor, kind: int, out: torch.Tensor, other: torch.Tensor = _NOTHING
 ) -> torch.Tensor:
     """`out`, after one product."""
     x = x.contiguous()
     digits, row_scales = torch.empty(2, len(x), tiles.depth, dtype=torch.int8), torch.empty(len(x))
     operands = Operands(*(tensor.data_ptr() for tensor in (x, out, digits, row_scales, other)))
-    team.run(program(tiles.tasks(len(x), kind, operands)))
+    threads.run(program(tiles.tasks(len(x), kind, operands)))
     return out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.kernels.amx import aligned_zeros, tile_configuration
-from shard_server.engines.torch_engine.kernels.attention_scratch import Shape, scratch_at
+from shard_server.engines.torch_engine.kernels.attention_scratch import AttentionShape, scratch_at
 from shard_server.engines.torch_engine.kernels.compiled import (
     bf16_at,
     bytes_at,
@@ -126,7 +126,7 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
         block_stride,
         token_size,
     ) = carray(integers_at(task[9]), (11,))
-    shape = Shape(block_size, num_kv_heads, group_size, head_dim, block_stride, token_size)
+    shape = AttentionShape(block_size, num_kv_heads, group_size, head_dim, block_stride, token_size)
     row_size = num_kv_heads * group_size * head_dim
     num_shares, tables_size = carray(integers_at(plan), (2,))
     ends = carray(integers_at(plan + 16), (num_shares + 1,))

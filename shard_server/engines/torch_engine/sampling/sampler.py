@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
-from shard_server.engines.torch_engine.device.batched_draws import PlainRow, draw_plain_rows
-from shard_server.engines.torch_engine.numbers import MIN_TEMPERATURE, uniform
+from shard_server.engines.torch_engine.sampling.batched_draws import MIN_TEMPERATURE, PlainRow, draw_plain_rows, uniform
 
 
 @dataclasses.dataclass(slots=True)

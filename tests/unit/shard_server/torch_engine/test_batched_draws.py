@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_server.engines.base import Sampling
-from shard_server.engines.torch_engine.device.batched_draws import PlainRow, draw_plain_rows
+from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow, draw_plain_rows
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 
 SAMPLINGS = [

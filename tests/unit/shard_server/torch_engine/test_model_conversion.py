@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.builtin_model import ensure_builtin_model, find_builtin_gguf
-from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
+from shard_server.engines.torch_engine.checkpoint.converted_model import (
+    ensure_builtin_model,
+    ensure_converted_model,
+    find_builtin_gguf,
+)
 from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
 from shard_server.engines.torch_engine.config import load_config
 from tests.fakes.tiny_llama import TINY_CONFIG, tiny_weights, write_tiny_gguf, write_tiny_llama
