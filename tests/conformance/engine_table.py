@@ -1,4 +1,4 @@
-"""The table engine x capability of docs/engines.md: `python -m tests.conformance.engine_table` writes it anew.
+"""The table engine x capability of docs/engines.md: `python -m tests.conformance.engine_table` rewrites it.
 
 It says what engines said of themselves once they had started; the suite's tests of a capability run where it is listed.
 """

@@ -133,7 +133,7 @@ def test_it_is_attention_to_the_precision_of_bf16(shape: Shape, ends: list[int])
 def test_a_row_has_the_same_bits_decoded_prefilled_and_in_any_chunks(
     shape: Shape, num_tokens: int, chooser: random.Random
 ):
-    """Whoever shares a step, on one thread or two: failover rests on it."""
+    """Whatever shares a step, on one thread or two: failover depends on it."""
     whole = Layers(shape).attend((0, num_tokens))
     layers = Layers(shape, num_threads=2)
     cuts = sorted({0, num_tokens, *(chooser.randrange(num_tokens) for _ in range(3))})

@@ -16,7 +16,7 @@ _LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# GGUF has no field for these; llama.cpp, too, tells the end of a turn by the token's text.
+# GGUF has no field for these; llama.cpp, too, recognises the end of a turn by the token's text.
 _END_OF_TURN_TOKENS = frozenset({"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
 _SPACE = "▁"
 """SentencePiece writes this character for a space."""

@@ -1,4 +1,4 @@
-"""The adapter's small parts: statistics, health, unread delta, adapters, hand-offs, threads."""
+"""The adapter's small parts: statistics, health, unread output, adapters, hand-offs, threads."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_nothing_lies_behind_a_stop_token_or_beyond_max_tokens():
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "not_finished", None])
-def test_an_end_that_nobody_asked_for_is_an_error(reason: str | None):
+def test_an_unrequested_end_is_an_error(reason: str | None):
     """A router would wait for nothing, or take it for its own cancellation."""
     scripted = Scripted()
     scripted.output.finished = True
@@ -135,13 +135,13 @@ def test_statistics_give_blocks_and_speeds():
 
 
 def test_free_blocks_of_the_past_do_not_count():
-    """Statistics stop when the engine goes idle: the last one tells of what ran then."""
+    """Statistics stop when the engine goes idle: the last one describes what ran then."""
     stats = IterationStats()
     in_flight = InFlight(max_batch=2, num_blocks=50, block_size=4)
     stats.absorb([{"kvCacheStats": {"freeNumBlocks": 7}}])
     assert in_flight.load(stats).num_available_blocks == 50
     in_flight.add(Scripted().stream, 1.0)
-    assert in_flight.load(stats).num_available_blocks == 49, "our own estimate until it is told anew"
+    assert in_flight.load(stats).num_available_blocks == 49, "our own estimate until the next report"
     stats.absorb([{"kvCacheStats": {"freeNumBlocks": 40}}])
     assert in_flight.load(stats).num_available_blocks == 40
 

@@ -1,4 +1,5 @@
-"""GGUF files become directories that hold exactly the same model, once, whoever asks and whatever was there before."""
+"""GGUF files become directories that hold exactly the same model, once, whichever process asks and whatever was there
+before."""
 
 from __future__ import annotations
 

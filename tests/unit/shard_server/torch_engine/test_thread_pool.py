@@ -36,7 +36,7 @@ class Chain:
             for source, target in zip(self.stages[:-1], self.stages[1:], strict=True)
         ]
         self.program = tasks.program(rows)
-        # As behind a product: tasks by rows are not waited for where the next one goes on with the same rows.
+        # As after a product: threads do not wait after a task by rows if the next one uses the same rows.
         self.program[:, tasks.IS_AWAITED] = 1
 
     def is_done(self) -> bool:
