@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The built-in model (SmolLM2-135M-Instruct), converted once and cached in build/."""
-    from shard_server.engines.torch_engine.checkpoint.builtin_model import ensure_builtin_model
+    from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_builtin_model
 
     return ensure_builtin_model(REPOSITORY / "build" / "models")
 

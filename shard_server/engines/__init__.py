@@ -1,0 +1,13 @@
+"""The engines that a shard can serve, behind one protocol.
+
+base.py          the Engine protocol: start here to add an engine
+create.py        creates the engine that the configuration names
+queue_order.py   the order in which waiting sequences are admitted, shared by the engines
+sim_engine.py    the simulated engine: a timing model and real block accounting, without weights
+sim_sequence.py  one sequence of the simulated engine
+sim_blocks.py    the simulated engine's KV blocks, prefix cache and LRU
+sim_tokens.py    the simulated engine's text, a pure function of (prompt, seed, position)
+sim_stamps.py    tokens that encode the time, for benchmarks
+torch_engine/    the engine that computes in this process, on CPUs or one GPU
+tensorrt_llm/    the engine over TensorRT-LLM
+"""

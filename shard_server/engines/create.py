@@ -1,4 +1,4 @@
-"""The engine that the configuration names. Heavy ones are imported only when they are wanted."""
+"""Creates the engine that the configuration names. Heavy engines are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = structlog.get_logger()
 
 
 def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
-    """Not started yet. Raises EngineError when the engine cannot serve this model, OSError or ValueError when the
-    model's config.json cannot be read."""
+    """The engine, not started yet. Raises EngineError when the engine cannot serve this model, OSError or ValueError
+    when the model's config.json cannot be read."""
     model_dir = Path(config.model.path)
     if config.shard.engine == "torch":
         from shard_server.engines.torch_engine.engine import TorchEngine
@@ -51,7 +51,7 @@ def create_engine(config: KvloomConfig, tokenizer: ModelTokenizer) -> Engine:
 
 @functools.lru_cache(maxsize=1)
 def _stamps(tokenizer: ModelTokenizer) -> tuple[int, ...]:
-    """Found once: hundreds of engines may share a process and its tokenizer."""
+    """Cached, because hundreds of engines may share a process and its tokenizer."""
     return stamp_token_ids(tokenizer.token_texts)
 
 

@@ -1,14 +1,14 @@
-"""In which order waiting sequences are admitted: shortest prefill first, with aging. Pure; shared by the engines.
+"""The order in which waiting sequences are admitted: shortest prefill first, with aging. Pure; shared by the engines.
 
 A sequence's rank is its uncached prefill in seconds less AGING times the seconds it has waited; the lowest goes first.
-Time passes alike for all that wait, so the order is that of `submit time + prefill seconds / AGING`, which needs no
-clock. What is added to the submit time is the sequence's patience: whoever is submitted later than that after it never
-goes before it. The patience is bounded, and with it how long anybody can be overtaken, however long its prompt and
-however many short ones come.
+Time passes equally for all waiting sequences, so the order is that of `submit time + prefill seconds / AGING`, which
+needs no clock. The amount added to the submit time is the sequence's patience: a sequence that is submitted after it by
+more than its patience never goes before it. The patience is bounded, and with it the time for which a sequence can be
+overtaken, however long its prompt and however many short prompts arrive.
 
-A queue at one engine, prompts as long as in Mooncake's conversation trace, mean / p99 time to the first token against
-first come, first served: 0.64 / 0.81 times at a load of 0.7, 0.49 / 0.94 times at 0.85 (AGING 0.25: 0.68 / 0.82 and
-0.64 / 0.93; AGING 0.05: 0.63 / 0.82 and 0.45 / 0.92, with twice the longest wait).
+Measured with a queue at one engine, prompts as long as in Mooncake's conversation trace, mean / p99 time to the first
+token against first come, first served: 0.64 / 0.81 times at a load of 0.7, 0.49 / 0.94 times at 0.85 (AGING 0.25: 0.68
+/ 0.82 and 0.64 / 0.93; AGING 0.05: 0.63 / 0.82 and 0.45 / 0.92, with twice the longest wait).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Final
 
 AGING: Final = 0.1
-"""Seconds of prefill that a second of waiting makes up for."""
+"""The seconds of prefill that one second of waiting compensates."""
 MAX_PATIENCE_SECONDS: Final = 30.0
 
 
 def admission_rank(num_uncached_tokens: int, prefill_tokens_per_second: float, submit_time: float) -> float:
-    """Lower goes first; equal ranks in the order of arrival. Comparable for one speed, and clock, only."""
+    """Lower goes first; equal ranks are in the order of arrival. Comparable only for one speed and one clock."""
     prefill_seconds = num_uncached_tokens / prefill_tokens_per_second
     return submit_time + min(prefill_seconds / AGING, MAX_PATIENCE_SECONDS)
 
@@ -30,7 +30,7 @@ def admission_rank(num_uncached_tokens: int, prefill_tokens_per_second: float, s
 def count_cached_blocks(is_cached: Callable[[int], bool], num_blocks: int, known: int) -> int:
     """How many of a sequence's first `num_blocks` blocks are cached now; `is_cached` takes a block's position.
 
-    A block is cached only while its parent is, so that two look-ups are enough when it is still the `known` ones.
+    A block is cached only while its parent is, so two look-ups are enough if exactly the `known` ones are still cached.
     """
     count = min(known, num_blocks)
     if count and not is_cached(count - 1):

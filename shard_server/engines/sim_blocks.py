@@ -4,7 +4,7 @@ A block is free, private (held by one sequence, not full yet), cached and refere
 the LRU). Only hashes are kept: there is no KV that a hash collision could corrupt.
 
 Invariants: the four kinds always add up to `num_blocks`; a cached block's parent is cached too, because sequences
-reference whole prefixes and give them back child first, so that the LRU evicts children before parents.
+reference whole prefixes and release them child first, so that the LRU evicts children before parents.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class SimBlockPool:
         self._reference_counts: dict[int, int] = {}
         """block hash → how many sequences hold it."""
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that nobody holds, the first to evict first."""
+        """Cached blocks that no sequence holds, in the order of eviction."""
         self._events: list[KvEvent] = []
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out: free ones and cached ones that nobody references."""
+        """The number of blocks that `allocate` could take: free ones and unreferenced cached ones."""
         return self._num_free + len(self._unreferenced)
 
     def is_cached(self, block_hash: int) -> bool:
         return block_hash in self._reference_counts or block_hash in self._unreferenced
 
     def count_cached(self, hashes: Sequence[int]) -> int:
-        """How many leading hashes are cached."""
+        """The number of leading hashes that are cached."""
         for i, block_hash in enumerate(hashes):
             if not self.is_cached(block_hash):
                 return i
@@ -51,7 +51,7 @@ class SimBlockPool:
                 self._reference_counts[block_hash] += 1
 
     def allocate(self, count: int) -> None:
-        """Take private blocks, evicting what was unused the longest. `count` must be available."""
+        """Take private blocks, evicting the least recently used ones. `count` must be available."""
         num_evicted = count - self._num_free
         if num_evicted > 0:
             evicted = [self._unreferenced.popitem(last=False)[0] for _ in range(num_evicted)]
@@ -60,8 +60,8 @@ class SimBlockPool:
         self._num_free -= count
 
     def store(self, hashes: Sequence[int]) -> None:
-        """Private blocks of the caller are full now: cache them, held once. A block that another sequence has cached
-        meanwhile is shared with it, and the private one freed."""
+        """Cache the caller's private blocks that are full now, with one reference each. A block that another sequence
+        has cached meanwhile is shared with it, and the private one is freed."""
         new: list[int] = []
         for block_hash in hashes:
             if block_hash in self._reference_counts or block_hash in self._unreferenced:
@@ -74,7 +74,7 @@ class SimBlockPool:
             self._events.append(BlockStored(new))
 
     def free(self, hashes: Sequence[int], num_private: int) -> None:
-        """Give back a sequence's blocks: its cached prefix, parents first, and the private ones behind it."""
+        """Release a sequence's blocks: its cached prefix, parents first, and the private ones after it."""
         self._num_free += num_private
         counts = self._reference_counts
         for block_hash in reversed(hashes):

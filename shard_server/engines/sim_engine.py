@@ -5,7 +5,7 @@ For tests, demos and benchmarks of the fabric. A step decodes one token of every
 `prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of
 (prompt, seed, position): see `expected_token_id`. Temperature and the other sampling parameters change nothing.
 
-The engine advances when its consumer asks for the next step, on the event loop and without a thread.
+The engine advances when its consumer requests the next step, on the event loop and without a thread.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _CAPABILITIES: Final = frozenset(
     {Capability.LOGPROBS, Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT, Capability.PREFIX_CACHING}
 )
 MAX_LAG_SECONDS: Final = 1.0
-"""Steps catch up when they are late, so that the pace has no drift; further behind than this the clock starts anew."""
+"""Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
+reset."""
 
 
 class SimEngine:
-    """See the module. `max_model_len` is the model's window, for when the config does not set one. `stamps`: emit these
-    tokens, by the clock (see sim_stamps)."""
+    """See the module. `max_model_len` is the model's window, used when the config does not set one. `stamps` are tokens
+    to emit by the clock (see sim_stamps)."""
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class SimEngine:
             for sequence in computed:
                 if sequence.num_output_tokens + 1 >= sequence.request.max_tokens:
                     self._release(sequence)
-            # All at the step's end, as a model does: tokens with stamps tell that time, and wait for no bookkeeping.
+            # All tokens appear at the step's end, as with a model: stamps encode that time, without delay by
+            # accounting.
             for sequence in computed:
                 self._emit(sequence, output)
             if output.request_ids or output.ends or output.kv_events:
@@ -162,13 +164,13 @@ class SimEngine:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> tuple[list[tuple[SimSequence, int]], float]:
-        """What this step computes, as (sequence, tokens), and how long that takes."""
+        """What this step computes, as (sequence, number of tokens), and how many seconds that takes."""
         planned: list[tuple[SimSequence, int]] = []
         budget = self._max_prefill_tokens
         any_decodes = False
         self._step_number += 1
         position = 0
-        while position < len(self._running):  # preemption shortens the list from behind
+        while position < len(self._running):  # preemption shortens the list from its end
             sequence = self._running[position]
             num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
             if sequence.is_decoding:
@@ -201,7 +203,7 @@ class SimEngine:
 
     def _admission_rank(self, sequence: SimSequence) -> float:
         if sequence.scheduled_at is not None:
-            return float("-inf")  # it was preempted, and resumes before others begin
+            return float("-inf")  # it was preempted, and resumes before others start
         hashes = sequence.known_hashes()
         block_size = self._info.block_size
         sequence.num_expected_blocks = count_cached_blocks(
@@ -213,9 +215,9 @@ class SimEngine:
         return admission_rank(num_uncached, self._prefill_tokens_per_second, sequence.submitted_at)
 
     def _admit(self, sequence: SimSequence) -> bool:
-        """Give a waiting sequence the blocks of its tokens, cached ones where there are any; False: too few left."""
+        """Allocate the blocks of a waiting sequence, cached ones if possible; returns False if too few are left."""
         hashes = sequence.known_hashes()
-        # The last token is always computed: its logits are what the first new token is drawn from.
+        # The last token is always computed, because the first new token is drawn from its logits.
         reusable = (len(sequence.token_ids) - 1) // self._info.block_size
         cached = hashes[: self._pool.count_cached(hashes[:reusable])]
         self._pool.reference(cached)
@@ -244,7 +246,7 @@ class SimEngine:
         return True
 
     def _compute(self, sequence: SimSequence, num_tokens: int) -> bool:
-        """Account for computed tokens; whether they are all, so that a new one comes behind them."""
+        """Account for computed tokens; returns whether all are computed, so that a new token follows."""
         new_hashes = sequence.compute(num_tokens)
         if new_hashes:
             self._pool.store(new_hashes)
@@ -278,7 +280,7 @@ class SimEngine:
         output.ends.append(SequenceEnd(sequence.request.request_id, reason))
 
     def _release(self, sequence: SimSequence) -> None:
-        """It has no more steps."""
+        """Free the blocks of a sequence that has no more steps."""
         self._running.remove(sequence)
         self._pool.free(sequence.cached_hashes, sequence.num_private_blocks)
         del self._live[sequence.request.request_id]

@@ -10,7 +10,7 @@ CHOSEN_LOGPROB = -0.5
 
 
 class SimSequence:
-    """Tokens, and how far their (imagined) KV is computed. Raises EngineError for a request that can never run."""
+    """The tokens, and how many of them have (imagined) KV. Raises EngineError for a request that can never run."""
 
     __slots__ = (
         "_block_size",
@@ -38,13 +38,13 @@ class SimSequence:
         self.num_output_tokens = len(request.output_token_ids)
         self.num_computed_tokens = 0
         self.num_stored_blocks = 0
-        """Leading blocks that are cached under a hash and held."""
+        """The number of leading blocks that are cached under a hash and referenced."""
         self.num_private_blocks = 0
         self.num_cached_tokens = 0
         self.num_expected_blocks = 0
-        """Blocks that were cached when the queue was last sorted."""
+        """The number of blocks that were cached when the queue was last sorted."""
         self.is_decoding = False
-        """All tokens but the newest are computed."""
+        """Whether all tokens but the newest are computed."""
         self.next_decode_step = 0
         self.started = False
         self.submitted_at = now
@@ -66,7 +66,7 @@ class SimSequence:
         return (self.scheduled_at or self.submitted_at) - self.submitted_at
 
     def known_hashes(self) -> list[int]:
-        """The hashes of all full blocks of the present tokens."""
+        """The hashes of all full blocks of the current tokens."""
         if not self._hashes:
             self._hashes = block_hashes(self.token_ids, self._block_size, self.request.root_hash)
         return self._hashes
@@ -80,7 +80,7 @@ class SimSequence:
             self.num_cached_tokens = self.num_computed_tokens
 
     def preempt(self) -> None:
-        """Its blocks are gone: everything is to be computed again."""
+        """The blocks were taken away: everything must be computed again."""
         self.num_stored_blocks = self.num_private_blocks = self.num_computed_tokens = 0
         self.is_decoding = False
         self._hashes.clear()
@@ -102,7 +102,7 @@ class SimSequence:
         return hashes[first:full]
 
     def emit(self, token_id: int | None = None) -> int:
-        """The next token, appended: the given one, else the one that is expected."""
+        """Append and return the next token: the given one, else the expected one."""
         if token_id is None:
             token_id = token_at(self._key, self.num_output_tokens)
         self.token_ids.append(token_id)
@@ -112,7 +112,7 @@ class SimSequence:
 
     @staticmethod
     def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-        """Made up, but with the right shape: the chosen token first, its neighbours in the word list behind it."""
+        """Invented logprobs of the right shape: the chosen token first, then its neighbours in the word list."""
         first = WORD_TOKEN_IDS.index(token_id)
         others = (WORD_TOKEN_IDS[(first + i) % len(WORD_TOKEN_IDS)] for i in range(num_top))
         return TokenLogprobs(CHOSEN_LOGPROB, [(other, CHOSEN_LOGPROB - i) for i, other in enumerate(others)])

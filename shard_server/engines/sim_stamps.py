@@ -1,7 +1,7 @@
-"""Tokens that tell the time: what `kvloom bench data-plane` reads a token's way through the fabric from.
+"""Tokens that encode the time, from which `kvloom bench data-plane` computes a token's latency through the fabric.
 
-With `shard.sim.stamp_tokens` a sequence's first token says how long the engine had the request, and every later one
-when it was made: the word's place in the list of words below, in ticks, modulo the list's length.
+With `shard.sim.stamp_tokens`, a sequence's first token encodes how long the engine had the request, and every later one
+the time at which it was made: the word's index in the list of words below, in ticks, modulo the list's length.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 
 TICK_SECONDS: Final = 20e-6
 NUM_STAMPS: Final = 16_384
-"""A stamp means a time up to multiples of this many ticks: a third of a second."""
+"""A stamp encodes a time modulo this many ticks, a third of a second."""
 _WORD: Final = re.compile(r" [a-z]{2,12}")
 
 
 def stamp_token_ids(token_texts: Sequence[str | None]) -> tuple[int, ...]:
-    """The first tokens that are a space and a plain word, each of another text; as many as there are stamps. Raises
-    ValueError when the vocabulary has fewer."""
+    """The first NUM_STAMPS tokens that are a space and a plain word, with distinct texts. Raises ValueError when the
+    vocabulary has fewer."""
     found: dict[str, int] = {}
     for token_id, text in enumerate(token_texts):
         if text and _WORD.fullmatch(text):
@@ -29,10 +29,10 @@ def stamp_token_ids(token_texts: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def stamp_of(seconds: float) -> int:
-    """The place in the list that stands for a point of time or a duration."""
+    """The index in the list that encodes a point in time or a duration."""
     return int(seconds / TICK_SECONDS) % NUM_STAMPS
 
 
 def seconds_since(stamp: int, now: float) -> float:
-    """How long before `now` a token with this stamp was made, up to multiples of the list's length."""
+    """How many seconds before `now` a token with this stamp was made, modulo the list's length."""
     return ((now / TICK_SECONDS) - stamp) % NUM_STAMPS * TICK_SECONDS

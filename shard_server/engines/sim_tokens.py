@@ -34,12 +34,12 @@ _MASK_64: Final = 2**64 - 1
 
 
 def expected_token_id(prompt_token_ids: Sequence[int], seed: int, position: int) -> int:
-    """The token that the simulated engine puts at output `position` (0 = the first) behind this prompt."""
+    """The token that the simulated engine emits at output `position` (0 = the first) after this prompt."""
     return token_at(sequence_key(prompt_token_ids, seed), position)
 
 
 def sequence_key(prompt_token_ids: Sequence[int], seed: int) -> int:
-    """What `token_at` needs to know of a sequence: 64 bits."""
+    """The 64-bit key of a sequence for `token_at`."""
     return xxhash.xxh3_64_intdigest(token_bytes(prompt_token_ids), seed=seed & _MASK_64)
 
 

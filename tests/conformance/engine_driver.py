@@ -60,7 +60,7 @@ class EngineDriver:
         return output
 
     async def read_ready(self) -> None:
-        """All that has been computed: an engine goes on while a busy machine keeps the test from reading."""
+        """All that has been computed: an engine continues while a busy machine keeps the test from reading."""
         while True:
             reading = self._read_on()
             await asyncio.sleep(0)

@@ -109,7 +109,7 @@ class EngineSuite:
         await driver.run(request_of("b", prompt_of(1, 10), 3))
         assert driver.ends == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
 
-    async def test_what_can_never_run_is_refused_and_hurts_nobody(self, start: StartEngine) -> None:
+    async def test_a_request_that_can_never_run_is_rejected_and_harms_no_other(self, start: StartEngine) -> None:
         """A bad request must not reach the loop that serves the others."""
         driver = await start(max_model_len=128)
         engine = driver.engine
@@ -287,7 +287,7 @@ class EngineSuite:
             assert entry.logprob <= 0
             assert entry.top[0] == (token_id, pytest.approx(entry.logprob)), "greedy picks the likeliest"
 
-    async def test_an_engine_whose_steps_nobody_reads_pauses(self, start: StartEngine) -> None:
+    async def test_an_engine_with_unread_steps_pauses(self, start: StartEngine) -> None:
         """Memory is bounded when the server falls behind."""
         driver = await start()
         driver.engine.submit(request_of("a", prompt_of(1, 10), 2000))
@@ -299,7 +299,7 @@ class EngineSuite:
         assert len(driver.tokens["a"]) - num_read <= MAX_UNREAD_OUTPUTS
 
     async def test_close_ends_the_steps_and_can_be_repeated(self, start: StartEngine) -> None:
-        """Whoever waits for a step, busy or idle, is let go."""
+        """A consumer that waits for a step is released, whether the engine is busy or idle."""
         driver = await start()
         driver.engine.submit(request_of("a", prompt_of(1, 10), 500))
         await driver.step_until(lambda: "a" in driver.tokens)

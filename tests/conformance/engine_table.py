@@ -1,4 +1,4 @@
-"""The table engine x capability of docs/engines.md: `python -m tests.conformance.engine_table` writes it anew.
+"""The table engine x capability of docs/engines.md: `python -m tests.conformance.engine_table` rewrites it.
 
 It says what engines said of themselves once they had started; the suite's tests of a capability run where it is listed.
 """
@@ -14,7 +14,7 @@ from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
 from shard_server.engines.base import Capability, Engine
 from shard_server.engines.sim_engine import SimEngine
 from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
-from shard_server.engines.torch_engine.checkpoint.builtin_model import ensure_builtin_model
+from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_builtin_model
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import installed_tensorrt_llm

@@ -76,7 +76,8 @@ class TestSimEngineShortestPrefillFirst(TestSimEngine):
 
 
 class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
-    """On the built-in model: steps of a small one are so short that the engine is ahead of whoever counts them."""
+    """On the built-in model: steps of a small one are so short that the engine is ahead of the test that counts
+    them."""
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         return super().make_engine(request, queue_order="shortest_prefill", **shard_fields)

@@ -185,7 +185,7 @@ def test_a_generic_grpc_tool_can_generate_through_reflection(torch_fabric: Runni
 
 def test_a_gguf_file_is_converted_and_served(tmp_path: Path, torch_fabric: RunningFabric):
     """Models come as GGUF files: a path to one is enough, and clients call it by the file's name."""
-    from shard_server.engines.torch_engine.checkpoint.builtin_model import find_builtin_gguf
+    from shard_server.engines.torch_engine.checkpoint.converted_model import find_builtin_gguf
 
     gguf = tmp_path / "My-Model.gguf"
     gguf.symlink_to(find_builtin_gguf())

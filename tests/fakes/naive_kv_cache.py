@@ -19,7 +19,7 @@ class NaiveKvCache:
         self.num_blocks = num_blocks
         self.num_refs: dict[int, int] = {}
         self.unused: list[int] = []
-        """Cached blocks that nobody holds, least recently used first."""
+        """Cached blocks that no sequence holds, least recently used first."""
         self.num_free = num_blocks
         self.evicted: list[int] = []
 

@@ -1,4 +1,4 @@
-"""An engine that does what a test tells it: every step is put by hand, and it can die."""
+"""An engine that a test controls: the test supplies every step, and can let the engine die."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ScriptedEngine:
         self._outputs.put_nowait(output)
 
     def put_tokens(self, request: EngineRequest, *token_ids: int, end: FinishReason | None = None) -> None:
-        """A step in which one sequence has news."""
+        """A step in which one sequence has output."""
         ends = [] if end is None else [SequenceEnd(request.request_id, end)]
         self.put(StepOutput([request.request_id], [list(token_ids)], ends=ends))
 

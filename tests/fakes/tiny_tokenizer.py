@@ -34,7 +34,7 @@ def byte_level_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    tokenizer.add_special_tokens([SPECIAL[2]])  # behind it, so that ids shift when a twin is numbered anew
+    tokenizer.add_special_tokens([SPECIAL[2]])  # behind it, so that ids shift when a twin is renumbered
     return tokenizer
 
 

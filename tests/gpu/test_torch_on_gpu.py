@@ -91,6 +91,6 @@ async def test_the_engine_answers_on_the_gpu(tmp_path: Path):
 
 
 def test_the_measurement_runs(tmp_path: Path):
-    """Before somebody waits for the large one."""
+    """Before any waiting for the large one."""
     report = run_device_bench("tiny", "cuda")
     assert report["parity"]["largest_logit_difference"] < 1e-3

@@ -52,7 +52,7 @@ async def health_of(world: ShardWorld) -> int:
 async def test_a_router_that_breaks_the_protocol_is_told_so_alone(
     world: ShardWorld, router: RouterEnd, frames: list[dict[str, Any]]
 ) -> None:
-    """Its stream ends with PROTOCOL_VIOLATION, its sequences are cancelled, the others go on."""
+    """Its stream ends with PROTOCOL_VIOLATION, its sequences are cancelled, and the others continue."""
     bad = RouterEnd(world.stub)
     for frame in frames:
         await bad.write(**frame)
@@ -174,8 +174,8 @@ async def test_stopping_finishes_what_runs_and_ends_the_streams_in_good_order() 
 
 
 async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
-    """A stop is never held up by a long answer: it is handed back with the reason for which routers go on elsewhere,
-    before the stream ends in good order."""
+    """A long answer never delays a stop: it is returned with a reason for which routers resume it elsewhere, before the
+    stream ends cleanly."""
     config = sim_config(drain_timeout_seconds=0.1)
     async with shard_world(config) as world:
         router = await world.router()
@@ -192,7 +192,7 @@ async def test_a_drain_that_takes_too_long_is_cut_short() -> None:
 
 
 async def test_a_drain_with_a_deadline_asks_routers_to_move_what_runs() -> None:
-    """The shard cannot know whether another one has room: it asks, and goes on until its router has decided."""
+    """The shard cannot know whether another one has room: it asks, and continues until its router has decided."""
     async with shard_world(sim_config(drain_timeout_seconds=0.1)) as world:
         router = await world.router()
         await router.submit(1, PROMPT, max_tokens=8000)

@@ -189,7 +189,7 @@ def _own_part(load: LoadReport) -> tuple[int, ...]:
 
 async def test_a_router_that_does_not_read_is_cut_off_and_the_other_goes_on() -> None:
     """What waits for one router is bounded, and costs the others nothing."""
-    # A client's gRPC takes in megabytes by itself, unless it is told to be modest.
+    # A client's gRPC buffers megabytes by itself, unless it is configured otherwise.
     modest = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536)]
     async with (
         shard_world(sim_config(step_ms=1), max_pending_frames=50) as world,
@@ -212,7 +212,7 @@ async def test_a_router_that_does_not_read_is_cut_off_and_the_other_goes_on() ->
 
 
 async def test_a_stop_string_ends_the_answer_before_it(router: RouterEnd) -> None:
-    """The engine is told to stop, and what it still says is not delivered."""
+    """The engine is cancelled, and its further output is not delivered."""
     tokens = expected(PROMPT, 6)
     stop = f"{tokens[3]} w{tokens[4]}"
     await router.submit(1, PROMPT, max_tokens=2000, stop=["never said", stop])
@@ -265,7 +265,7 @@ async def test_a_resumed_sequence_continues_tokens_and_text(router: RouterEnd) -
 async def test_a_resumed_sequence_that_had_ended_finishes_at_once(
     router: RouterEnd, fields: dict[str, Any], reason: int
 ) -> None:
-    """The shard died between its last token and the news of the end."""
+    """The shard died between its last token and the report of the end."""
     await router.submit(1, PROMPT, output_token_ids=expected(PROMPT, 5), **fields)
     finish = await router.finish_of(1)
     assert (finish.reason, finish.num_output_tokens) == (reason, 5)
@@ -304,7 +304,7 @@ async def test_steps_of_several_tokens_are_cut_exactly_at_the_stop_string() -> N
 
 
 async def test_first_tokens_come_first_in_their_frame() -> None:
-    """Whoever waits for the first token waits most, and every hop sends a frame's tokens in their order."""
+    """A client that waits for its first token waits longest, and every hop sends a frame's tokens in their order."""
     engine = ScriptedEngine()
     async with shard_world(engine=engine) as world:
         router = await world.router()
@@ -323,11 +323,11 @@ async def test_first_tokens_come_first_in_their_frame() -> None:
     ("refusal", "reason"),
     [
         (RequestRefusedError("prompt over 8192 tokens"), ErrorReason.ERROR_REASON_INVALID_ARGUMENT),
-        (EngineError("the engine does not run any more"), ErrorReason.ERROR_REASON_ENGINE_FAILED),
+        (EngineError("the engine is no longer running"), ErrorReason.ERROR_REASON_ENGINE_FAILED),
     ],
 )
 async def test_what_no_engine_can_run_is_the_clients_error(refusal: EngineError, reason: int) -> None:
-    """Trying it on every shard in turn would help nobody; what only this engine cannot do is tried elsewhere."""
+    """A retry on every shard would not help; a request that only this engine cannot run is tried elsewhere."""
     engine = ScriptedEngine()
     engine.refusal = refusal
     async with shard_world(engine=engine) as world:
@@ -338,7 +338,7 @@ async def test_what_no_engine_can_run_is_the_clients_error(refusal: EngineError,
 
 
 async def test_an_engine_that_dies_ends_its_sequences_and_the_server() -> None:
-    """The supervisor starts the process anew; routers try elsewhere."""
+    """The supervisor restarts the process; routers retry elsewhere."""
     engine = ScriptedEngine()
     async with shard_world(engine=engine) as world:
         router = await world.router()

@@ -1,4 +1,4 @@
-"""Guided decoding on the built-in model: answers keep to their guides, and nobody else's change."""
+"""Guided decoding on the built-in model: answers keep to their guides, and no other answers change."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_a_guide_goes_on_after_a_failover(driver: EngineDriver, prompts: P
 
 
 async def test_output_that_left_the_guide_is_refused(driver: EngineDriver, prompts: Prompts) -> None:
-    """Whoever resumes with it has mixed up two requests."""
+    """A client that resumes with it has mixed up two requests."""
     request = prompts.request(GUIDES["regex"][0], output_token_ids=prompts.tokenizer.encode_now("hello"))
     driver.engine.submit(request)
     refusals: list[str] = []
@@ -201,7 +201,7 @@ BAD_GUIDES = [
 
 
 async def test_guides_that_cannot_be_compiled_end_their_requests_alone(driver: EngineDriver, prompts: Prompts) -> None:
-    """The clients read why; the engine and the others go on."""
+    """The clients read why; the engine and the others continue."""
     bad = [(prompts.request(guide), words) for guide, words in BAD_GUIDES]
     good = prompts.request(None, max_tokens=5)
     for request in (*(request for request, _ in bad), good):

@@ -1,4 +1,4 @@
-"""Shortest prefill first with aging: nobody is overtaken beyond a bounded time, whatever comes."""
+"""Shortest prefill first with aging: no sequence is overtaken beyond a bounded time, whatever arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ times = st.floats(0, 1000, allow_nan=False)
 
 
 @given(st.lists(st.tuples(tokens, times), min_size=2, max_size=30))
-def test_nobody_is_overtaken_by_what_comes_later_than_its_patience(queue: list[tuple[int, float]]) -> None:
+def test_no_sequence_is_overtaken_by_one_submitted_later_than_its_patience(queue: list[tuple[int, float]]) -> None:
     """Patience is proportional to one's own prefill, and bounded for all."""
     for (mine, my_time), (_, their_time) in itertools.permutations(queue, 2):
         patience = min(mine / SPEED / AGING, MAX_PATIENCE_SECONDS)

@@ -47,10 +47,10 @@ def test_news_add_up_to_the_answer(
             if is_trimmed and delivered:
                 completion.token_ids = generated[: len(delivered)]
                 wanted = wanted[: len(delivered)] if len(wanted) > len(delivered) else wanted
-        news = stream.take(output)
-        delivered += news.token_ids
-        logprobs += [entry.logprob for entry in news.logprobs]
-        end = news.end
+        delta = stream.take(output)
+        delivered += delta.token_ids
+        logprobs += [entry.logprob for entry in delta.logprobs]
+        end = delta.end
         if end is not None:
             break
     assert delivered == wanted

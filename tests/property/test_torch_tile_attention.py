@@ -52,7 +52,7 @@ class Layers:
         if not request_amx():
             pytest.skip("no AMX")
         torch.set_num_threads(num_threads)
-        self.attention = tile_attention.TileAttention(self.config, self.cache, tile_attention.ThreadTeam())
+        self.attention = tile_attention.TileAttention(self.config, self.cache, tile_attention.ThreadPool())
         generator = torch.Generator().manual_seed(1)
         self.keys_values = torch.randn(MAX_TOKENS, 2 * self.config.kv_size, generator=generator).bfloat16()
         self.queries = torch.randn(MAX_TOKENS, self.config.query_size, generator=generator).mul_(2).bfloat16()
@@ -133,7 +133,7 @@ def test_it_is_attention_to_the_precision_of_bf16(shape: Shape, ends: list[int])
 def test_a_row_has_the_same_bits_decoded_prefilled_and_in_any_chunks(
     shape: Shape, num_tokens: int, chooser: random.Random
 ):
-    """Whoever shares a step, on one thread or two: failover rests on it."""
+    """Whatever shares a step, on one thread or two: failover depends on it."""
     whole = Layers(shape).attend((0, num_tokens))
     layers = Layers(shape, num_threads=2)
     cuts = sorted({0, num_tokens, *(chooser.randrange(num_tokens) for _ in range(3))})

@@ -35,7 +35,7 @@ def makes_linears(num_threads: int = 1, tiles: str = "Bf16Tiles") -> MakesLinear
     if not request_amx():
         pytest.skip("no AMX")
     torch.set_num_threads(num_threads)
-    return tile_linear.TileLinears(getattr(tile_linear, tiles), tile_linear.ThreadTeam())
+    return tile_linear.TileLinears(getattr(tile_linear, tiles), tile_linear.ThreadPool())
 
 
 def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -19,7 +19,7 @@ import click
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from router.core.placement import POLICIES
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.conversations import Exchange, play
 from tools.bench.infinite_cache import CachedRequest, infinite_cache_tokens
 from tools.failures import CommandError

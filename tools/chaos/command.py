@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from kvloom.config import ModelConfig
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.chaos.checking.report_text import chaos_page, soak_page, summary
 from tools.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
 from tools.chaos.run import ChaosPlan, Progress, run_chaos

@@ -13,7 +13,7 @@ from typing import Literal
 import redis
 
 from kvloom.config import KvloomConfig, ModelConfig, dump_config
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.cli.launch import Launch, absolute_model, apply_flags
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option

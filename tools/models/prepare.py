@@ -14,8 +14,7 @@ from pathlib import Path
 from kvloom.process.extras import MissingPackageError, naming_extras
 from kvloom.text.model_checksum import ChecksumError, check_model
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.builtin_model import ensure_builtin_model
-from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
+from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_builtin_model, ensure_converted_model
 
 
 def main(args: list[str]) -> int:

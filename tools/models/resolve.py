@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry, check_is_model
 from tools.supervisor.child import bound_command

@@ -1,7 +1,7 @@
-"""TensorRT-LLM as this adapter sees it: its objects' types, and the installed version's symbols and arguments.
+"""TensorRT-LLM as this adapter uses it: the types of its objects, and the installed version's symbols and arguments.
 
-The protocols list what the adapter uses and no more, so that the type checker refuses any other attribute;
-tests/unit/shard_server/tensorrt_llm/test_names.py holds them to known_names.py.
+The protocols list what the adapter uses and no more, so that the type checker rejects any other attribute;
+tests/unit/shard_server/tensorrt_llm/test_names.py checks them against known_names.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Logprob(Protocol):
 
 class CompletionOutput(Protocol):
     token_ids: list[int]
-    """All of them, from the first on."""
+    """All tokens from the first on."""
     logprobs: Sequence[Mapping[int, Logprob]] | None
-    """Per token: the likeliest tokens', and the chosen one's."""
+    """Per token: the logprobs of the likeliest tokens and of the chosen one."""
     finish_reason: str | None
     stop_reason: int | str | None
     disaggregated_params: Any
 
 
 class RequestOutput(Protocol):
-    """One and the same object is yielded by every iteration."""
+    """Every iteration yields the same object."""
 
     outputs: Sequence[CompletionOutput]
     finished: bool
@@ -53,21 +53,21 @@ class Llm(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRtLlm:
-    """The installed library. `symbol` and `build` raise EngineError for what this version lacks."""
+    """The installed library. `symbol` and `build` raise EngineError for anything that this version lacks."""
 
     version: str
     request_error: type[Exception]
-    """What a request's own failure is raised as; anything else means that the engine dies."""
+    """The exception type of a failure of one request; any other exception means that the engine dies."""
 
     def symbol(self, path: str) -> Any:
-        """`path` such as "llmapi.KvCacheConfig"."""
+        """The object at `path`, such as "llmapi.KvCacheConfig"."""
         found = self.find(path)
         if found is None:
             raise EngineError(f"TensorRT-LLM {self.version} has no {MODULE}.{path}")
         return found
 
     def find(self, path: str) -> Any | None:
-        """As `symbol`, None for what this version lacks."""
+        """Like `symbol`, but None if this version lacks it."""
         *modules, name = path.split(".")
         try:
             return getattr(importlib.import_module(".".join((MODULE, *modules))), name, None)
@@ -75,11 +75,11 @@ class TensorRtLlm:
             return None
 
     def arguments_of(self, path: str) -> frozenset[str] | None:
-        """The names that a class takes; None: it does not tell."""
+        """The argument names of a class; None if they cannot be found out."""
         return argument_names(self.symbol(path))
 
     def build(self, path: str, option: str, **arguments: Any) -> Any:
-        """An instance of the class at `path`; `option` names the configuration that wants it."""
+        """An instance of the class at `path`; `option` names the configuration key that requires it."""
         known = self.arguments_of(path)
         for name in arguments:
             if known is not None and name not in known:
@@ -91,11 +91,11 @@ class TensorRtLlm:
 
 
 def load_tensorrt_llm() -> TensorRtLlm:
-    """Import the library, which takes long: not on the event loop. Raises EngineError."""
+    """Import the library. It takes long, so do not call it on the event loop. Raises EngineError."""
     try:
         module = importlib.import_module(MODULE)
         request_error = importlib.import_module(f"{MODULE}.executor.utils").RequestError
-    except Exception as error:  # it loads CUDA libraries, which fail in their own ways
+    except Exception as error:  # importing loads CUDA libraries, which raise errors of their own
         raise EngineError(f"TensorRT-LLM cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, "LLM"):
         raise EngineError("the installed tensorrt_llm has no LLM: it is the index's stub, not the library")
@@ -103,7 +103,7 @@ def load_tensorrt_llm() -> TensorRtLlm:
 
 
 def argument_names(function: Any) -> frozenset[str] | None:
-    """What a class (pydantic's, a dataclass, any other) or a function takes; None when it takes anything."""
+    """The argument names of a class (of pydantic, a dataclass or any other) or a function; None if it accepts any."""
     fields = getattr(function, "model_fields", None)
     if isinstance(fields, Mapping):
         return frozenset(fields)

@@ -1,4 +1,5 @@
-"""Threads for TensorRT-LLM's blocking calls. They are daemons: a call that never returns must not keep the process."""
+"""Threads for TensorRT-LLM's blocking calls. They are daemons: a call that never returns must not keep the process
+alive."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ T = TypeVar("T")
 DRAIN_TIMEOUT_SECONDS: Final = 0.1
 """How long one fetch may wait inside the library."""
 EMPTY_PAUSE_SECONDS: Final = 0.01
-"""Between two fetches, when the library does not wait by itself."""
+"""The pause between two fetches when the library does not wait by itself."""
 MAX_FAILURES: Final = 5
-"""So many fetches may fail in a row,"""
+"""After this many failures in a row the thread gives up."""
 FAILURE_PAUSE_SECONDS: Final = 1.0
-"""with so much time between them."""
+"""The pause after a failed fetch."""
 JOIN_SECONDS: Final = 2.0
 
 
 async def call_in_daemon(name: str, function: Callable[[], T]) -> T:
-    """As asyncio.to_thread, in a daemon thread of its own."""
+    """Like asyncio.to_thread, but in a daemon thread of its own."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -45,7 +46,7 @@ async def call_in_daemon(name: str, function: Callable[[], T]) -> T:
             result = function()
         except BaseException as error:
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no coroutine waits any more
             loop.call_soon_threadsafe(finish, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -53,11 +54,11 @@ async def call_in_daemon(name: str, function: Callable[[], T]) -> T:
 
 
 class DrainThread:
-    """The ONE consumer of one of TensorRT-LLM's queues (a second would take a share of what comes).
+    """The only consumer of one of TensorRT-LLM's queues (a second one would receive part of the items).
 
-    `fetch(timeout_seconds)` is called over and over, `digest` runs on what it returns, both in the thread; `deliver`
-    gets the result on the event loop, and nothing more is fetched until it has returned, so nothing piles up here.
-    `give_up(error)` is called there once, when fetching keeps failing.
+    The thread repeatedly calls `fetch(timeout_seconds)` and passes the result to `digest`. `deliver` receives the
+    digest on the event loop. Nothing more is fetched until `deliver` has returned, so nothing accumulates here. When
+    fetching keeps failing, `give_up(error)` is called once on the event loop.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class DrainThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """On the event loop that `deliver` shall run on."""
+        """Called on the event loop on which `deliver` is to run."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Returns when the thread has ended, or hangs inside the library."""
+        """Returns when the thread has ended, or after JOIN_SECONDS if it hangs inside the library."""
         self._stop.set()
         self._delivered.set()
         if self._thread.is_alive():
@@ -100,7 +101,7 @@ class DrainThread:
                 items = self._digest(self._fetch(DRAIN_TIMEOUT_SECONDS))
                 num_failures = 0
             except (asyncio.QueueEmpty, queue.Empty, TimeoutError):
-                pass  # how some versions say that there is nothing
+                pass  # some versions raise these when there is nothing to fetch
             except Exception as error:
                 num_failures += 1
                 log.warning("a fetch from TensorRT-LLM failed", thread=self._thread.name, error=repr(error))

@@ -1,11 +1,11 @@
-"""Prefill on one engine, decode on another: the state that goes between them, and how it is passed to TensorRT-LLM.
+"""Prefill on one engine and decode on another: the state that is passed between them, and how TensorRT-LLM takes it.
 
     prefill:  generate_async(..., disaggregated_params=context_only(library))
-              state = handoff_of(output)          # None: it was no hand-off, decode where it was prefilled
+              state = handoff_of(output)          # None: no hand-off, decode where it was prefilled
     decode:   generate_async(..., disaggregated_params=generation_only(library, state))
 
-The shard protocol does not carry a `Handoff` yet. An aborted hand-off leaked blocks in versions of the field, and a
-prefill engine that cannot be reached blocks the decoding one unless
+The shard protocol does not carry a `Handoff` yet. Some released versions leak blocks when a hand-off is aborted, and
+an unreachable prefill engine blocks the decoding one unless
 `shard.tensorrt_llm.cache_transceiver.timeout_ms` is set, which it is by default.
 """
 
@@ -25,11 +25,11 @@ _OPTION = "disaggregation"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Handoff:
-    """What the prefill engine says about KV that waits to be fetched."""
+    """The prefill engine's description of KV that waits to be fetched."""
 
     ctx_request_id: int
     opaque_state: bytes
-    """Only TensorRT-LLM understands it: where the KV lies and how to fetch it."""
+    """Where the KV lies and how to fetch it; only TensorRT-LLM can interpret it."""
     first_token_ids: Sequence[int]
     """Prefill computes the first token; decoding emits it again as its first."""
     draft_token_ids: Sequence[int] | None = None
@@ -47,13 +47,13 @@ class Handoff:
 
 
 def context_only(library: TensorRtLlm) -> Any:
-    """For the prefill request. TensorRT-LLM sets max_tokens of its SamplingParams to 1: never share that object."""
+    """The params of the prefill request. TensorRT-LLM sets max_tokens of its SamplingParams to 1: never share them."""
     return library.build(_PATH, _OPTION, request_type="context_only")
 
 
 def handoff_of(output: RequestOutput) -> Handoff | None:
-    """Of a finished prefill request. A request that was answered whole (its first token ended it, or the engine does
-    not hand over) has params too: only the context request's id proves a hand-off."""
+    """The hand-off of a finished prefill request. A request that was answered completely (its first token ended it, or
+    the engine does not hand over) has params too: only the id of the context request proves a hand-off."""
     params = output.outputs[0].disaggregated_params
     if params is None or params.ctx_request_id is None:
         return None
@@ -66,7 +66,7 @@ def handoff_of(output: RequestOutput) -> Handoff | None:
 
 
 def generation_only(library: TensorRtLlm, handoff: Handoff) -> Any:
-    """For the decode request, which has the same prompt."""
+    """The params of the decode request, which has the same prompt."""
     return library.build(
         _PATH,
         _OPTION,

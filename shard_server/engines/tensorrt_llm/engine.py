@@ -1,7 +1,7 @@
 """TensorRtLlmEngine: the `Engine` protocol over an in-process `tensorrt_llm.LLM`.
 
-What the tasks of live_sequences.py find in one turn of the event loop becomes one StepOutput. KV events and statistics
-are fetched by one thread each.
+The output that the tasks of running_requests.py collect in one iteration of the event loop becomes one StepOutput. KV
+events and statistics are fetched by one thread each.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shard_server.engines.tensorrt_llm.launch import (
     launch,
     shut_down,
 )
-from shard_server.engines.tensorrt_llm.live_sequences import LiveSequences
-from shard_server.engines.tensorrt_llm.outbox import Outbox
+from shard_server.engines.tensorrt_llm.output_buffer import OutputBuffer
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_fields import adapter_of, cache_salt_of, check_request
 from shard_server.engines.tensorrt_llm.requests.sampling_params import SamplingMapper
+from shard_server.engines.tensorrt_llm.running_requests import RunningRequests
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ MAX_TRACES_PER_BLOCK: Final = 4
 
 
 class TensorRtLlmEngine:
-    """`max_model_len` is the model's window, for when the configuration does not set one."""
+    """`max_model_len` is the model's window in tokens, used when the configuration does not set one."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class TensorRtLlmEngine:
         self._sampling: SamplingMapper
         self._adapters: AdapterTable
         self._in_flight: InFlight
-        self._sequences: LiveSequences
+        self._requests: RunningRequests
         self._kv_events: KvEventTranslator
         self._health: ProgressWatch
         self._loop: asyncio.AbstractEventLoop
         self._has_salt = True
         self._llm: Llm | None = None
         self._stats = IterationStats()
-        self._outbox = Outbox()
+        self._buffer = OutputBuffer()
         self._drains: list[DrainThread] = []
         self._watch: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
@@ -98,7 +98,7 @@ class TensorRtLlmEngine:
             raise EngineError("the engine has not started")
         return self._info
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- start and stop ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Construct the LLM and let it generate one token. Raises EngineError."""
@@ -121,11 +121,11 @@ class TensorRtLlmEngine:
         self._has_salt = check_isolation(arguments, self._shard, self._library.version)
         self._sampling = SamplingMapper.of(self._library, config.guided_decoding_backend)
         self._adapters = AdapterTable(self._library, config.lora.adapters)
-        # The first request compiles and captures what the constructor has left; it may take as long as the start.
+        # The first request compiles and captures what the constructor has not; it may take as long as the start.
         await probe(self._submit_probe, config.start_timeout_seconds)
         await absorb_first_stats(llm, self._stats)
         if self._stats.num_blocks is None:
-            # Statistics come with iterations: another may bring what the first has not.
+            # Statistics come with iterations: another one may have what the first lacked.
             await probe(self._submit_probe, config.probe_timeout_seconds)
             await absorb_first_stats(llm, self._stats)
         block_size = self._stats.tokens_per_block or self._shard.block_size
@@ -145,8 +145,8 @@ class TensorRtLlmEngine:
         roots = RootLedger(block_size, MAX_TRACES_PER_BLOCK * num_blocks)
         self._kv_events = KvEventTranslator(block_size, num_blocks, roots)
         self._health = ProgressWatch(config.probe_interval_seconds, config.stall_timeout_seconds, self._loop.time())
-        self._sequences = LiveSequences(
-            self._outbox,
+        self._requests = RunningRequests(
+            self._buffer,
             self._in_flight,
             roots,
             block_size,
@@ -157,7 +157,7 @@ class TensorRtLlmEngine:
         )
 
     def _start_drains(self, llm: Llm) -> None:
-        """Only now: the getters have nothing to wait on before the first request."""
+        """Called after the first request: before it, the getters have nothing to wait for."""
         self._drains.append(
             DrainThread("tensorrt-llm-stats", llm.get_stats, as_records, self._on_stats, self._on_stats_lost)
         )
@@ -170,16 +170,16 @@ class TensorRtLlmEngine:
             drain.start()
 
     async def close(self) -> None:
-        """Abort what runs, stop the threads, then TensorRT-LLM itself. Repeatable."""
+        """Abort the running requests, stop the threads, then TensorRT-LLM itself. May be called repeatedly."""
         if self._closing:
             return
         self._closing = True
-        self._outbox.wake_reader()
+        self._buffer.wake_reader()
         tasks = [task for task in (self._watch, self._probe) if task is not None]
         for task in tasks:
             task.cancel()
         if self._info is not None:
-            tasks += self._sequences.stop()
+            tasks += self._requests.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(drain.stop() for drain in self._drains))
         if self._stats.num_draft_tokens:
@@ -192,7 +192,7 @@ class TensorRtLlmEngine:
             return
 
         def on_timeout() -> None:
-            log.error("TensorRT-LLM does not shut down; left to itself", seconds=SHUTDOWN_SECONDS)
+            log.error("TensorRT-LLM does not shut down; continuing without it", seconds=SHUTDOWN_SECONDS)
 
         with contextlib.suppress(Exception):
             await shut_down(llm, SHUTDOWN_SECONDS, on_timeout)
@@ -200,16 +200,16 @@ class TensorRtLlmEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Hand a sequence to TensorRT-LLM. Raises EngineError when it can never run, or the engine does not."""
+        """Submit a sequence to TensorRT-LLM. Raises EngineError when it can never run or the engine is not running."""
         info = self.info
         llm = self._llm
         if self._closing or self._failure is not None or llm is None:
-            raise EngineError("the engine does not run any more")
-        if request.request_id in self._sequences:
+            raise EngineError("the engine is no longer running")
+        if request.request_id in self._requests:
             raise EngineError(f"request_id {request.request_id!r} is in use")
-        if len(self._sequences) >= info.max_batch + self._shard.max_waiting:
+        if len(self._requests) >= info.max_batch + self._shard.max_waiting:
             # TensorRT-LLM has no limit of its own.
-            raise EngineError(f"{len(self._sequences)} sequences are queued already")
+            raise EngineError(f"{len(self._requests)} sequences are queued already")
         check_request(request, info)
         params = self._sampling.params_of(request, info)
         adapter = self._adapters.request_of(adapter_of(request))
@@ -220,28 +220,28 @@ class TensorRtLlmEngine:
             raise RequestRefusedError(f"TensorRT-LLM refuses the request: {error}") from error
         except Exception as error:
             self._die(error)
-            raise EngineError(f"the engine does not run any more: {error!r}") from error
-        if not self._sequences:
+            raise EngineError(f"the engine is no longer running: {error!r}") from error
+        if not self._requests:
             self._health.on_work(self._loop.time())
-        self._sequences.follow(request, output)
+        self._requests.add(request, output)
 
     def cancel(self, request_id: str) -> None:
-        """Abort a sequence; it ends as CANCELLED once TensorRT-LLM has let go of it, or after a bounded wait."""
+        """Abort a sequence; it ends as CANCELLED once TensorRT-LLM has ended it, or after a bounded wait."""
         if self._info is not None:
-            self._sequences.let_go(request_id, FinishReason.CANCELLED)
+            self._requests.abort(request_id, FinishReason.CANCELLED)
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         """Outputs in order; see `Engine.steps`."""
         while not self._closing:
-            output = self._outbox.take()
+            output = self._buffer.take()
             if output is not None:
                 output.load = self._in_flight.load(self._stats)
                 yield output
                 continue
             if self._failure is not None:
                 raise EngineError(f"the engine has died: {self._failure}") from self._failure
-            await self._outbox.until_readable()
-            await asyncio.sleep(0)  # the other sequences' news of this step are a turn of the loop behind
+            await self._buffer.until_readable()
+            await asyncio.sleep(0)  # other sequences' output of this step arrives one loop iteration later
 
     def _generate(self, llm: Llm, token_ids: list[int], params: Any, salt: str, adapter: Any = None) -> RequestOutput:
         optional: dict[str, Any] = {}
@@ -261,38 +261,38 @@ class TensorRtLlmEngine:
         )
         return self._generate(llm, [end_id], params, PROBE_SALT)
 
-    # -- what the threads bring ---------------------------------------------------------------------------------------
+    # -- results of the threads ---------------------------------------------------------------------------------------
 
     def _on_stats(self, records: list[Mapping[str, Any]]) -> None:
         self._stats.absorb(records)
 
     def _on_stats_lost(self, error: Exception) -> None:
-        log.error("TensorRT-LLM gives no statistics any more: load is our own estimate", error=repr(error))
+        log.error("TensorRT-LLM has stopped giving statistics: load is our own estimate", error=repr(error))
         self._stats.num_free_blocks = None
 
     def _on_kv_records(self, records: list[KvRecord]) -> None:
-        self._outbox.add_kv_events(self._kv_events.translate(records))
+        self._buffer.add_kv_events(self._kv_events.translate(records))
 
     def _on_kv_events_lost(self, error: Exception) -> None:
-        log.error("TensorRT-LLM gives no KV events any more: routers see an empty cache", error=repr(error))
+        log.error("TensorRT-LLM has stopped giving KV events: routers see an empty cache", error=repr(error))
         self._kv_events.forget_all("the events have ended")
-        self._outbox.add_kv_events(self._kv_events.take_events())
+        self._buffer.add_kv_events(self._kv_events.take_events())
 
     # -- health -------------------------------------------------------------------------------------------------------
 
     async def _watch_over(self) -> None:
-        """Raises EngineError when the engine does not live any more."""
+        """Check the engine's health periodically. Raises EngineError when the engine has died."""
         config = self._config
         timeouts = (config.cancel_timeout_seconds, config.unread_timeout_seconds, config.stall_timeout_seconds)
         tick_seconds = min(MAX_TICK_SECONDS, min(*timeouts, config.probe_interval_seconds) / 4)
         while True:
             await asyncio.sleep(tick_seconds)
             now = self._loop.time()
-            unread_since = self._outbox.unread_since
+            unread_since = self._buffer.unread_since
             if unread_since is not None and now - unread_since >= config.unread_timeout_seconds:
                 # A reader that has stalled must not keep the GPU busy.
-                self._sequences.let_all_go(f"its news were not read for {config.unread_timeout_seconds:g} s")
-            self._sequences.cut_off(now)
+                self._requests.abort_all(f"its output was not read for {config.unread_timeout_seconds:g} s")
+            self._requests.cut_off(now)
             if self._probe is not None:
                 if not self._probe.done():
                     continue
@@ -300,8 +300,8 @@ class TensorRtLlmEngine:
                 self._probe = None
                 self._health.on_progress(now)
             if unread_since is not None:
-                self._health.on_progress(now)  # it is the reader who makes no progress
-            verdict = self._health.judge(now, is_busy=bool(self._sequences), num_records=self._stats.num_records)
+                self._health.on_progress(now)  # the reader makes no progress, not the engine
+            verdict = self._health.judge(now, is_busy=bool(self._requests), num_records=self._stats.num_records)
             if verdict is Verdict.STALLED:
                 raise EngineError(f"no progress for {config.stall_timeout_seconds:g} s with work to do")
             if verdict is Verdict.PROBE:
@@ -313,10 +313,10 @@ class TensorRtLlmEngine:
             self._die(error)
 
     def _die(self, error: BaseException) -> None:
-        """Nothing more will come; `steps` says so."""
+        """Record that the engine has died; `steps` raises the error after the remaining output."""
         if self._failure is not None or self._closing:
             return
         log.error("engine_died", model=self._model_name, error=repr(error))
         self._failure = error if isinstance(error, EngineError) else EngineError(repr(error))
-        self._sequences.stop()
-        self._outbox.wake_reader()
+        self._requests.stop()
+        self._buffer.wake_reader()

@@ -1,6 +1,8 @@
-"""Is the engine alive? TensorRT-LLM's own health check only says that nobody has shut it down: a worker that crashed or
-hangs keeps looking well. So tokens and iterations are watched while there is work, and a one-token request is made when
-there is none.
+"""Detects a dead or hanging engine.
+
+TensorRT-LLM's own health check only reports that it has not been shut down: a worker that has crashed or hangs still
+counts as healthy. So tokens and iterations are watched while there is work, and a one-token request is made while there
+is none.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from shard_server.engines.tensorrt_llm.api import RequestOutput
 class Verdict(enum.Enum):
     WELL = enum.auto()
     PROBE = enum.auto()
-    """Nothing has shown for a while that it can generate."""
+    """For a while nothing has shown that the engine can generate, so a probe is due."""
     STALLED = enum.auto()
-    """It has work and makes no progress."""
+    """The engine has work and makes no progress."""
 
 
 class ProgressWatch:
@@ -32,11 +34,11 @@ class ProgressWatch:
         self._num_records = 0
 
     def on_progress(self, now: float) -> None:
-        """A token came, or a probe succeeded."""
+        """A token arrived or a probe succeeded."""
         self._progress_at = now
 
     def judge(self, now: float, *, is_busy: bool, num_records: int) -> Verdict:
-        """`num_records`: iteration statistics so far; a long prefill brings those and no token."""
+        """`num_records` is the number of iteration statistics so far; a long prefill produces those but no token."""
         if num_records != self._num_records:
             self._num_records = num_records
             self._progress_at = now
@@ -46,12 +48,12 @@ class ProgressWatch:
         return Verdict.PROBE if since >= self._probe_interval_seconds else Verdict.WELL
 
     def on_work(self, now: float) -> None:
-        """The engine was idle and is given work: only from now on can it owe progress."""
+        """An idle engine has received work: the stall timeout starts now."""
         self._progress_at = max(self._progress_at, now)
 
 
 async def probe(submit: Callable[[], RequestOutput], timeout_seconds: float) -> None:
-    """One token, or EngineError. What does not come in time is aborted."""
+    """Generate one token. Raises EngineError if that fails; a token that is late is aborted."""
     try:
         output = submit()
     except Exception as error:
@@ -70,6 +72,6 @@ async def probe(submit: Callable[[], RequestOutput], timeout_seconds: float) -> 
 
 
 def abort(output: RequestOutput) -> None:
-    """Ask for the end of a request. The call reaches through a weak reference that may be dead."""
+    """Abort a request. Errors are ignored: the call goes through a weak reference that may be dead."""
     with contextlib.suppress(Exception):
         output.abort()

@@ -1,6 +1,6 @@
-"""The names of TensorRT-LLM that this adapter may use, object by object: 1.2.1's, and those of newer versions that are
-used only where they are found. tests/unit/shard_server/tensorrt_llm/test_names.py holds the adapter to it: a name that
-is made up fails there and not on an operator's machine.
+"""The names of TensorRT-LLM that this adapter may use, object by object: those of 1.2.1, and those of newer versions
+that are used only where they exist. tests/unit/shard_server/tensorrt_llm/test_names.py checks the adapter against them,
+so that a wrong name fails there and not on an operator's machine.
 """
 
 from __future__ import annotations

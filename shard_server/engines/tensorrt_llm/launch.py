@@ -1,4 +1,4 @@
-"""From configuration to a running LLM whose size is known. Everything here runs once, at the start."""
+"""Starts the LLM from the configuration and finds out its size. Everything here runs once, at the start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _construct(model_dir: Path, shard: ShardConfig, max_model_len: int) -> tuple
 
 
 async def absorb_first_stats(llm: Llm, stats: IterationStats) -> None:
-    """The statistics of the first request tell how many blocks there are. None may come: `count_blocks` decides."""
+    """The statistics of the first request include the number of blocks. They may be missing; see `count_blocks`."""
 
     def fetch() -> list[Any]:
         return list(as_records(llm.get_stats(timeout=FIRST_STATS_SECONDS)))
@@ -54,7 +54,7 @@ async def absorb_first_stats(llm: Llm, stats: IterationStats) -> None:
 
 
 def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:
-    """Raises EngineError where neither the engine nor the configuration tells."""
+    """The number of KV blocks. Raises EngineError if neither the engine nor the configuration gives it."""
     num_blocks = stats.num_blocks or shard.num_blocks
     if not num_blocks:
         raise EngineError("TensorRT-LLM does not say how many KV blocks it has: set shard.num_blocks")
@@ -62,8 +62,8 @@ def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:
 
 
 def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
-    """No `batch_invariant` and no `seeded_resume`: kernels are chosen by batch size. A resumed answer goes on from
-    exactly the tokens that were delivered, not always with those that it would have had."""
+    """BATCH_INVARIANT and SEEDED_RESUME are absent because kernels are chosen by batch size: a resumed answer continues
+    after exactly the delivered tokens, but not always with the tokens that it would have had."""
     config = shard.tensorrt_llm
     found = {Capability.LOGPROBS, Capability.TOP_K}
     if config.kv_cache.block_reuse:
@@ -76,8 +76,8 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
 
 
 def check_isolation(arguments: frozenset[str] | None, shard: ShardConfig, version: str) -> bool:
-    """Whether requests can be given a cache salt; `arguments` are those of generate_async. Raises EngineError where
-    tenants would share their KV."""
+    """Whether requests can carry a cache salt; `arguments` are those of generate_async. Raises EngineError if tenants
+    would share their KV."""
     has_salt = arguments is None or "cache_salt" in arguments
     if not has_salt and shard.tensorrt_llm.kv_cache.block_reuse:
         raise EngineError(
@@ -88,7 +88,7 @@ def check_isolation(arguments: frozenset[str] | None, shard: ShardConfig, versio
 
 
 async def shut_down(llm: Llm, timeout_seconds: float, on_timeout: Callable[[], None]) -> None:
-    """The library's own shutdown, which blocks and may hang. Errors are of no interest any more."""
+    """Call the library's own shutdown, which blocks and may hang. After a timeout, `on_timeout` is called."""
     try:
         async with asyncio.timeout(timeout_seconds):
             await call_in_daemon("tensorrt-llm-shutdown", llm.shutdown)

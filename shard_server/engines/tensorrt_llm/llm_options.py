@@ -1,7 +1,7 @@
 """kvloom.toml → arguments of `tensorrt_llm.LLM`.
 
-The constructor refuses arguments that it does not know, and versions differ: an option that was left at its default is
-passed where the version has it; one that was set, and that the version lacks, is an error which names it.
+The constructor rejects unknown arguments, and versions differ. An option at its default is passed if the version has
+it; an option that was set and that the version lacks is an error that names the option.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _DEFAULTS = TensorRtLlmConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Option:
-    """One argument, and the configuration that it comes from."""
+    """One argument, and the configuration key that it comes from."""
 
     argument: str
     value: Any
     key: str
     is_set: bool
-    """Whether the operator asked for it: then a version without it will not do."""
+    """Whether the operator set it: then a version without it is an error."""
 
 
 def llm_options(library: TensorRtLlm, model_dir: Path, shard: ShardConfig, max_model_len: int) -> dict[str, Any]:
     """Arguments of `LLM`. Raises EngineError that names the option which the installed version lacks or refuses."""
     config = shard.tensorrt_llm
     if shard.queue_order != "fcfs":
-        raise EngineError(f"shard.queue_order: TensorRT-LLM has no {shard.queue_order}, it admits what came first")
+        raise EngineError(f"shard.queue_order: TensorRT-LLM has no {shard.queue_order}, only the order of arrival")
     known = _arguments_of_llm(library)
     arguments: dict[str, Any] = {"model": str(model_dir)}
     for option in _options(library, shard, max_model_len):

@@ -1,7 +1,7 @@
-"""The engine's load: our own count of what is in flight, and what TensorRT-LLM's iteration statistics add to it.
+"""The engine's load: our own counts of in-flight sequences, combined with TensorRT-LLM's iteration statistics.
 
-Statistics stop when the engine is idle, come late, and may be missing altogether; the counts of sequences are therefore
-our own, and statistics give blocks and speeds only.
+Statistics stop when the engine is idle, arrive late, and may be missing altogether. The counts of sequences are
+therefore our own, and statistics provide only blocks and speeds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SMOOTHING: Final = 0.1
 
 
 class IterationStats:
-    """What the statistics said last. `absorb` everything that comes: the library's queue grows while it is unread."""
+    """The latest statistics. All records must be absorbed: the library's queue grows while it is unread."""
 
     def __init__(self) -> None:
         self.num_records = 0
-        """Iterations told of: progress, even while no token comes."""
+        """The number of reported iterations: they are progress even while no token arrives."""
         self.num_blocks: int | None = None
         self.num_free_blocks: int | None = None
-        """None: nothing was told since the engine was idle."""
+        """None: nothing was reported since the engine was idle."""
         self.tokens_per_block: int | None = None
         self.num_preemptions = 0
         self.prefill_tokens_per_second = 0.0
@@ -64,7 +64,7 @@ class IterationStats:
 
 
 class InFlight:
-    """The sequences between submit and end, in the order of their submission. TensorRT-LLM takes them in that order,
+    """The sequences between submit and end, in the order of submission. TensorRT-LLM admits them in that order, at most
     `max_batch` at a time."""
 
     def __init__(self, max_batch: int, num_blocks: int, block_size: int) -> None:
@@ -91,7 +91,7 @@ class InFlight:
         self._admit(now)
 
     def admitted_at(self, request_id: str, now: float) -> float:
-        """When its turn came; `now` for one that was let in before."""
+        """When the sequence was admitted; `now` if that is unknown."""
         return self._admitted_at.get(request_id, now)
 
     def load(self, stats: IterationStats) -> EngineLoad:
@@ -121,14 +121,15 @@ class InFlight:
         )
 
     def _num_available_blocks(self, stats: IterationStats, num_used_blocks: int, most_blocks: int) -> int:
-        """What was told knows of shared blocks, but comes late, so it is no more than the longest sequence leaves."""
+        """The reported number accounts for shared blocks but is late, so it is capped by what the longest sequence
+        leaves."""
         if not len(self):
-            stats.num_free_blocks = None  # what is told from now on is of the past
+            stats.num_free_blocks = None  # reports that arrive from now on describe the past
             return self._num_blocks
-        told = stats.num_free_blocks
-        if told is None:
+        reported = stats.num_free_blocks
+        if reported is None:
             return max(0, self._num_blocks - num_used_blocks)
-        return max(0, min(told, self._num_blocks - most_blocks))
+        return max(0, min(reported, self._num_blocks - most_blocks))
 
     def _admit(self, now: float) -> None:
         while self._waiting and len(self._admitted) < self._max_batch:

@@ -1,0 +1,23 @@
+"""The embedded engine: Llama-family models computed in this process, on CPUs or on one GPU.
+
+engine.py        TorchEngine: the Engine protocol over a compute thread
+step_loop.py     one iteration: schedule, run, draw, report
+scheduler.py     which sequences a step computes, and how many of their tokens
+sequence.py      one request's tokens, KV blocks and progress
+block_pool.py    reference-counted KV blocks with a prefix cache
+speed.py         moving averages of prefill and decode speed
+model_runner.py  runs a step's batch on the CPU
+forward.py       a forward pass with torch's operators or compiled kernels
+model.py         the decoder: weights and layers
+config.py        config.json, checked
+linear.py        linear layers whose rows do not depend on the batch
+attention.py     causal attention over the block-based KV cache
+rope.py          rotary position embedding
+kv_cache.py      the memory of the KV blocks
+invariance.py    measures whether attention depends on the batch
+memory.py        how much memory is available and needed
+sampling/        draws tokens: sampling, guides and speculation
+checkpoint/      reads model files and converts GGUF files
+kernels/         compiled CPU kernels
+device/          runs the model on a GPU
+"""

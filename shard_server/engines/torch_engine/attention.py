@@ -1,14 +1,14 @@
-"""Causal attention over the paged KV cache, for a ragged batch, with the same bits whatever the batch is.
+"""Causal attention over the block-based KV cache, for a ragged batch, with the same bits whatever the batch is.
 
 torch's CPU flash attention walks over the keys in blocks of 512 in order, with float32 sums. Its result for a row
 depends neither on how far the keys are padded (with masked ones, see `Grain`), nor on how many sequences or rows there
 are, as long as the rows are not split unevenly (see `_ROWS_PER_TILE`). So one kernel serves prefill,
-chunked prefill and decoding; `attention_is_invariant` measures that this machine's library keeps to it.
+chunked prefill and decoding; `attention_is_invariant` measures whether this machine's library complies.
 
-Layers with a window leave out leading keys that no row of theirs sees, in steps of the kernel's own 512: a row's keys
-come in the same blocks whoever is computed with it, and a block that it does not see leaves no trace in its sums.
+Layers with a window omit leading keys that none of their rows sees, in steps of the kernel's own 512: a row's keys come
+in the same blocks whatever is computed with it, and a block that it does not see leaves no trace in its sums.
 
-Gathering blocks into contiguous memory is cheap if what was gathered is still in the CPU's cache when it is read:
+Gathering blocks into contiguous memory is cheap if the copy is still in the CPU's cache when it is read:
 decoding sequences are sorted by length and gathered in groups that fit there.
 """
 
@@ -26,38 +26,39 @@ from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 
 _ROWS_PER_TILE = 32
-"""The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may get other matrix code."""
+"""The kernel cuts query rows into tiles of 32 (up to 191 rows): a smaller last tile may be computed by different
+code."""
 _PIECE_TOKENS = 128
-"""A prompt's queries are taken in pieces, so that later keys, which are masked, are not computed for all of them."""
+"""A prompt's queries are computed in pieces, so that later keys, which are masked, are not computed for all of them."""
 _GROUP_TOKENS = 3072
-"""Keys of the decoding sequences that are gathered together: 2.3 MB in the built-in model."""
+"""The number of keys of decoding sequences that are gathered together: 2.3 MB in the built-in model."""
 _GROUP_WASTE_TOKENS = 192
-"""Padding in a group beyond which another group is cheaper."""
+"""The padding in a group beyond which another group is cheaper."""
 _KERNEL_KEYS = 512
-"""The kernel takes so many keys at a time."""
+"""The number of keys that the kernel computes at a time."""
 
 
 class Grain(NamedTuple):
-    """Sizes that keep the kernel to one way of computing."""
+    """Sizes for which the kernel always uses the same code."""
 
     num_keys: int
     """Keys are padded to a multiple of this."""
     min_decode_rows: int
-    """The kernel has other code for few query rows; a decoding sequence has as many as heads share a KV head."""
+    """The kernel has different code for few query rows; a decoding sequence has one per head that shares a KV head."""
 
 
 _WHOLE = Grain(num_keys=_KERNEL_KEYS, min_decode_rows=8)
 GRAINS = {torch.bfloat16: (Grain(num_keys=32, min_decode_rows=2), _WHOLE), torch.float32: (_WHOLE,)}
-"""The cheapest first; the first with which a machine's results do not depend on the batch is to be taken. Matrix tiles
-(AMX) take 32 keys, exponentials are vectors of 16: leftovers would get code that rounds differently. Other products are
-blocked by their size in ways that are not public: only the kernel's whole 512 was measured to work."""
+"""Cheapest first; the first with which this machine's results do not depend on the batch is used. Matrix tiles (AMX)
+take 32 keys and exponentials are vectors of 16, so leftovers would be computed by code that rounds differently. The
+blocking of other products is undocumented: only the kernel's whole 512 was measured to work."""
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclasses.dataclass(slots=True)
 class Extent:
-    """Where the tokens of one sequence lie: `num_new` rows of the batch from `first_row`, behind `num_past` others."""
+    """The tokens of one sequence in a batch: `num_new` rows from `first_row` on, after `num_past` earlier tokens."""
 
     first_row: int
     num_new: int
@@ -89,7 +90,7 @@ class _Prefill:
 
 @dataclasses.dataclass(slots=True)
 class _WindowPlan:
-    """What the layers of one window do."""
+    """The plan for the layers with one window."""
 
     decode_groups: list[_DecodeGroup]
     prefills: list[_Prefill]
@@ -97,12 +98,12 @@ class _WindowPlan:
 
 @dataclasses.dataclass(slots=True)
 class AttentionPlan:
-    """What every layer of one step does; made once per step."""
+    """The plan of every layer in one step; made once per step."""
 
     token_rows: torch.Tensor
-    """int64 [layers, tokens]: where the KV of each token goes."""
+    """int64 [layers, tokens]: where the KV of each token is stored."""
     num_rows: int
-    """Rows that the batch must have, some padding included."""
+    """The number of rows that the batch must have, including padding."""
     windows: dict[int | None, _WindowPlan]
     """By the layers' window."""
 
@@ -116,10 +117,10 @@ class Attention(Protocol):
     """Attention of one model over one KV cache."""
 
     multiplies_single_rows: bool
-    """Whether several rows of one sequence are cheaper as if each were another sequence's."""
+    """Whether several rows of one sequence are cheaper when they are computed as rows of different sequences."""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
-        """What every layer of a step does, with its `token_rows` and `num_rows` (see AttentionPlan)."""
+        """The plan of every layer in a step, with its `token_rows` and `num_rows` (see AttentionPlan)."""
         ...
 
     def write(self, layer: int, slots: Sequence[int], keys_and_values: torch.Tensor) -> None:
@@ -127,7 +128,8 @@ class Attention(Protocol):
         ...
 
     def attend(self, plan: Any, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
+        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. The KV must be stored
+        already."""
         ...
 
 
@@ -175,7 +177,8 @@ class PagedAttention:
         self._cache.write(self._cache.token_rows(slots)[layer], keys_and_values)
 
     def attend(self, plan: AttentionPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
+        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. The KV must be stored
+        already."""
         heads = queries.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
         out = torch.zeros_like(heads, memory_format=torch.contiguous_format)
         parts = plan.windows[self._layer_windows[layer]]
@@ -213,7 +216,7 @@ class PagedAttention:
         return -(-num_tokens // self._key_alignment) * self._key_alignment
 
     def _first_key(self, position: int, window: int | None) -> int:
-        """Of what is gathered for a row at `position` and those behind it."""
+        """The first key to gather for a row at `position` and the rows after it."""
         if window is None:
             return 0
         return max(0, position + 1 - window) // self._first_key_alignment * self._first_key_alignment
@@ -232,7 +235,7 @@ class PagedAttention:
         while first < len(decodes):
             num_keys = self._num_keys(lengths[first])
             end, waste = first + 1, 0
-            # With a window a sequence behind the longest may need more keys: then the next group begins with it.
+            # With a window, a sequence after the longest may need more keys; the next group then begins with it.
             while end < len(decodes) and (end + 1 - first) * num_keys <= _GROUP_TOKENS and lengths[end] <= num_keys:
                 waste += num_keys - lengths[end]
                 if waste > _GROUP_WASTE_TOKENS:

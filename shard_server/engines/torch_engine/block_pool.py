@@ -1,7 +1,8 @@
-"""Ref-counted KV blocks with a prefix cache: which block holds what, who uses it, and which one goes first.
+"""Reference-counted KV blocks with a prefix cache: what each block holds, how often it is used, and which is evicted
+first.
 
-A block is free (holds nothing of worth), referenced (in at least one live block table) or evictable (cached, referenced
-by nobody). The cached blocks form a tree: a block is cached only below the very block that its KV was computed behind,
+A block is free (its content is worthless), referenced (in at least one live block table) or evictable (cached but not
+referenced). The cached blocks form a tree: a block is cached only below the very block that its KV was computed after,
 so a match is verified by identity of the parent and equality of the token ids, never by hash alone (xxh3 collides).
 """
 
@@ -17,7 +18,7 @@ from shard_server.engines.base import BlockRemoved, BlockStored, KvEvent
 
 
 class BlockKey(NamedTuple):
-    """What a full block holds."""
+    """The content of a full block."""
 
     block_hash: int
     """Chained, see kvloom/text/block_hash.py."""
@@ -47,7 +48,7 @@ class Block:
     key: BlockKey | None = None
     """Set while the block is in the prefix cache."""
     parent: Block | int | None = None
-    """While it is cached: the cached block before it, or the root hash for a sequence's first block."""
+    """Set while the block is cached: the cached block before it, or the root hash for a sequence's first block."""
 
 
 class BlockPool:
@@ -65,7 +66,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out: free and evictable ones."""
+        """The number of blocks that `allocate` could return: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -93,7 +94,7 @@ class BlockPool:
         return sum(1 for block_id in block_ids if self._blocks[block_id].ref_count == 0)
 
     def reference(self, block_ids: Iterable[int]) -> None:
-        """Take part in blocks that `match_prefix` found."""
+        """Add a reference to each of the blocks that `match_prefix` found."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -105,7 +106,7 @@ class BlockPool:
 
         The caller has checked `num_available`.
         """
-        assert num_blocks <= self.num_available, f"{num_blocks} blocks wanted, {self.num_available} available"
+        assert num_blocks <= self.num_available, f"{num_blocks} blocks requested, {self.num_available} available"
         block_ids: list[int] = []
         for _ in range(num_blocks):
             block = self._blocks[self._free.pop() if self._free else self._evict()]
@@ -114,9 +115,9 @@ class BlockPool:
         return block_ids
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give back one sequence's reference to its whole block table.
+        """Release one sequence's references to its whole block table.
 
-        Tail first, so that of one sequence the blocks that fewest others can share are evicted first, and a child
+        Tail first, so that the blocks of a sequence that the fewest others can share are evicted first, and a child
         always before its parent.
         """
         for block_id in reversed(block_ids):
@@ -133,8 +134,8 @@ class BlockPool:
         """Offer block_table[start : start + len(keys)], whose KV has just been computed, for reuse.
 
         Where the same content is cached already (two sequences computed it at once), the table is switched to that
-        block and its own is freed. Returns how many could be cached: fewer than offered only after a collision of
-        hashes, behind which this sequence can offer nothing more.
+        block and its own is freed. Returns how many could be cached: fewer than offered only after a hash
+        collision, after which no block of this sequence can be cached.
         """
         parent: Block | int = self._blocks[block_table[start - 1]] if start else root_hash
         stored: list[int] = []

@@ -1,4 +1,5 @@
-"""TorchEngine: the embedded engine. A dedicated thread loads the model and runs the steps; asyncio sees its outputs."""
+"""TorchEngine: the embedded engine. A dedicated thread loads the model and runs the steps; the event loop reads its
+outputs."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 
 MAX_UNREAD_OUTPUTS: Final = 32
-"""The engine pauses when so many step outputs wait to be read."""
+"""The engine pauses when this many step outputs wait to be read."""
 
 _COMPILE_THREADS: Final = 2
-"""A guide that takes long must not keep all others waiting."""
+"""More than one, so that a slow guide does not keep all others waiting."""
 _CAPABILITIES: Final = frozenset(
     {
         Capability.LOGPROBS,
@@ -44,10 +45,10 @@ _CAPABILITIES: Final = frozenset(
     }
 )
 _IF_INVARIANT: Final = frozenset({Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT})
-"""What can only be promised where the runner found its arithmetic to be the same in every batch."""
+"""Capabilities that exist only if the runner found its arithmetic to be the same in every batch."""
 
 _Submitted = tuple[EngineRequest, float, "Future[GuideState] | None"]
-"""A request, when it came, and its guide, which is being compiled."""
+"""A request, the time of its submission, and its guide, which is being compiled."""
 
 _log = structlog.get_logger(__name__)
 
@@ -55,8 +56,8 @@ _log = structlog.get_logger(__name__)
 class TorchEngine:
     """Implements `shard_server.engines.base.Engine` for Llama-family weights in `model_dir`.
 
-    Requests and cancellations cross to the compute thread in one bounded inbox, outputs come back in one bounded
-    outbox; the condition guards both and is never held while computing.
+    Requests and cancellations are passed to the compute thread in one bounded inbox, and outputs return in one bounded
+    queue. The condition guards both and is never held while computing.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class TorchEngine:
         load_runner: Callable[..., ModelRunner | DeviceRunner] | None = None,
         on_load_progress: Callable[[str], None] = lambda _message: None,
     ) -> None:
-        """`load_runner`: None is the one for the configured device. `on_load_progress` hears a sentence at every stage
-        of loading, in the compute thread."""
+        """`load_runner` defaults to the one for the configured device. `on_load_progress` is called with a message at
+        every stage of loading, in the compute thread."""
         self._model_dir = model_dir
         self._model_name = model_name
         self._config = config
@@ -77,16 +78,16 @@ class TorchEngine:
         self._on_load_progress = on_load_progress
         self._info: EngineInfo | None = None
         self._live: set[str] = set()
-        """Submitted, and its end not yet read from `steps`."""
+        """Request ids that were submitted and whose end has not been read from `steps`."""
         self._cancelled: set[str] = set()
-        """Those of the live ones that are to be cancelled; told once."""
+        """The live request ids whose cancellation has been sent to the compute thread."""
         self._condition = threading.Condition()
         self._inbox: deque[_Submitted | str] = deque()
-        """Submitted requests, and ids to cancel, in order."""
+        """Submitted requests and request ids to cancel, in order."""
         self._guides: GuideCompiler | None = None
-        """None until it is loaded, and where guided decoding is not installed."""
+        """None until it is loaded, and if guided decoding is not installed."""
         self._compiling = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="guides")
-        self._outbox: deque[StepOutput] = deque()
+        self._unread_outputs: deque[StepOutput] = deque()
         self._closing = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -105,7 +106,8 @@ class TorchEngine:
             raise EngineError("the engine has been started before")
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._loop.create_future()
-        # The thread that loads also computes: torch's worker threads belong to the thread that first called it.
+        # The thread that loads also computes, because torch's worker threads belong to the thread that first called
+        # torch.
         self._thread = threading.Thread(target=self._main, args=(started,), name="torch-engine", daemon=True)
         self._thread.start()
         try:
@@ -114,7 +116,7 @@ class TorchEngine:
             raise EngineError(f"cannot load {self._model_name}: {error}") from error
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a sequence. Raises EngineError when it can never run, or the engine does not."""
+        """Queue a sequence. Raises EngineError when it can never run or the engine is not running."""
         self._check_submit(request)
         guide = None
         if request.guide is not None:
@@ -136,9 +138,9 @@ class TorchEngine:
     async def steps(self) -> AsyncIterator[StepOutput]:
         """Outputs in order; see `Engine.steps`."""
         while not self._closing:
-            while self._outbox and not self._closing:
-                output = self._outbox.popleft()
-                if len(self._outbox) == MAX_UNREAD_OUTPUTS - 1:
+            while self._unread_outputs and not self._closing:
+                output = self._unread_outputs.popleft()
+                if len(self._unread_outputs) == MAX_UNREAD_OUTPUTS - 1:
                     with self._condition:
                         self._condition.notify()
                 for end in output.ends:
@@ -148,11 +150,11 @@ class TorchEngine:
             if self._failure is not None:
                 raise EngineError(f"the engine has died: {self._failure!r}") from self._failure
             self._readable.clear()
-            if not (self._outbox or self._closing or self._failure):
+            if not (self._unread_outputs or self._closing or self._failure):
                 await self._readable.wait()
 
     async def close(self) -> None:
-        """Stop after the step in progress, and free everything."""
+        """Stop after the step in progress and free everything."""
         with self._condition:
             self._closing = True
             self._condition.notify()
@@ -163,12 +165,12 @@ class TorchEngine:
         self._live.clear()
         self._cancelled.clear()
         self._inbox.clear()
-        self._outbox.clear()
+        self._unread_outputs.clear()
 
     def _check_submit(self, request: EngineRequest) -> None:
         info = self.info
         if self._closing or self._failure is not None:
-            raise EngineError("the engine does not run any more")
+            raise EngineError("the engine is no longer running")
         request_id = request.request_id
         if request_id in self._live:
             raise EngineError(f"request_id {request_id!r} is in use")
@@ -203,7 +205,7 @@ class TorchEngine:
             self._inbox.append(message)
             self._condition.notify()
 
-    # What follows runs in the compute thread.
+    # The methods below run in the compute thread.
 
     def _main(self, started: asyncio.Future[None]) -> None:
         try:
@@ -235,7 +237,7 @@ class TorchEngine:
         )
         self._on_load_progress("vocabulary for guided decoding")
         self._guides = _load_guides(self._model_dir, runner, self._on_load_progress)
-        # A sequence that fills all blocks can still run, alone; a longer one never could.
+        # A sequence that fills all blocks can still run alone; a longer one never could.
         max_model_len = min(runner.max_model_len, runner.num_blocks * config.block_size)
         scheduler = Scheduler(
             BlockPool(runner.num_blocks, config.block_size),
@@ -266,17 +268,17 @@ class TorchEngine:
         while self._take_messages(step_loop):
             output = step_loop.step()
             if output is not None:
-                self._outbox.append(output)
+                self._unread_outputs.append(output)
                 if not self._readable.is_set():
                     self._call_loop(self._readable.set)
             if not step_loop.has_work:
                 step_loop.check_integrity()
 
     def _take_messages(self, step_loop: StepLoop) -> bool:
-        """Wait until there is something to do and room for its output; False: the engine closes."""
+        """Wait until there is work and room for its output; returns False when the engine closes."""
         with self._condition:
             while not self._closing and (
-                not (self._inbox or step_loop.has_work) or len(self._outbox) >= MAX_UNREAD_OUTPUTS
+                not (self._inbox or step_loop.has_work) or len(self._unread_outputs) >= MAX_UNREAD_OUTPUTS
             ):
                 self._condition.wait()
             messages = list(self._inbox)
@@ -290,7 +292,7 @@ class TorchEngine:
 
     def _call_loop(self, callback: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed and reads no more outputs
             self._loop.call_soon_threadsafe(callback, *args)
 
 
@@ -306,7 +308,8 @@ def _loader(config: ShardConfig) -> Callable[..., ModelRunner | DeviceRunner]:
 def _load_guides(
     model_dir: Path, runner: ModelRunner | DeviceRunner, on_progress: Callable[[str], None]
 ) -> GuideCompiler | None:
-    """Loading an engine must not fail for a vocabulary that only guided requests need."""
+    """The guide compiler, or None: a vocabulary that only guided requests need must not keep the engine from
+    loading."""
     path = model_dir / "tokenizer.json"
     if not path.exists():
         return None

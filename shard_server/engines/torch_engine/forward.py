@@ -1,4 +1,4 @@
-"""A forward pass over one step's rows, by torch's operators or by compiled kernels (compiled_forward.py)."""
+"""A forward pass over one step's rows, with torch's operators or with compiled kernels (compiled_forward.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shard_server.engines.torch_engine.model import LlamaModel
 
 
 class Forward(Protocol):
-    """Of one model over one KV cache."""
+    """Forward passes of one model over one KV cache."""
 
     multiplies_single_rows: bool
-    """Whether several rows of one sequence are cheaper as if each were another sequence's."""
+    """Whether several rows of one sequence are cheaper when they are computed as rows of different sequences."""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> Any:
-        """What attention does in a step. `decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of
+        """The plan of attention for a step. `decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of
         `prefills` follow."""
         ...
 
@@ -34,24 +34,24 @@ class Forward(Protocol):
         ...
 
     def is_invariant(self) -> bool:
-        """Whether this machine computes a row alike in every batch, bit for bit: measured; to be asked first."""
+        """Whether this machine computes a row bit for bit the same in every batch. Measured; called before `logits`."""
         ...
 
 
 class Kernels(Protocol):
-    """What computes a model's forward passes."""
+    """A factory of linear layers and forward passes that fit together."""
 
     linears: MakesLinears
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> Forward:
-        """`model`: made with `linears`."""
+        """Forward passes of `model`, which was built with `linears`."""
         ...
 
 
 def find_compiled_kernels(
     config: LlamaConfig, dtype: torch.dtype, block_size: int, on_progress: OnProgress, *, int8_weights: bool
 ) -> Kernels | None:
-    """None where they cannot run: then `on_progress` hears why."""
+    """The compiled kernels, or None if they cannot run here; `on_progress` is then called with the reason."""
     try:
         from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels, why_not_compiled
     except ImportError as error:
@@ -66,10 +66,10 @@ def find_compiled_kernels(
 
 
 class TorchKernels:
-    """torch's operators. Raises EngineError where this CPU's int8 products are not exact."""
+    """torch's operators. Raises EngineError if this CPU's int8 products are not exact."""
 
     def __init__(self, dtype: torch.dtype, max_rows: int | None, *, int8_weights: bool) -> None:
-        """`max_rows`: of one product, see linear.py."""
+        """`max_rows` limits the rows of one product; see linear.py."""
         self.linears: MakesLinears = Int8Linears(dtype) if int8_weights else TorchLinears(max_rows)
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> TorchForward:

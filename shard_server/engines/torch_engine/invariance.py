@@ -1,7 +1,7 @@
 """Measures, when an engine starts, whether attention gives the same bits in whatever batch it is computed.
 
-Matrix libraries promise no such thing: it depends on the CPU, the library's version and the shapes. So it is tried,
-on random input, with the shapes of the model at hand; that takes some hundredths of a second. Products: see linear.py.
+Matrix libraries do not promise that: it depends on the CPU, the library's version and the shapes. So it is measured on
+random input with the shapes of the model, which takes some hundredths of a second. For products, see linear.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PROBED_WINDOW = 100
 
 
 def attention_is_invariant(config: LlamaConfig, dtype: torch.dtype, block_size: int, make: MakeAttention) -> bool:
-    """Compare prefill of a whole sequence with prefill in chunks, and with decoding it in batches."""
-    # A narrow one, so that the last tokens do not see the first of the keys that the kernel takes at a time.
+    """Compare the prefill of a whole sequence with prefill in chunks and with decoding in batches."""
+    # A narrow window, so that the last tokens do not see the first keys of a block that the kernel takes at a time.
     windows = {None if window is None else min(window, _PROBED_WINDOW) for window in config.layer_windows}
     return all(_is_invariant(_AttentionProbe(config, dtype, window, block_size, make)) for window in windows)
 

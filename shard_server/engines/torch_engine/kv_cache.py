@@ -1,4 +1,4 @@
-"""The paged KV cache: one pool of blocks, addressed through block tables."""
+"""The block-based KV cache: one pool of blocks, addressed through block tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.memory import available_memory_bytes, kv_block_bytes
 
 _DEFAULT_WINDOWS = 8
-"""Full-length sequences that the default number of blocks has room for."""
+"""The number of full-length sequences for which the default number of blocks has room."""
 _CPU = torch.device("cpu")
 _CACHE_LINE_BYTES = 64
-"""Where the pool begins: rows of matrix tiles are such lines."""
+"""The alignment of the pool: a row of a matrix tile is one cache line."""
 _MEMORY_SHARE = 0.5
-"""Of the memory that is free at the start, for the default number of blocks at most."""
+"""The largest share of the initially free memory for the default number of blocks."""
 
 
 class KvCache:
@@ -49,22 +49,23 @@ class KvCache:
         self._head_dim = config.head_dim
         token_size = 2 * config.kv_size
         shape = (num_blocks, config.num_layers, block_size * token_size)
-        # Zeros, because attention multiplies what lies behind a sequence's end by 0, which must not be a NaN.
+        # Zeros, because attention multiplies whatever lies after a sequence's end by 0, and that must not be a NaN.
         self.pool = (
             _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
         """[num_blocks, num_layers, block_size * 2 * kv_size]"""
         self._block_rows = self.pool.view(-1, block_size * token_size)
         self.all_token_rows = self.pool.view(-1, token_size)
-        """[num_blocks * num_layers * block_size, 2 * kv_size]: what `token_rows` counts"""
+        """[num_blocks * num_layers * block_size, 2 * kv_size]: the rows that `token_rows` returns indices of"""
         self._layers = torch.arange(config.num_layers, device=device)[:, None]
 
     def block_rows(self, blocks: Sequence[int]) -> torch.Tensor:
-        """int64 [num_layers, len(blocks)]: what `gather` takes for each layer."""
+        """int64 [num_layers, len(blocks)]: the argument of `gather` for each layer."""
         return torch.tensor(blocks, device=self.pool.device) * self._num_layers + self._layers
 
     def token_rows(self, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """int64 [num_layers, len(slots)]: what `write` takes for each layer. A slot is block * block_size + offset."""
+        """int64 [num_layers, len(slots)]: the argument of `write` for each layer. A slot is block * block_size +
+        offset."""
         slot = torch.as_tensor(slots, device=self.pool.device)
         offset = slot % self.block_size
         first_layer = (slot - offset) * self._num_layers + offset
@@ -79,17 +80,17 @@ class KvCache:
         torch.index_select(self._block_rows, 0, block_rows, out=out)
 
     def new_gather_buffer(self, num_blocks: int) -> torch.Tensor:
-        """Room for `num_blocks` in `gather`."""
+        """An output buffer of `gather` for `num_blocks` blocks."""
         return self.pool.new_zeros(num_blocks, self.pool.shape[-1])
 
     def keys_and_values(self, gathered: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views [num_sequences, num_kv_heads, tokens, head_dim] of what `gather` gave."""
+        """Views [num_sequences, num_kv_heads, tokens, head_dim] of the output of `gather`."""
         tokens = gathered.view(num_sequences, -1, 2, self._num_kv_heads, self._head_dim)
         return tokens[:, :, 0].transpose(1, 2), tokens[:, :, 1].transpose(1, 2)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Pages that the kernel provides when they are first written: numpy's zeros are such, torch's are written at once.
+    """Zeros whose memory the operating system provides at the first write. numpy's zeros are lazy, torch's are not.
     Raises EngineError when there is too little memory."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > available_memory_bytes():
@@ -100,8 +101,8 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def default_num_blocks(config: LlamaConfig, *, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """Blocks for 8 full windows, or what fits into half of the free memory. Raises EngineError when that is less than
-    one window."""
+    """Blocks for 8 full windows, or fewer if those exceed half of the free memory. Raises EngineError when that is less
+    than one window."""
     window_blocks = -(-max_model_len // block_size)
     block_bytes = kv_block_bytes(config, block_size, dtype)
     affordable = int(available_memory_bytes() * _MEMORY_SHARE / block_bytes)

@@ -1,7 +1,7 @@
 """Linear layers whose result for one row need not depend on how many other rows are computed with it.
 
-Three makers of a model's layers: TileLinears (tile_linear.py; bf16 on CPUs with AMX), Int8Linears, and TorchLinears for
-the rest.
+Three factories build a model's layers: TileLinears (tile_linear.py; bf16 on CPUs with AMX), Int8Linears, and
+TorchLinears otherwise.
 
 oneDNN chooses its blocking by the number of rows: from 33 rows on it sums the products of a row in several parts (of
 288 to 384 columns for the built-in model), up to 32 rows in one; the last bits differ. So where results must not depend
@@ -18,10 +18,10 @@ import torch.nn.functional as F  # noqa: N812
 
 INVARIANT_ROWS = 32
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 28, 31, 32)
-"""Around every place where a library might change its code; all 32 would double the time that an engine takes to
-start."""
+"""Sizes around every point where a library might switch its code. Trying all 32 would double the start time of an
+engine."""
 _TRIED_LARGE_ROWS = (33, 63, 100)
-"""Where products are not cut."""
+"""Tried where products are not split."""
 _LARGE_ROWS = 128
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
@@ -40,7 +40,7 @@ class Product(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether any number of rows is computed in one product, and a row's bits are its own all the same."""
+        """Whether any number of rows is computed in one product and a row's bits still depend on that row only."""
         ...
 
     def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
@@ -49,7 +49,7 @@ class Product(Protocol):
 class Linear(Product, Protocol):
     @property
     def weight_rows(self) -> LookUp | None:
-        """The weights of some outputs as they were given; None where they are not kept so."""
+        """Looks up the original weights of some outputs; None if they are not kept in that form."""
         ...
 
     def add(self, x: torch.Tensor, other: torch.Tensor, /) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Linear(Product, Protocol):
 
 
 class MakesLinears(Protocol):
-    """Of one model."""
+    """Builds the linear layers of one model."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, /) -> Linear: ...
 
@@ -72,7 +72,7 @@ class MakesLinears(Protocol):
 
 
 class PackedLinear:
-    """bf16 weights in the CPU's own tile order, with what follows the product fused into it.
+    """bf16 weights in the CPU's own tile order, with the operation after the product fused into it.
 
     Packing once saves oneDNN from reordering the weights at every call (measured: decoding is 1.6 times as fast).
     All methods take [rows, in_features] and return [rows, out_features].
@@ -120,7 +120,7 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """The same through torch's ordinary operators: float32, and CPUs for which oneDNN has no bf16."""
+    """The same with torch's ordinary operators: for float32, and for CPUs on which oneDNN has no bf16."""
 
     is_whole = False
     weight_rows = None
@@ -155,10 +155,10 @@ class PlainLinear:
 
 
 class TorchLinears:
-    """Makes layers of torch's operators."""
+    """Builds layers from torch's operators."""
 
     def __init__(self, max_rows: int | None) -> None:
-        """`max_rows`: of one product; None: any number, and bits depend on it."""
+        """`max_rows` limits the rows of one product. None: no limit, and results depend on the number of rows."""
         self._max_rows = max_rows
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | PlainLinear:
@@ -185,8 +185,9 @@ class _Gated:
 
 
 def common_row_granularity(products: Sequence[Product], dtype: torch.dtype) -> int | None:
-    """To what multiple batches must be padded, so that rows do not depend on the batch; None: no padding helps."""
-    # Of gated ones also each part, whose sums can be seen.
+    """The multiple to which batches must be padded so that rows do not depend on the batch; None if no padding
+    helps."""
+    # Gated products hide their sums, so each part is measured as well.
     parts = [part for product in products if isinstance(product, _Gated) for part in product.parts]
     granularities = [row_granularity(product, dtype) for product in (*products, *parts)]
     if None in granularities:
@@ -195,8 +196,8 @@ def common_row_granularity(products: Sequence[Product], dtype: torch.dtype) -> i
 
 
 def row_granularity(product: Product, dtype: torch.dtype) -> int | None:
-    """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows; and of more
-    rows, where products are not cut.
+    """The smallest g for which products of any multiple of g rows, up to INVARIANT_ROWS, give equal rows; also for
+    more rows where products are not split.
 
     Measured on random input, bit for bit; None if there is no such g.
     """
@@ -204,8 +205,8 @@ def row_granularity(product: Product, dtype: torch.dtype) -> int | None:
     x = torch.randn(num_rows, product.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     rounded = product(x)
 
-    # Sums in another order mostly differ by less than is rounded away, and would be found equal. So what is left of a
-    # sum, less what it is rounded to, is compared, where the library has that in one.
+    # Sums in another order mostly differ by less than rounding removes, and would be found equal. So the remainders of
+    # the sums after rounding are compared, if the library can compute them in one operation.
     def rows_from(first_row: int) -> torch.Tensor:
         rows = x[first_row:]
         return product.add(rows, -rounded[first_row:]) if isinstance(product, PackedLinear) else product(rows)
@@ -214,7 +215,7 @@ def row_granularity(product: Product, dtype: torch.dtype) -> int | None:
     differs = {
         rows
         for rows in (*_TRIED_ROWS, *(_TRIED_LARGE_ROWS if product.is_whole else ()))
-        # From the end, so that a row is also compared at another place in the product.
+        # From the end, so that a row is also compared at another position in the product.
         if not torch.equal(rows_from(num_rows - rows), whole[-rows:])
     }
     for granularity in (1, 2, 4, 8, 16, 32):

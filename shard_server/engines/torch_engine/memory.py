@@ -1,4 +1,4 @@
-"""How much memory there is, and whether a model fits into it: asked before anything is allocated."""
+"""How much memory is available, and whether a model fits into it. Checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> 
 
 
 def available_memory_bytes() -> int:
-    """What this process may still take: free memory of the machine, or of its cgroup if that is less."""
+    """The memory that this process may still use: that of the machine, or of its cgroup if that is less."""
     available = _machine_available_bytes()
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
             counters = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-            # The page cache counts as used, but the kernel gives it back when memory is wanted.
+            # The page cache counts as used, but the kernel frees it when memory is needed.
             available = min(available, max(int(limit) - used + int(counters["file"]), 0))
     except (OSError, ValueError, KeyError):
         pass  # no cgroup v2 here
@@ -58,15 +58,15 @@ def available_memory_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """To the system, what this process freed: converting weights leaves holes that the allocator keeps otherwise (a
-    third of the built-in model's memory). Nothing happens where the C library has no such call."""
+    """Return freed memory to the system: converting weights leaves holes that the allocator would keep (a third of the
+    built-in model's memory). Does nothing if the C library has no such call."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_code(library: str) -> None:
-    """Take the code of a loaded library out of this process's resident memory; what runs again is read again, from the
-    page cache. For a compiler that has done its work (51 MiB of LLVM)."""
+    """Remove the code of a loaded library from this process's resident memory. Code that runs again is read again from
+    the page cache. Used for a compiler that is no longer needed (51 MiB of LLVM)."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -81,7 +81,7 @@ def _machine_available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise EngineError("/proc/meminfo does not say how much memory is available")
+    raise EngineError("/proc/meminfo does not contain the available memory")
 
 
 def _gib(num_bytes: int) -> str:

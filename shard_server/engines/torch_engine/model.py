@@ -34,7 +34,7 @@ class DecoderLayer:
 
 
 class LlamaModel:
-    """Weights, ready to compute with."""
+    """The weights, converted for computing, and the forward pass."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class LlamaModel:
         on_progress: OnProgress = lambda _message: None,
         device: torch.device = _CPU,
     ) -> None:
-        """Takes `weights` over: entries are removed as they are converted, so that both need not fit into memory."""
+        """Consumes `weights`: entries are removed as they are converted, so that memory need not hold both."""
         self._config = config
-        # A copy, so that nothing refers to the mapped file any more.
+        # A copy, so that nothing keeps a reference to the mapped file.
         embedding = weights.pop("model.embed_tokens.weight").to(device, dtype, copy=True)
         self.head = linears.linear(
             embedding if config.tie_word_embeddings else weights.pop("lm_head.weight").to(device, dtype), None
         )
         look_up = self.head.weight_rows if config.tie_word_embeddings else None
         self.embedding = embedding if look_up is None else None
-        """[vocab_size, hidden_size]; None: it is looked up in the head's weights."""
+        """[vocab_size, hidden_size]; None: rows are looked up in the head's weights."""
         self._look_up = look_up or functools.partial(F.embedding, weight=embedding)
-        del embedding  # which may have no use any more
+        del embedding  # it may be unused from here on
         self.norm = weights.pop("model.norm.weight").to(device, dtype, copy=True)
         self.layers: list[DecoderLayer] = []
 
@@ -71,7 +71,7 @@ class LlamaModel:
 
     @property
     def distinct_products(self) -> list[Product]:
-        """One of every shape."""
+        """One product of every shape."""
         layer = self.layers[0]
         return [layer.qkv, layer.attention_output, layer.gated, layer.down, self.head]
 
@@ -131,7 +131,7 @@ def _take_layer(
         parts = [weights.pop(f"{prefix}.{name}.weight").to(device, dtype) for name in names]
         bias_names = [f"{prefix}.{name}.bias" for name in names]
         biases = [weights.pop(name).to(device, dtype) for name in bias_names if name in weights]
-        # Always a copy: `cat` of one tensor, too, leaves the mapped file.
+        # Always a copy: even `cat` of one tensor no longer refers to the mapped file.
         return torch.cat(parts), torch.cat(biases) if biases else None
 
     return DecoderLayer(

@@ -19,7 +19,7 @@ from shard_server.engines.torch_engine.memory import check_memory, return_freed_
 from shard_server.engines.torch_engine.model import LlamaModel
 
 _MAX_GATHERED_TOKENS = 4096
-"""For one sequence with drafts: beyond that, one product of all its rows over the context is cheaper."""
+"""The limit for one sequence with drafts: beyond it, one product of all its rows over the context is cheaper."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -30,13 +30,13 @@ class ScheduledSequence:
     token_ids: Sequence[int]
     """Tokens to compute in this step."""
     num_computed_tokens: int
-    """How many tokens of the sequence lie in KV already; these come behind."""
+    """The number of the sequence's tokens whose KV is computed already; these come after them."""
     block_table: Sequence[int]
     """Covers num_computed_tokens + len(token_ids) tokens."""
     wants_logits: bool
-    """True when the last of token_ids is the sequence's last known token, or a draft behind it."""
+    """True when the last of token_ids is the sequence's last known token or a draft after it."""
     num_drafts: int = 0
-    """So many at the end of token_ids are drafts: logits are wanted behind each, and behind the token before them."""
+    """The number of drafts at the end of token_ids. Logits are computed after each and after the token before them."""
 
 
 class ModelRunner:
@@ -59,8 +59,9 @@ class ModelRunner:
         """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
         `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
         larger products where torch's operators compute: faster by half or more, but the last bits depend on the batch.
-        With `int8_weights` the linear layers are quantised (int8_linear.py). Without `compiled_kernels` all is computed
-        with torch's, as where those cannot run. `on_progress` hears a sentence at every stage of loading.
+        With `int8_weights` the linear layers are quantised (int8_linear.py). Without `compiled_kernels`, torch's
+        operators compute everything, as on machines that cannot run the kernels. `on_progress` is called with a message
+        at every stage of loading.
         Raises EngineError."""
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -94,7 +95,7 @@ class ModelRunner:
                 on_progress=on_progress,
             )
             return_freed_memory()
-            # What is free once the weights are there.
+            # Measured after the weights are loaded.
             self.num_blocks = num_blocks or default_num_blocks(
                 config, block_size=block_size, max_model_len=self.max_model_len, dtype=torch_dtype
             )
@@ -107,7 +108,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """Compute the tokens of `batch` and keep their KV.
+        """Compute the tokens of `batch` and store their KV.
 
         Returns float32 logits [rows, vocab_size]: 1 + num_drafts rows for every sequence with wants_logits, in batch
         order.
@@ -151,8 +152,8 @@ class ModelRunner:
 
 
 def _attends_row_by_row(sequence: ScheduledSequence) -> bool:
-    """Whether a decoding sequence's drafts are computed as if each were another sequence's next token: then they share
-    their kernels with the whole batch, at the price of gathering the context once for each."""
+    """Whether a decoding sequence's drafts are computed as if each were the next token of another sequence. They then
+    share kernels with the whole batch, but the context is gathered once for each."""
     num_rows = len(sequence.token_ids)
     return num_rows == 1 + sequence.num_drafts and num_rows * sequence.num_computed_tokens <= _MAX_GATHERED_TOKENS
 

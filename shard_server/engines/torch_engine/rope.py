@@ -16,7 +16,7 @@ LLAMA3_ORIGINAL_WINDOW = 8192
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How a model's window was stretched beyond the one it was first trained with."""
+    """How a model's window was extended beyond the one that it was first trained with."""
 
     kind: Literal["linear", "llama3"]
     factor: float
@@ -25,7 +25,7 @@ class RopeScaling:
     original_max_position_embeddings: int = LLAMA3_ORIGINAL_WINDOW
 
     def to_json(self) -> dict[str, Any]:
-        """As config.json has it."""
+        """The entry in config.json."""
         content: dict[str, Any] = dataclasses.asdict(self)
         return {"rope_type": content.pop("kind"), **content}
 
@@ -42,7 +42,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def llama3_factors(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """float32 [head_dim / 2]: by how much each frequency is divided: 1 for short waves, `factor` for long ones."""
+    """float32 [head_dim / 2]: the divisor of each frequency: 1 for short waves, `factor` for long ones."""
     wavelengths = 2 * math.pi / inverse_frequencies(head_dim, theta)
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

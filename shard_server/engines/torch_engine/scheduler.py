@@ -1,10 +1,10 @@
-"""What the next step computes: admission in order, chunked prefill, prefix reuse, preemption by recompute.
+"""Decides what the next step computes: admission in order, chunked prefill, prefix reuse, preemption by recompute.
 
 Why it cannot livelock: `running` is in order of admission and only its newest member is ever preempted, so the oldest
 one runs to its end; and since every sequence fits alone (the engine refuses longer ones), the oldest always finds its
-blocks. That holds for any order of admission. Nor does anybody starve: what was preempted is admitted before all that
-has not run yet, and the first in the queue is never passed over for want of blocks; among the others the order bounds
-for how long one can be overtaken (queue_order.py).
+blocks. That holds for any order of admission. Nor does any sequence starve: preempted ones are admitted before those
+that have not run yet, and the first in the queue is never skipped for lack of blocks; for the others, the queue order
+bounds how long one can be overtaken (queue_order.py).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.sequence import Sequence
 
 MAX_PREFILL_SECONDS_PER_STEP: Final = 1.0
-"""What decoding sequences wait for at most, and short against the silence for which routers take a shard for stalled
-(`router.health.stall_seconds`): a CPU without bf16 arithmetic takes 25 ms a token."""
+"""The longest time that decoding sequences wait for prefill. It is short against the silence after which routers
+consider a shard stalled (`router.health.stall_seconds`): a CPU without bf16 arithmetic takes 25 ms per token."""
 MIN_PREFILL_TOKENS_PER_STEP: Final = 32
-"""However slow it is: fewer take hardly less time."""
+"""The minimum on a slow machine: fewer tokens take hardly less time."""
 
 Chunk = tuple[Sequence, int]
-"""A sequence and how many of its uncomputed tokens a step computes."""
+"""A sequence and the number of its uncomputed tokens that a step computes."""
 
 
 class Scheduler:
-    """Decides; computes nothing. `max_prefill_tokens_per_step` bounds how long a step can stall the decoding ones; so
-    does MAX_PREFILL_SECONDS_PER_STEP on a slow machine."""
+    """Decides but computes nothing. `max_prefill_tokens_per_step` bounds how long a step can stall decoding sequences,
+    as does MAX_PREFILL_SECONDS_PER_STEP on a slow machine."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def load_shares(self) -> defaultdict[int, LoadShare]:
-        """What is to be done, by origin; of what waits, what the router expects to be computed."""
+        """The load by origin. Waiting sequences count the prefill that their router expects."""
         shares: defaultdict[int, LoadShare] = defaultdict(LoadShare)
         for sequence in self.waiting:
             share = shares[sequence.request.origin]
@@ -73,13 +73,13 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, prefill_tokens_per_second: float = 0.0) -> list[Chunk]:
-        """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only without
-        work. The speed bounds the budget, and ranks the waiting ones; without one (0) they stay in the order of
-        arrival."""
+        """One step's work: every decoding sequence, then as much prefill as the budget allows. Empty only if there is
+        no work. The speed bounds the budget and ranks the waiting sequences; if it is unknown (0), they stay in the
+        order of arrival."""
         budget = self.prefill_budget(prefill_tokens_per_second)
         batch: list[Chunk] = []
         index = 0
-        while index < len(self.running):  # preemption takes members away behind `index`
+        while index < len(self.running):  # preemption removes members after `index`
             sequence = self.running[index]
             index += 1
             num_tokens = sequence.num_uncomputed_tokens
@@ -94,18 +94,18 @@ class Scheduler:
         if self.queue_order == "shortest_prefill" and prefill_tokens_per_second:
             self._sort_waiting(budget, prefill_tokens_per_second)
         self._admit(batch, budget)
-        assert batch or not self.has_work, "there is work, and none of it can be scheduled"
+        assert batch or not self.has_work, "there is work, but none of it can be scheduled"
         return batch
 
     def prefill_budget(self, prefill_tokens_per_second: float) -> int:
-        """Tokens of prefill in a step."""
+        """The largest number of prefill tokens in a step."""
         if not prefill_tokens_per_second:
             return self.max_prefill_tokens_per_step
         num_in_time = int(prefill_tokens_per_second * MAX_PREFILL_SECONDS_PER_STEP)
         return min(max(num_in_time, MIN_PREFILL_TOKENS_PER_STEP), self.max_prefill_tokens_per_step)
 
     def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The KV of the next `num_tokens` tokens lies in the sequence's blocks: full ones can be reused from now on."""
+        """The KV of the next `num_tokens` tokens is in the sequence's blocks; full blocks can be reused from now on."""
         sequence.num_computed_tokens += num_tokens
         start, end = sequence.num_cached_blocks, sequence.num_computed_tokens // self.pool.block_size
         if start < end and not sequence.uncacheable:
@@ -114,17 +114,17 @@ class Scheduler:
             sequence.num_cached_blocks += num_cached
             sequence.uncacheable = num_cached < len(keys)
 
-    def make_room(self, sequence: Sequence, num_drafts: int) -> int:
-        """How many drafts behind its known tokens find room in its blocks. Takes new blocks for them only as far as no
-        other running sequence needs them for its next token."""
+    def reserve_draft_blocks(self, sequence: Sequence, num_drafts: int) -> int:
+        """Make room for drafts after the known tokens; returns how many fit. New blocks are taken only if no other
+        running sequence needs them for its next token."""
         wanted = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.block_table)
         spare = self.pool.num_available - len(self.running)
         if wanted > 0 and spare > 0:
             sequence.block_table += self.pool.allocate(min(wanted, spare))
         return min(num_drafts, len(sequence.block_table) * self.pool.block_size - sequence.num_tokens)
 
-    def give_back_room(self, sequence: Sequence) -> None:
-        """Free the blocks behind its known tokens: what lies there are drafts that were wrong."""
+    def release_draft_blocks(self, sequence: Sequence) -> None:
+        """Free the blocks after the known tokens, which hold only wrong drafts."""
         num_needed = self._num_blocks(sequence.num_tokens)
         surplus = sequence.block_table[num_needed:]
         if surplus:
@@ -132,7 +132,7 @@ class Scheduler:
             self.pool.free(surplus)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that has ended, wherever it is, and free its blocks."""
+        """Remove a sequence that has ended, running or waiting, and free its blocks."""
         if sequence.is_running:
             self.running.remove(sequence)
             self._free(sequence)
@@ -147,13 +147,13 @@ class Scheduler:
         self.pool.check_integrity(sequence.block_table for sequence in self.running)
 
     def _sort_waiting(self, budget: int, prefill_tokens_per_second: float) -> None:
-        """If somebody can be admitted at all; about 1 us for each that waits."""
+        """Sort the queue if any sequence can be admitted; takes about 1 us per waiting sequence."""
         if len(self.waiting) < 2 or not budget or len(self.running) >= self.max_batch:
             return
 
         def rank(sequence: Sequence) -> float:
             if sequence.queue_time_seconds is not None:
-                return float("-inf")  # it has run before: its client has seen the beginning of the answer
+                return float("-inf")  # it has run before, and its client has seen the beginning of the answer
             keys = sequence.block_keys
             sequence.num_expected_blocks = count_cached_blocks(
                 lambda position: self.pool.is_cached(keys[position].block_hash),
@@ -181,9 +181,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _allocate(self, sequence: Sequence) -> bool:
-        """Blocks for all its known tokens, from the cache as far as they lie there.
+        """Allocate blocks for all known tokens, from the cache as far as possible; returns False if too few are left.
 
-        One block is left over for every running sequence: else a newcomer would be preempted by their next tokens.
+        One block is left for every running sequence: otherwise their next tokens would preempt the new one.
         """
         pool = self.pool
         matched = pool.match_prefix(sequence.block_keys[: sequence.num_reusable_blocks], sequence.request.root_hash)
@@ -199,8 +199,8 @@ class Scheduler:
         return True
 
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running prefill is about to compute what this sequence needs next: better reuse it than compute it
-        twice. Costs no time, as that prefill has the first claim on the budget anyway."""
+        """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
+        computing the prefix twice and costs no time, since that prefill comes first in the budget anyway."""
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None
@@ -218,7 +218,8 @@ class Scheduler:
         return len(self.pool.match_prefix(sequence.block_keys, sequence.request.root_hash)) * self.pool.block_size
 
     def _append_block(self, sequence: Sequence) -> bool:
-        """A block for the next token if it needs one, at the expense of the newest; False: it was itself the newest."""
+        """Allocate a block for the next token if needed, by preempting the newest; False if that was `sequence`
+        itself."""
         if len(sequence.block_table) * self.pool.block_size >= sequence.num_tokens:
             return True
         while not self.pool.num_available:
@@ -230,7 +231,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give up its blocks; it waits at the front, and recomputes what is not in the cache any more by then."""
+        """Free the sequence's blocks. It waits at the front and later recomputes what is no longer in the cache."""
         self._free(sequence)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
@@ -244,5 +245,5 @@ class Scheduler:
 
 
 def _is_computing(sequence: Sequence, num_tokens: int) -> bool:
-    """Whether a running sequence will bring its first `num_tokens` tokens (whole blocks) into the cache."""
+    """Whether a running sequence will put its first `num_tokens` tokens (whole blocks) into the cache."""
     return sequence.is_running and not sequence.uncacheable and sequence.num_computed_tokens < num_tokens

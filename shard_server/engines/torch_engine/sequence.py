@@ -1,4 +1,4 @@
-"""A sequence: one request's tokens, its KV blocks, and how far both have come."""
+"""A sequence: one request's tokens, its KV blocks and its progress."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """Prompt and output tokens in one list; `num_computed_tokens` of them lie in KV.
+    """Prompt and output tokens in one list; the KV of the first `num_computed_tokens` is computed.
 
-    Prefill, decode, recomputing after a preemption and resuming on another shard are all the same: computing what lies
-    behind `num_computed_tokens`. A token is drawn once everything known is computed.
+    Prefill, decode, recomputing after a preemption and resuming on another shard are all the same: they compute the
+    tokens after `num_computed_tokens`. A token is drawn once all known tokens are computed.
     """
 
     __slots__ = (
@@ -44,33 +44,33 @@ class Sequence:
     ) -> None:
         self.request = request
         self.guide = guide
-        """How far it has come in its guide; None: unguided."""
+        """The sequence's progress in its guide; None if it is unguided."""
         self.lookup: PromptLookup | None = None
-        """None until something is drafted for it."""
+        """None until the first draft."""
         self.block_size = block_size
         self.submit_time = submit_time
         self.queue_time_seconds: float | None = None
-        """Until it was first scheduled; None before that."""
+        """The time until it was first scheduled; None before that."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
         self.num_reused_tokens = 0
         """Tokens whose KV was found in the cache when it was first scheduled."""
         self.block_table: list[int] = []
         self.block_keys: list[BlockKey] = []
-        """Of the full blocks of `token_ids`."""
+        """The keys of the full blocks of `token_ids`."""
         self.num_cached_blocks = 0
-        """So many blocks at the front of the block table are in the prefix cache."""
+        """The number of blocks at the front of the block table that are in the prefix cache."""
         self.num_expected_blocks = 0
-        """Blocks that were in the cache when the queue was last sorted."""
+        """The number of blocks that were in the cache when the queue was last sorted."""
         self.uncacheable = False
-        """A block hash collided: what lies behind it cannot be cached."""
+        """Whether a block hash has collided: the blocks after it cannot be cached."""
         self.shares_with: tuple[Sequence, int] | None = None
         """The running sequence that is computing this one's prefix, and how many tokens they have in common."""
         self.started = False
-        """Its first new token has been reported."""
+        """Whether its first new token has been reported."""
         sampling = request.sampling
         self.output_counts: dict[int, int] | None = None
-        """How often each token occurs in the output; only kept for the penalties."""
+        """How often each token occurs in the output; kept only for penalties."""
         if sampling.presence_penalty or sampling.frequency_penalty:
             self.output_counts = {}
             for token_id in request.output_token_ids:
@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Those of earlier attempts included."""
+        """Includes the output tokens of earlier attempts."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -97,11 +97,11 @@ class Sequence:
 
     @property
     def num_reusable_blocks(self) -> int:
-        """How many blocks may come from the cache: the last token is always computed, for its logits."""
+        """The number of blocks that may come from the cache. The last token is always computed, for its logits."""
         return (len(self.token_ids) - 1) // self.block_size
 
     def append(self, token_id: int) -> None:
-        """Take a drawn token."""
+        """Append a drawn token."""
         self.token_ids.append(token_id)
         if self.output_counts is not None:
             self._count(token_id)
@@ -112,7 +112,7 @@ class Sequence:
         extend_block_keys(self.block_keys, self.token_ids, self.block_size, self.request.root_hash)
 
     def num_common_tokens(self, other: Sequence) -> int:
-        """Tokens of the full blocks at the front that both have."""
+        """The number of tokens in the leading full blocks that both sequences share."""
         num_common = 0
         for mine, theirs in zip(self.block_keys, other.block_keys, strict=False):
             if mine != theirs:

@@ -19,8 +19,8 @@ from shard_server.engines.base import (
     StepOutput,
     TokenLogprobs,
 )
-from shard_server.engines.torch_engine.device.batched_draws import PlainRow
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow
 from shard_server.engines.torch_engine.sampling.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
@@ -30,7 +30,7 @@ from shard_server.engines.torch_engine.speed import StepSpeed
 
 _MAX_WARM_UPS = 6
 _WARM_SHARE = 1.5
-"""A step with so many times the tokens of the one before is not cold."""
+"""A step with at most this many times the tokens of the previous one counts as warm."""
 
 
 class Runner(Protocol):
@@ -40,7 +40,7 @@ class Runner(Protocol):
 
 
 class StepLoop:
-    """The live sequences and what is computed for them, step by step."""
+    """The live sequences, and the steps that compute their tokens."""
 
     def __init__(
         self,
@@ -56,14 +56,16 @@ class StepLoop:
         self._clock = clock
         self._sequences: dict[str, EngineSequence] = {}
         self._compiling: dict[str, tuple[EngineRequest, float, Future[GuideState]]] = {}
-        """By request id: those whose guides are being compiled in other threads."""
+        """By request id: sequences whose guides are being compiled in other threads."""
         self._num_submitted = 0
         self._output = StepOutput()
         self._speed = StepSpeed()
 
     def warm_up(self, num_max_tokens: int) -> StepSpeed:
-        """Prefill as many tokens as a step will take, `num_max_tokens` at most, and decode one, in free blocks: the
-        first request must not pay for first touches, and its router needs speeds to plan with."""
+        """Prefill as many tokens as a step will take, at most `num_max_tokens`, and decode one, in free blocks.
+
+        Otherwise the first request would pay for first touches of memory. Routers also need speeds to plan with.
+        """
         num_warm_tokens = 0
         num_tokens = min(MIN_PREFILL_TOKENS_PER_STEP, num_max_tokens)
         for _ in range(_MAX_WARM_UPS):
@@ -76,7 +78,8 @@ class StepLoop:
         return self._speed
 
     def add(self, request: EngineRequest, submit_time: float, guide: Future[GuideState] | None = None) -> None:
-        """Take in a sequence; `submit_time` is the clock's. One with a guide waits aside until that is compiled."""
+        """Add a sequence; `submit_time` is in the clock's time. A guided sequence is not scheduled until its guide is
+        compiled."""
         self._num_submitted += 1
         if guide is not None:
             self._compiling[request.request_id] = (request, submit_time, guide)
@@ -100,7 +103,7 @@ class StepLoop:
         return self.scheduler.has_work or bool(self._output.ends) or compiled
 
     def step(self) -> StepOutput | None:
-        """Schedule, run, postprocess. None when the step brought nothing to tell (a part of a prompt)."""
+        """Schedule, run, postprocess. Returns None when the step has no output (part of a prompt)."""
         begin = self._clock()
         if self._compiling:
             self._take_compiled()
@@ -111,7 +114,7 @@ class StepLoop:
             if draws is not None:
                 self._postprocess(batch, drafts, draws)
                 self._speed.add(_num_prefill_tokens(batch), self._clock() - begin, num_decoding=_num_decoding(batch))
-            self._drafter.give_back_room(drafts)
+            self._drafter.release_blocks(drafts)
         return self._take_output()
 
     def check_integrity(self) -> None:
@@ -119,13 +122,13 @@ class StepLoop:
         self.scheduler.check_integrity()
 
     def _measure_speed(self, num_tokens: int) -> None:
-        """Only what was measured last is kept."""
+        """Measure prefill and decode speed once; earlier measurements are dropped."""
         self._speed = StepSpeed()
         self._speed.add(num_tokens, self._measure_step(0, num_tokens), num_decoding=0)
         self._speed.add(0, self._measure_step(num_tokens, 1), num_decoding=1)
 
     def _measure_step(self, num_past: int, num_new: int) -> float:
-        """Seconds that so many tokens take behind `num_past` others."""
+        """Seconds that a step of `num_new` tokens takes after `num_past` others."""
         block_table = range(-(-(num_past + num_new) // self.scheduler.pool.block_size))
         begin = self._clock()
         self._runner.run([ScheduledSequence([0] * num_new, num_past, block_table, wants_logits=True)])
@@ -134,7 +137,7 @@ class StepLoop:
     def _add(self, sequence: EngineSequence) -> None:
         self._sequences[sequence.request.request_id] = sequence
         self.scheduler.add(sequence)
-        if (reason := _finish_reason(sequence)) is not None:  # resumed, and there is nothing left to generate
+        if (reason := _finish_reason(sequence)) is not None:  # resumed with nothing left to generate
             self._end(sequence, reason)
 
     def _take_compiled(self) -> None:
@@ -145,12 +148,15 @@ class StepLoop:
             try:
                 state = guide.result()
             except GuideError as error:
-                self._output.ends.append(_refused(request_id, error))
+                self._output.ends.append(_guide_rejected(request_id, error))
                 continue
             self._add(EngineSequence(request, self.scheduler.pool.block_size, submit_time, state))
 
     def _run(self, batch: list[Chunk], drafts: Drafts, begin: float) -> Draws | None:
-        """To draw from, for the sequences whose known tokens are all computed now; None when memory did not suffice."""
+        """Compute the batch; returns logits to draw from, for the sequences whose known tokens are all computed now.
+
+        Returns None when memory did not suffice.
+        """
         scheduled: list[ScheduledSequence] = []
         for sequence, num_tokens in batch:
             if sequence.queue_time_seconds is None:
@@ -162,7 +168,7 @@ class StepLoop:
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            # Nothing counts as computed yet, so without the newest sequence the step can simply be tried again.
+            # Nothing counts as computed yet, so the step can simply be retried without the newest sequence.
             self._end(batch[-1][0], FinishReason.ERROR, f"out of memory: {error}")
             return None
         if draws.wants_rows_together:
@@ -179,12 +185,12 @@ class StepLoop:
                 row += 1 + len(draft)
 
     def _draw(self, sequence: EngineSequence, draws: Draws, row: int, draft: Sequence[int]) -> None:
-        """Tokens from `row` on, as long as they are the ones that the rows behind it were computed for."""
+        """Draw tokens from `row` on, while they equal the drafts that the following rows were computed for."""
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         end = None
         for index in range(len(draft) + 1):
-            if index:  # the KV of a right draft is that of the sequence
+            if index:  # the KV of a correct draft is that of the sequence
                 self.scheduler.mark_computed(sequence, 1)
             end = _draw_token(sequence, draws, row + index, token_ids, logprobs)
             if end is not None or index == len(draft) or token_ids[-1] != draft[index]:
@@ -257,11 +263,11 @@ def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) 
 
 
 def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
-    """Of the logits of a step: those whose tokens depend on nothing that is drawn in it."""
+    """The logit rows of a step whose tokens depend on no other token that is drawn in it."""
     rows: list[PlainRow] = []
     first_row = 0
     for sequence, num_tokens in batch:
-        if sequence.num_uncomputed_tokens > num_tokens:  # a part of a prompt
+        if sequence.num_uncomputed_tokens > num_tokens:  # part of a prompt
             continue
         num_rows = 1 + len(drafts.get(sequence, ()))
         sampling = sequence.request.sampling
@@ -275,7 +281,7 @@ def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
 def _draw_token(
     sequence: EngineSequence, draws: Draws, row: int, token_ids: list[int], logprobs: list[TokenLogprobs]
 ) -> SequenceEnd | None:
-    """Draw the sequence's next token and append it to the lists, too; how the sequence ends, if it does."""
+    """Draw the sequence's next token and append it to the lists; returns the sequence's end if it ends."""
     request, guide = sequence.request, sequence.guide
     try:
         mask = guide.mask() if guide is not None else None
@@ -297,7 +303,7 @@ def _draw_token(
     return None if reason is None else SequenceEnd(request.request_id, reason)
 
 
-def _refused(request_id: str, error: GuideError) -> SequenceEnd:
+def _guide_rejected(request_id: str, error: GuideError) -> SequenceEnd:
     return SequenceEnd(request_id, FinishReason.ERROR, "its guide cannot be compiled", refusal=str(error))
 
 
@@ -319,5 +325,5 @@ def _num_decoding(batch: list[Chunk]) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch raises a plain RuntimeError when the allocator of the CPU fails.
+    # torch raises a plain RuntimeError when the CPU's allocator fails.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -23,7 +23,7 @@ class Variant:
     """How a version, or a machine, differs."""
 
     is_new: bool = False
-    """Newer than 1.2.1: Eagle3DecodingConfig exists, events tell the salt."""
+    """Newer than 1.2.1: Eagle3DecodingConfig exists, events include the salt."""
     is_stub: bool = False
     """The index's package without the library."""
     without_llm_arguments: Sequence[str] = ()

@@ -64,10 +64,10 @@ def test_every_stream_is_told_its_own_part_of_the_load() -> None:
     """What is left is what other routers have placed: that is what a router cannot know by itself."""
     reporter = LoadReporter(INFO)
     reporter.on_step(EngineLoad.of({1: LoadShare(1, 2, 30, 40), 2: LoadShare(5, 6, 70, 80)}), 100.0)
-    first, second, nobody = reporter.report(1), reporter.report(2), reporter.report()
-    assert totals_of(first) == totals_of(second) == totals_of(nobody) == (6, 8, 100, 120)
+    first, second, anonymous = reporter.report(1), reporter.report(2), reporter.report()
+    assert totals_of(first) == totals_of(second) == totals_of(anonymous) == (6, 8, 100, 120)
     assert (own_part_of(first), own_part_of(second)) == ((1, 2, 30, 40), (5, 6, 70, 80))
-    assert own_part_of(nobody) == own_part_of(reporter.report(3)) == (0, 0, 0, 0)
+    assert own_part_of(anonymous) == own_part_of(reporter.report(3)) == (0, 0, 0, 0)
 
 
 def test_a_submit_counts_before_the_engine_has_taken_it_in_and_never_twice() -> None:

@@ -99,7 +99,7 @@ def test_what_was_preempted_resumes_before_others_begin() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_order_changes_no_answer_and_nobody_starves(seed: int) -> None:
+def test_order_changes_no_answer_and_no_sequence_starves(seed: int) -> None:
     """Arrivals at any time, too few blocks, preemption: the same tokens as alone."""
     rng = random.Random(seed)
     common = [rng.randrange(1, VOCAB_SIZE) for _ in range(20)]

@@ -74,7 +74,7 @@ async def test_prefill_takes_the_time_of_its_tokens_in_chunks() -> None:
 
 
 async def test_running_sequences_are_not_stalled_by_a_long_prompt() -> None:
-    """Chunked prefill: while the second prompt is computed, the first sequence goes on."""
+    """Chunked prefill: while the second prompt is computed, the first sequence continues."""
     engine = sim(1.0, 100_000.0, max_prefill_tokens_per_step=100)
     engine.submit(EngineRequest("short", [5] * 10, Sampling(), 30))
     engine.submit(EngineRequest("long", [6] * 1000, Sampling(), 2))

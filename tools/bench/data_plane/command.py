@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvloom.config import ModelConfig
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.data_plane.peer_comparison import PEERS, run_with_peers
 from tools.bench.data_plane.peer_table import peers_table, write_into_page
 from tools.bench.data_plane.run import OURS, Layout, Plan, run_bench

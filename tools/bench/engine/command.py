@@ -17,7 +17,7 @@ import psutil
 
 from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineError, EngineRequest, Sampling, StepOutput
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.kernels.reference_decoder import ReferenceDecoder
 from tools.bench.engine.device import SHAPES, device_table, run_device_bench

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.builtin_model import BUILTIN_MODEL_NAME, find_builtin_gguf
+from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME, find_builtin_gguf
 from tools.bench.engine_peers.contenders import (
     ENGINE_PEERS,
     ContenderError,

@@ -1,7 +1,7 @@
-"""TensorRT-LLM's KV events → kvloom's: every block under the hash that routers compute from its tokens.
+"""Translates TensorRT-LLM's KV events to kvloom's, in which a block has the hash that routers compute from its tokens.
 
-Its own block hashes are identities and nothing more: a map from (rank, identity) to our hash says what a `removed`
-means and what a child's parent is. Pure: no thread, no clock.
+TensorRT-LLM's own block hashes serve only as identities: a map from (rank, identity) to our hash resolves the blocks of
+`removed` events and the parents of children. Pure: no thread, no clock.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Block:
     parent: _Block | None
     root: int
     first: bytes | None
-    """The tokens, if it is the first of its chain."""
+    """The tokens, if the block is the first of its chain."""
     advertised: bool = False
     removed: bool = False
 
 
 class KvEventTranslator:
-    """`translate` the records in order. A block that several ranks or identities hold is told once."""
+    """`translate` takes the records in order. A block that several ranks or identities hold is reported once."""
 
     def __init__(self, block_size: int, num_blocks: int, roots: RootLedger) -> None:
         self._block_size = block_size
@@ -45,9 +45,9 @@ class KvEventTranslator:
         self._roots = roots
         self._blocks: dict[_Key, _Block] = {}
         self._partial: dict[_Key, None] = {}
-        """Blocks shorter than block_size: no router asks for them; their removal is swallowed."""
+        """Blocks shorter than block_size. No router looks them up, so their removal is ignored."""
         self._num_holders: dict[int, int] = {}
-        """How many advertised blocks have a hash."""
+        """By hash: the number of advertised blocks with it."""
         self._next_event_ids: dict[int, int] = {}
         self._window_size: int | None = None
         self._events: list[KvEvent] = []
@@ -67,8 +67,8 @@ class KvEventTranslator:
         return self.take_events()
 
     def forget_all(self, reason: str) -> None:
-        """Start anew; the event is in the next `take_events`."""
-        log.warning("KV events start anew", reason=reason)
+        """Forget all blocks and start over; `take_events` returns the event."""
+        log.warning("KV events start over", reason=reason)
         self.num_resyncs += 1
         self._blocks.clear()
         self._partial.clear()
@@ -82,7 +82,7 @@ class KvEventTranslator:
     # -- order --------------------------------------------------------------------------------------------------------
 
     def _check_order(self, record: KvRecord) -> None:
-        """Numbers are contiguous per rank; a gap means lost events, 0 with `created` an engine that started anew."""
+        """Numbers are contiguous per rank; a gap means lost events, 0 with `created` an engine that restarted."""
         rank = record.rank
         expected = self._next_event_ids.get(rank)
         self._next_event_ids[rank] = record.event_id + 1
@@ -109,20 +109,20 @@ class KvEventTranslator:
             self._window_size = window
 
     def _clear(self, rank: int, *, forget: bool) -> None:
-        """What this rank held counts no more. Unless they are to be forgotten, identities stay known: a block whose
-        child is stored, or that is updated, has shown that it is still there, and is told again."""
+        """Stop advertising this rank's blocks. Unless `forget` is set, their identities stay known: a block whose child
+        is stored, or that is updated, has proved that it still exists and is reported again."""
         for key, block in list(self._blocks.items()):
             if key[0] == rank:
                 if block.advertised:
                     block.advertised = False
-                    self._let_go(block.hashed)
+                    self._release_holder(block.hashed)
                 if forget:
                     self._delete(key)
         for key in [key for key in self._partial if forget and key[0] == rank]:
             del self._partial[key]
         self._events.append(AllBlocksCleared())
         if self._num_holders:
-            self._events.append(BlockStored(list(self._num_holders)))  # the other ranks'
+            self._events.append(BlockStored(list(self._num_holders)))  # the blocks of the other ranks
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -198,13 +198,13 @@ class KvEventTranslator:
             self._delete(key)
             if block.advertised:
                 block.advertised = False
-                if self._let_go(block.hashed):
+                if self._release_holder(block.hashed):
                     removed.append(block.hashed)
         if removed:
             self._events.append(BlockRemoved(removed))
 
     def _advertise(self, blocks: list[_Block]) -> None:
-        """Tell of the blocks that routers do not know, after their ancestors."""
+        """Report the blocks that routers do not know, after their ancestors."""
         chain: list[_Block] = []
         ancestor = blocks[0].parent
         while ancestor is not None and not ancestor.advertised and not ancestor.removed:
@@ -221,8 +221,8 @@ class KvEventTranslator:
         if new:
             self._events.append(BlockStored(new))
 
-    def _let_go(self, hashed: int) -> bool:
-        """One holder less; True: it was the last."""
+    def _release_holder(self, hashed: int) -> bool:
+        """Remove one holder of a hash; returns whether it was the last."""
         self._num_holders[hashed] -= 1
         if self._num_holders[hashed]:
             return False

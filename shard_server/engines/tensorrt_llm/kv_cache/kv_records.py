@@ -1,5 +1,5 @@
-"""TensorRT-LLM's KV events as they come, made compact. Pure; runs in the thread that fetches them, because a long
-prompt's event holds a dictionary per token."""
+"""TensorRT-LLM's KV events in a compact form. Pure; runs in the thread that fetches them, because the event of a long
+prompt holds a dictionary per token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvloom.text.block_hash import token_bytes
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredBlock:
     identity: int
-    """TensorRT-LLM's block_hash: its rule differs between versions, so it only tells blocks apart."""
+    """TensorRT-LLM's block_hash. Its rule differs between versions, so it only distinguishes blocks."""
     num_tokens: int
     token_bytes: bytes | None
-    """As kvloom.text.block_hash takes them; None where the tokens alone do not name the content (images, prompt
+    """As kvloom.text.block_hash takes them; None if the tokens alone do not identify the content (images, prompt
     tuning)."""
     cache_salt: str | None = None
-    """Only newer versions tell."""
+    """Only newer versions report it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class KvRecord:
     parent: int | None = None
     blocks: Sequence[StoredBlock] = ()
     identities: Sequence[int] = ()
-    """Of removed or updated blocks."""
+    """The identities of removed or updated blocks."""
 
 
 def as_records(batch: Any) -> list[Mapping[str, Any]]:
-    """What a getter returned, as dictionaries: versions return them, JSON texts, or lists of either."""
+    """The result of a getter as dictionaries. Versions return dictionaries, JSON texts, or lists of either."""
     if batch is None:
         return []
     if isinstance(batch, (str, bytes)):
@@ -52,7 +52,7 @@ def as_records(batch: Any) -> list[Mapping[str, Any]]:
 
 
 def parse_events(batch: Any) -> list[KvRecord]:
-    """Raises ValueError, KeyError, TypeError for what is no event."""
+    """Raises ValueError, KeyError or TypeError for anything that is not an event."""
     return [_parse(event) for event in as_records(batch)]
 
 

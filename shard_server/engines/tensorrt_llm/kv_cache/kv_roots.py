@@ -1,16 +1,16 @@
-"""Whose block is it? Which root hash a chain of TensorRT-LLM's blocks begins under.
+"""Finds the root hash (model and tenant) that a chain of TensorRT-LLM's blocks belongs to.
 
-The events of 1.2.1 carry tokens and no salt: two tenants' first blocks with the same tokens look alike. So every
+The events of 1.2.1 carry tokens but no salt: first blocks of two tenants with the same tokens look alike. So every
 submitted prompt leaves a trace here, and a chain is matched against the traces:
 
 - tokens of the first block that were submitted under one root only: exact;
 - under several roots: the one under which most blocks of the chain were submitted, exact as soon as the event's blocks
   reach beyond what the tenants have in common;
 - still equal (one common system prompt and nothing else): in the order of submission, each root once. Two tenants may
-  then be taken for one another until both have been stored: it costs speed, never correctness;
-- never submitted, or forgotten (the traces are bounded): unknown, nothing is told to routers.
+  then be confused until both have been stored, which costs speed but never correctness;
+- never submitted, or forgotten (the traces are bounded): unknown, and nothing is reported to routers.
 
-Newer versions tell the salt, and none of this is needed.
+Newer versions report the salt, and none of this is needed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ MAX_ROOTS_PER_PREFIX: Final = 256
 
 
 class RootLedger:
-    """`max_traces`: first blocks, and block hashes, that are remembered at most."""
+    """Remembers at most `max_traces` first blocks, and as many block hashes."""
 
     def __init__(self, block_size: int, max_traces: int) -> None:
         self._block_size = block_size
         self._max_traces = max_traces
         self._roots: OrderedDict[bytes, dict[int, int]] = OrderedDict()
-        """First block's tokens → root → how many stored chains are ascribed to it."""
+        """First block's tokens → root → how many stored chains are matched to it."""
         self._submitted: OrderedDict[int, None] = OrderedDict()
         """Hashes of the blocks of submitted prompts."""
 
     def remember(self, token_ids: Sequence[int], root: int) -> None:
-        """A prompt was submitted. One shorter than a block leaves no trace: give it again when it has grown."""
+        """Record a submitted prompt. A prompt shorter than a block leaves no trace: call this again when it has
+        grown."""
         if len(token_ids) < self._block_size:
             return
         first = token_bytes(token_ids[: self._block_size])
@@ -56,7 +57,8 @@ class RootLedger:
             self._submitted.popitem(last=False)
 
     def claim(self, chain: Sequence[bytes], cache_salt: str | None = None) -> int | None:
-        """The root of a stored chain, given its blocks' tokens; None: unknown. `release` it when it is removed."""
+        """The root of a stored chain, given its blocks' tokens; None if unknown. Call `release` when the chain is
+        removed."""
         roots = self._roots.get(chain[0], {})
         root = _root_of_salt(cache_salt)
         if root is None:
@@ -68,13 +70,13 @@ class RootLedger:
         return root
 
     def release(self, first: bytes, root: int) -> None:
-        """A chain's first block has gone."""
+        """A chain's first block was removed."""
         roots = self._roots.get(first)
         if roots and roots.get(root):
             roots[root] -= 1
 
     def _likeliest(self, roots: dict[int, int], chain: Sequence[bytes]) -> int:
-        """Most blocks submitted; then fewest chains ascribed to it; then the one submitted first."""
+        """The root with the most submitted blocks; then the fewest matched chains; then the earliest submission."""
         return min(roots, key=lambda root: (-self._num_submitted(root, chain), roots[root]))
 
     def _num_submitted(self, root: int, chain: Sequence[bytes]) -> int:

@@ -1,0 +1,7 @@
+"""One request inside TensorRT-LLM.
+
+request_fields.py   checks, cache salt, guide and adapter of an EngineRequest
+sampling_params.py  its sampling as TensorRT-LLM's SamplingParams
+lora.py             LoRA adapters by name
+request_stream.py   the new part of each iteration of its output
+"""

@@ -1,4 +1,4 @@
-"""Adapters by name. TensorRT-LLM knows them by number, loads one when it is first used, and never unloads it."""
+"""LoRA adapters by name. TensorRT-LLM identifies them by number, loads one at its first use and never unloads it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shard_server.engines.tensorrt_llm.api import TensorRtLlm
 
 
 class AdapterTable:
-    """`paths`: directory by adapter name. Raises EngineError for a directory that does not exist: TensorRT-LLM would
-    find out with the first request. Numbers follow the names' order, the same in every shard of one configuration."""
+    """`paths` maps adapter names to directories. Raises EngineError for a missing directory, which TensorRT-LLM would
+    report only at the first request. Numbers are in the order of the names, so shards of one configuration agree."""
 
     def __init__(self, library: TensorRtLlm, paths: Mapping[str, str]) -> None:
         self._requests: dict[str, Any] = {}
@@ -25,7 +25,7 @@ class AdapterTable:
             self._requests[name] = make(lora_name=name, lora_int_id=number, lora_path=path)
 
     def request_of(self, name: str) -> Any | None:
-        """The LoRARequest; None for "" (the model itself). Raises EngineError for an unknown adapter."""
+        """The LoRARequest of an adapter; None for "" (the model itself). Raises EngineError for an unknown name."""
         if not name:
             return None
         request = self._requests.get(name)

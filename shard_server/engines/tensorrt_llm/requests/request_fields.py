@@ -1,4 +1,4 @@
-"""What TensorRT-LLM needs of an EngineRequest beside its sampling: its namespace in the cache, and its guide."""
+"""The parts of an EngineRequest besides its sampling: the cache salt, the guide, the adapter, and general checks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _REGEX_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()/]")
 
 
 def cache_salt_of(request: EngineRequest) -> str:
-    """TensorRT-LLM reuses blocks only among requests of one salt. The root hash names model, adapter and tenant, so
-    that blocks are shared exactly where kvloom's own hashes are equal."""
+    """TensorRT-LLM reuses blocks only among requests with the same salt. The root hash identifies model, adapter and
+    tenant, so blocks are shared exactly where kvloom's own hashes are equal."""
     return f"{request.root_hash:016x}"
 
 
 def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
-    """The request's guide as arguments of GuidedDecodingParams; empty without one. Raises EngineError for what the
-    backend would ignore or get wrong."""
+    """The request's guide as arguments of GuidedDecodingParams; empty without a guide. Raises EngineError for a guide
+    that the backend would ignore or apply wrongly."""
     guide = request.guide
     if guide is None:
         return {}
     if backend == "off":
-        # TensorRT-LLM would generate unguided text and say nothing.
+        # TensorRT-LLM would silently generate unguided text.
         raise EngineError("guided decoding needs shard.tensorrt_llm.guided_decoding_backend")
     if request.output_token_ids:
-        # Its matcher starts with the first generated token: what an earlier attempt emitted is prompt to it.
-        raise EngineError("TensorRT-LLM cannot go on with a guided answer that was begun elsewhere")
+        # Its matcher starts at the first generated token and treats the tokens of earlier attempts as prompt.
+        raise EngineError("TensorRT-LLM cannot continue a guided answer that was begun elsewhere")
     match guide.kind:
         case GuideKind.JSON_SCHEMA:
             return {"json": guide.text}
@@ -38,7 +38,7 @@ def guide_arguments(request: EngineRequest, backend: str) -> dict[str, Any]:
             return {"regex": "(" + "|".join(_escape(choice) for choice in json.loads(guide.text)) + ")"}
         case GuideKind.GRAMMAR:
             if backend != "llguidance":
-                raise EngineError("grammars are in Lark's syntax, which only the backend llguidance takes")
+                raise EngineError("grammars are in Lark's syntax, which only the backend llguidance accepts")
             return {"grammar": guide.text}
 
 
@@ -47,12 +47,12 @@ def _escape(text: str) -> str:
 
 
 def adapter_of(request: EngineRequest) -> str:
-    """The adapter's name; "" for the model itself, and in a protocol that has no adapters."""
+    """The adapter's name; "" for the model itself. The shard protocol does not carry adapters yet."""
     return getattr(request, "adapter", "") or ""
 
 
 def check_request(request: EngineRequest, info: EngineInfo) -> None:
-    """Raise EngineError for what can never run. TensorRT-LLM finds such things late, or kills the engine with them."""
+    """Raise EngineError for a request that can never run. TensorRT-LLM rejects those late, or dies from them."""
     num_prompt_tokens = len(request.prompt_token_ids)
     if not num_prompt_tokens:
         raise EngineError("the prompt is empty")

@@ -1,7 +1,7 @@
-"""One sequence inside TensorRT-LLM: what each iteration of its RequestOutput brings that is new.
+"""One sequence inside TensorRT-LLM: the new part of each iteration of its RequestOutput.
 
-Every iteration yields the same object with all tokens so far, so the news are what lies beyond the tokens seen. At the
-end the list may be shorter than it was (a stop word taken back): what was delivered stays delivered.
+Every iteration yields the same object with all tokens so far, so the delta is what lies beyond the tokens seen. At the
+end the list may be shorter than before (a stop word was removed): tokens that were delivered stay delivered.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from shard_server.engines.base import EngineRequest, FinishReason, SequenceEnd, 
 from shard_server.engines.tensorrt_llm.api import CompletionOutput, Logprob, RequestOutput
 
 _FINISH_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-"""Every other end is an error here: a cancellation that was asked for is not read any further."""
+"""Every other end is an error here, because a request that we cancelled is not read any further."""
 
 
 @dataclasses.dataclass(slots=True)
 class StreamDelta:
-    """`logprobs` is empty unless the request asked for them; `end` and `error` are set when the sequence is over."""
+    """`logprobs` is empty unless the request asked for them; `end` and `error` are set when the sequence has ended."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -28,15 +28,15 @@ class StreamDelta:
 
 
 class RequestStream:
-    """Follows one submitted request. `take` is called after each iteration. Times are the event loop's."""
+    """The state of one submitted request. `take` is called after each iteration. Times are the event loop's."""
 
     __slots__ = (
         "_max_tokens",
-        "cancelling_sequences",
         "cut_off_at",
         "has_root",
         "num_tokens",
         "output",
+        "pending_end",
         "request",
         "submitted_at",
     )
@@ -45,14 +45,14 @@ class RequestStream:
         self.request = request
         self.output = output
         self.submitted_at = submitted_at
-        self.cancelling_sequences: SequenceEnd | None = None
-        """Once it has been aborted: how it will end. Its tokens do not matter any more."""
+        self.pending_end: SequenceEnd | None = None
+        """Set once the request has been aborted: its future end. Its tokens are ignored from then on."""
         self.cut_off_at = 0.0
-        """When it ends even if TensorRT-LLM does not end it; set with cancelling_sequences."""
+        """The time at which it ends even if TensorRT-LLM has not ended it; set together with pending_end."""
         self.has_root = False
         """Whether its first block is in the RootLedger."""
         self.num_tokens = 0
-        """Delivered by this attempt."""
+        """The number of tokens that this attempt has delivered."""
         self._max_tokens = request.max_tokens - len(request.output_token_ids)
 
     @property
@@ -61,37 +61,37 @@ class RequestStream:
         return len(request.prompt_token_ids) + len(request.output_token_ids) + self.num_tokens
 
     def take(self, output: RequestOutput) -> StreamDelta:
-        """What is new. After an `end` it must not be called again."""
+        """The output since the last call. Must not be called again after it has returned an `end`."""
         completion = output.outputs[0]
         seen = self.num_tokens
         token_ids = completion.token_ids[seen:] if len(completion.token_ids) > seen else []
-        news = StreamDelta(token_ids, [])
+        delta = StreamDelta(token_ids, [])
         if output.finished:
-            self._finish(news, completion)
-        self._trim(news)
-        if self.request.sampling.num_logprobs is not None and news.token_ids:
-            news.logprobs = self._logprobs(completion, seen, news.token_ids)
-        self.num_tokens += len(news.token_ids)
-        return news
+            self._finish(delta, completion)
+        self._trim(delta)
+        if self.request.sampling.num_logprobs is not None and delta.token_ids:
+            delta.logprobs = self._logprobs(completion, seen, delta.token_ids)
+        self.num_tokens += len(delta.token_ids)
+        return delta
 
-    def _finish(self, news: StreamDelta, completion: CompletionOutput) -> None:
+    def _finish(self, delta: StreamDelta, completion: CompletionOutput) -> None:
         reason = completion.finish_reason
-        news.end = _FINISH_REASONS.get(reason or "", FinishReason.ERROR)
-        if news.end is FinishReason.ERROR:
-            news.error = f"TensorRT-LLM ended it with finish_reason {reason!r}"
+        delta.end = _FINISH_REASONS.get(reason or "", FinishReason.ERROR)
+        if delta.end is FinishReason.ERROR:
+            delta.error = f"TensorRT-LLM ended it with finish_reason {reason!r}"
 
-    def _trim(self, news: StreamDelta) -> None:
-        """Nothing lies behind a stop token or beyond max_tokens, also when a step brings several tokens."""
+    def _trim(self, delta: StreamDelta) -> None:
+        """Drop tokens after a stop token and beyond max_tokens; a step may have several tokens."""
         stops = self.request.stop_token_ids
         left = self._max_tokens - self.num_tokens
-        for position, token_id in enumerate(news.token_ids):
+        for position, token_id in enumerate(delta.token_ids):
             if position == left:
-                del news.token_ids[position:]
-                news.end = FinishReason.LENGTH
+                del delta.token_ids[position:]
+                delta.end = FinishReason.LENGTH
                 return
             if token_id in stops:
-                del news.token_ids[position + 1 :]
-                news.end = FinishReason.STOP
+                del delta.token_ids[position + 1 :]
+                delta.end = FinishReason.STOP
                 return
 
     def _logprobs(self, completion: CompletionOutput, seen: int, token_ids: Sequence[int]) -> list[TokenLogprobs]:
@@ -101,6 +101,6 @@ class RequestStream:
 
 
 def _logprobs_of(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> TokenLogprobs:
-    """`entry` holds the likeliest tokens, and the chosen one even where it is not among them."""
+    """`entry` holds the likeliest tokens, and always the chosen one."""
     likeliest = sorted(((other, value.logprob) for other, value in entry.items()), key=lambda pair: -pair[1])
     return TokenLogprobs(entry[token_id].logprob, likeliest[:num_top])

@@ -1,7 +1,7 @@
 """An EngineRequest as TensorRT-LLM's SamplingParams.
 
-Differences from the torch engine, which no mapping can remove: a seed makes an answer repeatable only as far as the
-sampler and the batch allow; penalties are the sampler's own (those of the C++ sampler look at the prompt as well,
+Two differences from the torch engine remain: a seed makes an answer repeatable only as far as the
+sampler and the batch allow; penalties are those of the sampler (the C++ sampler counts prompt tokens as well,
 unless `prompt_ignore_length` exists, and some samplers ignore them: hence `shard.tensorrt_llm.penalties`).
 """
 
@@ -20,7 +20,7 @@ _SEED_MASK = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingMapper:
-    """Makes one SamplingParams after another. `known`: the arguments that this version's SamplingParams takes."""
+    """Builds SamplingParams. `known` holds the argument names that this version's SamplingParams accepts."""
 
     library: TensorRtLlm
     make: Any
@@ -33,10 +33,10 @@ class SamplingMapper:
         return cls(library, make, library.arguments_of("SamplingParams"), guided_decoding_backend)
 
     def params_of(self, request: EngineRequest, info: EngineInfo) -> Any:
-        """Raises EngineError for what this engine cannot do."""
+        """The SamplingParams of a request. Raises EngineError for anything that this engine cannot do."""
         arguments = sampling_arguments(request, info)
         if self._has("prompt_ignore_length") and _has_penalties(request):
-            # What an earlier attempt emitted was appended to the prompt, and counts as output all the same.
+            # Tokens of earlier attempts were appended to the prompt, but still count as output.
             arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
         guide = guide_arguments(request, self.guided_decoding_backend)
         if guide:
@@ -51,18 +51,18 @@ class SamplingMapper:
 
 
 def sampling_arguments(request: EngineRequest, info: EngineInfo) -> dict[str, Any]:
-    """What every version takes."""
+    """The arguments that every version accepts."""
     sampling = request.sampling
     arguments: dict[str, Any] = {
         "n": 1,
         "max_tokens": request.max_tokens - len(request.output_token_ids),
         "detokenize": False,
-        # Otherwise the stop token, streamed already, is taken back at the end.
+        # Otherwise the stop token is removed at the end, although it was streamed already.
         "include_stop_str_in_output": True,
         **_stop_arguments(request.stop_token_ids, info.eos_token_ids),
     }
     if sampling.temperature > 0:
-        # Greedy is the absence of all three.
+        # Greedy sampling is requested by leaving out all three.
         arguments["temperature"] = sampling.temperature
         arguments["top_p"] = sampling.top_p
         if sampling.top_k:
@@ -73,7 +73,7 @@ def sampling_arguments(request: EngineRequest, info: EngineInfo) -> dict[str, An
     if sampling.frequency_penalty:
         arguments["frequency_penalty"] = sampling.frequency_penalty
     if sampling.num_logprobs is not None:
-        # 0 would turn them off in some versions.
+        # In some versions, 0 turns logprobs off.
         arguments["logprobs"] = max(1, sampling.num_logprobs)
     return arguments
 
@@ -82,7 +82,7 @@ def _stop_arguments(stops: frozenset[int], eos_token_ids: frozenset[int]) -> dic
     """Without a tokenizer the engine knows no end-of-sequence token: one is `end_id`, the others are stop tokens."""
     ends = sorted(stops & eos_token_ids)
     if not ends:
-        end_id = min(eos_token_ids, default=0)  # must be set, and is ignored
+        end_id = min(eos_token_ids, default=0)  # must be set, but is ignored
         return {"end_id": end_id, "pad_id": end_id, "ignore_eos": True, "stop_token_ids": sorted(stops) or None}
     others = sorted(stops - {ends[0]})
     return {"end_id": ends[0], "pad_id": ends[0], "stop_token_ids": others or None}

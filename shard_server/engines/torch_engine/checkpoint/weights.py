@@ -1,7 +1,7 @@
 """Reads a model's safetensors files and checks that every tensor is there, with the shape its config.json implies.
 
-Names, shapes and types are in the files' headers: everything is checked, and the memory counted, before the first
-weight is touched.
+Names, shapes and types are in the files' headers: everything is checked, and the memory computed, before the first
+weight is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shard_server.engines.torch_engine.config import LlamaConfig
 
 _DTYPES = ("BF16", "F16", "F32")
 _DERIVED_TENSORS = ("rotary_emb.inv_freq", "masked_bias")
-"""Old files hold such tables; they follow from config.json."""
+"""Old files hold these tables, which can be computed from config.json."""
 
 OnProgress = Callable[[str], None]
 
@@ -28,7 +28,7 @@ OnProgress = Callable[[str], None]
 def load_weights(
     model_dir: Path, config: LlamaConfig, on_progress: OnProgress = lambda _message: None
 ) -> dict[str, torch.Tensor]:
-    """Tensors by their name in the file, mapped from it rather than read. Raises EngineError."""
+    """The tensors by their names in the files, mapped rather than read. Raises EngineError."""
     expected = expected_shapes(config)
     places = _check_headers(model_dir, config, expected)
     paths = sorted(set(places.values()))
@@ -43,7 +43,7 @@ def load_weights(
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that a model of this configuration has, by its name in the file."""
+    """The shape of every tensor of a model with this configuration, by its name in the file."""
     hidden, inner, query, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     linears = {  # name: (rows, columns, has a bias)
         "self_attn.q_proj": (query, hidden, config.qkv_bias),
@@ -74,8 +74,8 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(config: LlamaConfig, dtype: torch.dtype, *, int8_weights: bool = False) -> int:
-    """What the weights take once they are loaded. A tied embedding counts twice: its use as the head has a layout of
-    its own. int8: of the linear layers, the embedding has no product."""
+    """The memory of the loaded weights in bytes. A tied embedding counts twice, because the head has a layout of its
+    own. `int8_weights` applies to the linear layers and the head, but not to the embedding."""
     embedding_size = config.vocab_size * config.hidden_size
     num_weights = sum(math.prod(shape) for shape in expected_shapes(config).values())
     if config.tie_word_embeddings:
@@ -86,14 +86,14 @@ def weight_bytes(config: LlamaConfig, dtype: torch.dtype, *, int8_weights: bool 
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Those of the index if there is one, else every .safetensors file. Raises EngineError when there are none."""
+    """The files of the index if there is one, else every .safetensors file. Raises EngineError when there are none."""
     index_path = model_dir / "model.safetensors.index.json"
     if index_path.exists():
         try:
             names = set(json.loads(index_path.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise EngineError(f"{index_path}: damaged ({error})") from error
-        # The index is the file's word: it must not lead out of the directory.
+        # The index is untrusted input: its names must not lead out of the directory.
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise EngineError(f"{index_path}: damaged (weight_map must name files beside it)")
         return [model_dir / name for name in sorted(names)]
@@ -136,7 +136,7 @@ def _check_tensor(
 
 
 def _check_ignorable(model_dir: Path, config: LlamaConfig, name: str) -> None:
-    """A tensor that the computation would leave out makes it another model's."""
+    """Raise EngineError for a tensor that the computation would ignore: it belongs to a different model."""
     tied_head = config.tie_word_embeddings and name == "lm_head.weight"
     if not tied_head and not name.endswith(_DERIVED_TENSORS):
         raise EngineError(f"{model_dir}: unexpected tensor {name!r}: a {config.model_type} model has none of that name")

@@ -1,0 +1,7 @@
+"""Runs the model on a GPU.
+
+runner.py           DeviceRunner: the batch of a step on one device
+decode_steps.py     decode steps of fixed sizes, recorded as CUDA graphs
+attention.py        attention over the KV cache on the device
+segment_kernels.py  Triton kernels for attention in segments of keys
+"""

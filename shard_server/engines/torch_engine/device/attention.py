@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache on an accelerator, in fixed shapes, so that a decode step can be recorded once.
+"""Attention over the block-based KV cache on an accelerator, in fixed shapes, so that a decode step can be recorded
+once.
 
 Single rows (decoding, and every row where results must not depend on the batch) go through one of two kernels of the
 same meaning: Triton's (segment_kernels.py), which is what runs on a GPU, and a plain one that gathers, which says what
@@ -19,7 +20,7 @@ from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
 
 _MAX_KERNEL_ROWS = 256
-"""Rows that have room for partial results at a time."""
+"""The number of rows for which there is room for partial results at a time."""
 
 AttendRows = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor, int | None], torch.Tensor]
 """(queries [rows, heads * head_dim], layer, tables int32 [rows, blocks], lengths int32 [rows], window) → [rows, heads *
@@ -37,12 +38,12 @@ class Prompt:
 
 @dataclasses.dataclass(slots=True)
 class DevicePlan:
-    """What every layer of one step does."""
+    """The plan of every layer in one step."""
 
     token_rows: torch.Tensor
-    """int64 [layers, tokens]: where the KV of each token goes."""
+    """int64 [layers, tokens]: where the KV of each token is stored."""
     tables: torch.Tensor
-    """int32 [rows, blocks], of the rows that attend by themselves; they come first."""
+    """int32 [rows, blocks]: the block tables of the rows that attend individually; they come first."""
     lengths: torch.Tensor
     """int32 [rows]"""
     prompts: Sequence[Prompt] = ()
@@ -61,7 +62,7 @@ class DeviceAttention:
         return Prompt(extent, self._cache.block_rows(extent.block_table[:num_blocks]))
 
     def attend(self, plan: DevicePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """`queries` [rows, heads * head_dim] (any row stride) → the same shape. KV must be written already."""
+        """`queries` [rows, heads * head_dim] (any row stride) → the same shape. The KV must be stored already."""
         window = self._config.layer_windows[layer]
         num_single = plan.tables.shape[0]
         if num_single == queries.shape[0]:
@@ -87,7 +88,7 @@ class DeviceAttention:
         elif num_new == num_tokens:
             out = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
         else:  # a bias that torch knows, so that its kernel needs no mask in memory
-            # Here, for it takes a second to import.
+            # Imported here because the import takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
             bias = causal_lower_right(num_new, num_tokens)
@@ -105,7 +106,7 @@ def gathered_keys_and_values(
 
 
 def gathering_rows(config: LlamaConfig, cache: KvCache) -> AttendRows:
-    """Gathers the whole table of every row: as much memory as that takes, whatever the rows' lengths are."""
+    """Gathers the whole table of every row, whatever the rows' lengths are, which takes that much memory."""
 
     def attend_rows(
         queries: torch.Tensor, layer: int, tables: torch.Tensor, lengths: torch.Tensor, window: int | None
@@ -124,7 +125,7 @@ def gathering_rows(config: LlamaConfig, cache: KvCache) -> AttendRows:
 
 
 def triton_rows(config: LlamaConfig, cache: KvCache, max_keys: int) -> AttendRows:
-    """Reads KV where it lies. Raises EngineError where Triton is not installed."""
+    """Reads KV in place. Raises EngineError if Triton is not installed."""
     try:
         from shard_server.engines.torch_engine.device import segment_kernels
     except ImportError as error:

@@ -1,5 +1,5 @@
-"""Decode steps of a few fixed sizes over static buffers: on a GPU each is recorded once and then replayed, which costs
-one launch instead of a thousand (CUDA graphs). ResponseLocator the same steps run as they are written."""
+"""Decode steps of a few fixed sizes over static buffers: on a GPU, each is recorded once and then replayed, which costs
+one launch instead of a thousand (CUDA graphs). Elsewhere the same steps run unrecorded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 _TOKEN, _POSITION, _SLOT, _NUM_HEADER_COLUMNS = 0, 1, 2, 3
 _WARM_UPS: Final = 2
-"""Before a step is recorded: libraries allocate and choose their code in the first runs."""
+"""Runs before a step is recorded: libraries allocate memory and choose their code in the first runs."""
 
 
 @dataclasses.dataclass(slots=True)
 class DecodeRow:
-    """A token to compute, and where its sequence's KV lies."""
+    """A token to compute, and its sequence's block table."""
 
     token_id: int
     position: int
@@ -25,7 +25,7 @@ class DecodeRow:
 
 @dataclasses.dataclass(slots=True)
 class DecodeInputs:
-    """Of one step, in the static buffer; padding rows included."""
+    """The inputs of one step, in the static buffer, including padding rows."""
 
     token_ids: torch.Tensor
     """int64 [rows]"""
@@ -53,19 +53,19 @@ class DecodeSteps:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`compute`: to float32 logits [rows, vocab_size]; reads nothing but its inputs and the KV cache. `sizes`:
-        ascending. `spare_block`: holds nobody's KV; padding rows write into it."""
+        """`compute` returns float32 logits [rows, vocab_size] and reads nothing but its inputs and the KV cache.
+        `sizes` are ascending. `spare_block` belongs to no sequence; padding rows write into it."""
         self.sizes = list(sizes)
         self._compute = compute
         self._block_size = block_size
         self._spare_block = spare_block
         columns = _NUM_HEADER_COLUMNS + table_width
         is_cuda = device.type == "cuda"
-        # Everything that changes from step to step lies in one buffer, which is one copy.
+        # Everything that changes from step to step is in one buffer, so that it takes one copy.
         self._staged = torch.zeros(self.sizes[-1], columns, dtype=torch.int32, pin_memory=is_cuda)
         self._staged_rows = self._staged.numpy()
         self._inputs = self._staged.to(device, copy=True)
-        # One for all sizes: a recorded step keeps its own results alive, one in `_logits` it need not.
+        # One buffer for all sizes: a recorded step would keep results of its own alive.
         self._logits = torch.zeros(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -105,7 +105,7 @@ class DecodeSteps:
             own[_TOKEN] = row.token_id
             own[_POSITION] = row.position
             own[_SLOT] = row.block_table[block] * self._block_size + offset
-            # What lies behind the row's own blocks is left as it is: nobody looks there.
+            # Entries after the row's own blocks keep their old content, which is never read.
             own[_NUM_HEADER_COLUMNS : _NUM_HEADER_COLUMNS + block + 1] = row.block_table[: block + 1]
         padding = staged[len(rows) : size]
         padding[:, : _NUM_HEADER_COLUMNS + 1] = (0, 0, self._spare_block * self._block_size, self._spare_block)
@@ -125,8 +125,8 @@ class DecodeSteps:
 
 
 def step_sizes(max_rows: int, multiple: int = 1) -> list[int]:
-    """Sizes up to `max_rows`: powers of two and the middles between them, so that little is padding, each a multiple of
-    `multiple`."""
+    """Sizes up to `max_rows`: powers of two and the midpoints between them, so that there is little padding. Each is a
+    multiple of `multiple`."""
     sizes = {multiple * size for power in range(12) for size in (1 << power, 3 << power >> 1)}
     needed = sorted(size for size in sizes if size < max_rows)
     return [*needed, -(-max_rows // multiple) * multiple]

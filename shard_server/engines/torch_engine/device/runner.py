@@ -1,4 +1,4 @@
-"""Runs the model on an accelerator: what ModelRunner is for the CPU, with the same model code."""
+"""Runs the model on an accelerator, as ModelRunner does on the CPU, with the same model code."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.model_runner import DTYPES, ScheduledSequence
 
 _INVARIANT_ROWS: Final = 128
-"""Rows of every matrix product where results must not depend on the batch: a library chooses its code by their number.
-So many that a prompt is not computed at the speed of memory alone, so few that decoding hardly notices."""
+"""The number of rows of every matrix product if results must not depend on the batch: a library chooses its code by
+that number. It is large enough that memory speed does not bound prefill, and small enough to cost decoding little."""
 _KV_SHARE: Final = 0.85
-"""Of the memory that is free once the weights are there; the rest is for activations, libraries and recorded steps."""
+"""The share of the memory left after loading the weights; the rest is for activations, libraries and recorded steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """How a DeviceRunner is to be made; 0 means the default."""
+    """Options of a DeviceRunner; 0 means the default."""
 
     device: torch.device
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class DeviceOptions:
     num_blocks: int = 0
     max_model_len: int = 0
     max_rows: int = 256
-    """Of a decode step: sequences and their drafts."""
+    """The largest number of rows of a decode step: sequences and their drafts."""
     wants_batch_invariance: bool = False
 
 
@@ -58,7 +58,7 @@ class DeviceRunner:
         options: DeviceOptions,
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
-        """Takes `weights` over. Raises EngineError, torch.OutOfMemoryError."""
+        """Consumes `weights`. Raises EngineError and torch.OutOfMemoryError."""
         self._device = device = options.device
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
@@ -68,7 +68,7 @@ class DeviceRunner:
         self._block_size = options.block_size
         self._multiple = _INVARIANT_ROWS if options.wants_batch_invariance else 1
         self._rows_alone = options.wants_batch_invariance
-        """All rows attend through the kernel of decoding, prompts' too."""
+        """Whether all rows, also those of prompts, attend with the decoding kernel."""
         with torch.inference_mode():
             self._model = LlamaModel(
                 config,
@@ -81,7 +81,7 @@ class DeviceRunner:
             )
             self.num_blocks = options.num_blocks or self._default_num_blocks(config, options)
             on_progress(f"KV cache: {self.num_blocks} blocks of {self._block_size} tokens")
-            # One more, for what padding rows write.
+            # One extra block, into which padding rows write.
             self._cache = KvCache(
                 config,
                 num_blocks=self.num_blocks + 1,
@@ -105,7 +105,7 @@ class DeviceRunner:
             if device.type == "cuda":
                 self._decode_steps.record(on_progress)
         self.batch_invariant = options.wants_batch_invariance and self._is_invariant()
-        """Whether logits do not depend on the batch, bit for bit: tried at the start."""
+        """Whether logits do not depend on the batch, bit for bit: measured at the start."""
 
     @torch.inference_mode()
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
@@ -187,7 +187,7 @@ class DeviceRunner:
         return logits[:num_logits]
 
     def _tables(self, extents: Sequence[Extent], num_padding: int) -> torch.Tensor:
-        """int32 [rows, blocks]: that of each token's sequence."""
+        """int32 [rows, blocks]: the block table of each token's sequence."""
         widths = [len(extent.block_table) for extent in extents]
         if not widths:
             return torch.zeros(0, 1, dtype=torch.int32)
@@ -214,7 +214,7 @@ class DeviceRunner:
         num_blocks = int(free * _KV_SHARE / block_bytes)
         if num_blocks * options.block_size < self.max_model_len:
             raise EngineError(
-                f"too little memory on the device: {free / 2**30:.1f} GiB are left behind the weights, one sequence of "
+                f"too little memory on the device: {free / 2**30:.1f} GiB are left after the weights, one sequence of "
                 f"{self.max_model_len} tokens needs more than {_KV_SHARE:.0%} of that; lower max_model_len"
             )
         return num_blocks
@@ -242,7 +242,7 @@ class DeviceRunner:
 
 
 def find_device(name: str) -> torch.device:
-    """Raises EngineError, saying what is missing, when it cannot be used."""
+    """The device by its name. Raises EngineError with what is missing when it cannot be used."""
     device = torch.device(name)
     if device.type != "cuda":
         return device
@@ -270,7 +270,7 @@ def load_device_runner(
     int8_weights: bool,
     on_progress: Callable[[str], None],
 ) -> DeviceRunner:
-    """What ModelRunner's constructor is for the CPU. Raises EngineError."""
+    """Build a DeviceRunner, with the arguments of ModelRunner's constructor. Raises EngineError."""
     found = find_device(device)
     if int8_weights:
         raise EngineError("weights = 'int8' is for the CPU: with device = 'cuda' take weights = 'dtype'")

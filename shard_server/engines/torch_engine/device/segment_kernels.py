@@ -1,12 +1,12 @@
-"""Attention of single rows over paged KV as two Triton kernels. Imported only where Triton is (torch's CUDA builds
-bring it; TRITON_INTERPRET=1 runs the kernels on a CPU).
+"""Attention of single rows over KV blocks as two Triton kernels. Imported only if Triton is installed (torch's CUDA
+builds bring it; TRITON_INTERPRET=1 runs the kernels on a CPU).
 
 A row's keys are taken in segments of SEGMENT_KEYS, counted from the first token of its sequence, so that one row alone
 keeps a GPU busy; then its segments are merged in order (Dao et al., Flash-Decoding, 2023). What a row gets depends on
 its own keys only, not on how many rows there are or how they were scheduled.
 """
 
-# Triton's kernels are compiled from their source: no postponed annotations, and types that checkers cannot follow.
+# Triton compiles kernels from their source: no postponed annotations, and types that checkers cannot infer.
 # ruff: noqa: N803
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
@@ -17,7 +17,7 @@ import triton.language as tl
 SEGMENT_KEYS = 256
 _TILE_KEYS = 64
 _MIN_DOT_ROWS = 16
-"""Of a product on tensor cores; the heads that share keys are its rows."""
+"""The number of rows of a product on tensor cores; the heads that share keys are its rows."""
 
 
 @triton.jit

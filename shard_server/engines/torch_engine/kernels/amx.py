@@ -25,7 +25,7 @@ from numba.extending import intrinsic as _intrinsic
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES = _I8.as_pointer()
 intrinsic: Any = _intrinsic
-"""What it makes has one parameter less than it is given: type checkers cannot know."""
+"""numba's decorator; its result has one parameter less than the function, which type checkers cannot infer."""
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
@@ -79,13 +79,13 @@ def tile_dot(_typing: Any, c: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def tile_dot_int8(_typing: Any, c: Any, a: Any, b: Any) -> Any:
-    """The same of int8 [16, 64] and [64, 16], of whose rows four lie in one of the register, in int32: exactly."""
+    """Like `tile_dot`, for int8 [16, 64] and [64, 16], of which the register holds four rows in one; exact in int32."""
     return _on_registers("tdpbssd", c, a, b)
 
 
 @intrinsic
 def tile_load(_typing: Any, register: Any, array: Any, first: Any, stride_bytes: Any) -> Any:
-    """16 rows, the first from element `first` of `array` on."""
+    """Load or store 16 rows, the first from element `first` of `array` on."""
     return _on_memory("tileloadd64", register, array)
 
 
@@ -96,7 +96,7 @@ def tile_store(_typing: Any, register: Any, array: Any, first: Any, stride_bytes
 
 @intrinsic
 def prefetch(_typing: Any, array: Any, first: Any, num_bytes: Any) -> Any:
-    """Ask for `num_bytes` from `array[first]` on, to be in the second cache soon."""
+    """Prefetch `num_bytes` from `array[first]` on into the L2 cache."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         array, first, num_bytes = args

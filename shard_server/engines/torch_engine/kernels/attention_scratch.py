@@ -1,4 +1,4 @@
-"""What a thread needs for attention with tiles (tile_kernels.py) besides queries, keys and values."""
+"""The working memory of a thread for attention with tiles (tile_kernels.py)."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from numba.np.numpy_support import carray
 from shard_server.engines.torch_engine.kernels.compiled import bf16_at, bytes_at, floats_at, integers_at, jit
 
 CHUNK = 128
-"""Keys that are weighed at a time."""
+"""The number of keys that are weighted at a time."""
 TILE = 16
 PIECE_TOKENS = 128
-"""A prompt's rows are taken in pieces: their sums stay in the cache, and threads share them."""
+"""A prompt's rows are computed in pieces, so that their sums stay in the cache and threads can share the pieces."""
 
 _Array = np.ndarray[Any, Any]
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
+    """The sizes of a model's KV cache and heads, in numbers, for compiled code."""
+
     block_size: int
     num_kv_heads: int
     group_size: int
     head_dim: int
     block_stride: int
-    """Numbers from a block to the next; from a layer of a block to the next: block_size * token_size."""
+    """The numbers from one block to the next. From one layer of a block to the next there are block_size *
+    token_size."""
     token_size: int
 
 
 class Scratch(NamedTuple):
-    """Of one thread."""
+    """The working memory of one thread."""
 
     queries: _Array
     """uint16 [kv heads, rows, head_dim]"""
     sums: _Array
     """float32 [kv heads, rows, head_dim] of weighted values"""
     tops: _Array
-    """float32 [kv heads, rows]: the largest score yet"""
+    """float32 [kv heads, rows]: the largest score so far"""
     totals: _Array
     """float32 [kv heads, rows]: the sum of weights"""
     scores: _Array
@@ -44,7 +47,7 @@ class Scratch(NamedTuple):
     weights: _Array
     """uint16 [16, CHUNK]"""
     places: _Array
-    """int64: in the pool, of each 16 tokens of a chunk"""
+    """int64: where each 16 tokens of a chunk lie in the KV pool"""
     configuration: _Array
 
 
@@ -55,7 +58,8 @@ def _num_query_rows(shape: Any) -> Any:
 
 @jit()
 def scratch_bytes(shape: Any) -> Any:
-    """A multiple of 64, as are all its parts. They must be zeros at first: products read what was never written."""
+    """The size of a Scratch: a multiple of 64, as are all its parts. The memory must be zeros initially, because
+    products also read parts that were never written."""
     return _num_query_rows(shape) * (6 * shape.head_dim + 8) + 6 * TILE * CHUNK + 8 * CHUNK // TILE + 64
 
 

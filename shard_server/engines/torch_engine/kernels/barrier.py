@@ -1,7 +1,7 @@
-"""Threads that wait for one another inside compiled code.
+"""Lets threads wait for one another inside compiled code.
 
-They spin for a little, since most waits are shorter than a system call, and sleep then: where other processes keep the
-cores busy, somebody who spins, or yields again and again, takes the place of the one he waits for, or loses his own.
+They spin briefly, since most waits are shorter than a system call, and then sleep: when other processes keep the cores
+busy, a thread that keeps spinning or yielding takes the core of the thread that it waits for, or loses its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shard_server.engines.torch_engine.kernels.amx import intrinsic
 from shard_server.engines.torch_engine.kernels.compiled import jit
 
 _I64 = ir.IntType(64)
-_PATIENCE = 2000
-"""Pauses, of 40 to 50 ns each: to be woken costs as much."""
+_MAX_SPINS = 2000
+"""The number of pauses, 40 to 50 ns each, before a thread sleeps: waking up costs as much time."""
 _FUTEX, _WAIT, _WAKE = 202, 128, 129
 """Linux on x86-64: the system call, and its operations among the threads of one process."""
 _ALL = 2**31 - 1
@@ -25,19 +25,22 @@ _ALL = 2**31 - 1
 
 @jit()
 def wait_for_all(barrier: Any, target: Any, system_call: Any) -> None:
-    """Until `target` calls have been made for the two int64 at the address `barrier`: calls, and how many sleep; zeros
-    at first. All that the callers wrote before is seen by all afterwards. `system_call`: address of C's function."""
+    """Wait until `target` calls have been made for the barrier.
+
+    At the address `barrier` are two int64, initially 0: the number of calls, and the number of sleeping threads. Writes
+    of all callers before the call are visible to all afterwards. `system_call` is the address of C's function.
+    """
     sleepers = barrier + 8
     if add(barrier, 1) + 1 == target:
         if read(sleepers):
             call_system(system_call, _FUTEX, barrier, _WAKE, _ALL)
         return
-    for _ in range(_PATIENCE):
+    for _ in range(_MAX_SPINS):
         if read(barrier) >= target:
             return
         pause()
     while True:
-        # Counted before it looks again: the last one either sees that somebody sleeps, or has been seen.
+        # Counted before the check: the last thread either sees a sleeper, or this thread sees the last call.
         add(sleepers, 1)
         num_calls = read(barrier)
         if num_calls < target:
@@ -49,7 +52,7 @@ def wait_for_all(barrier: Any, target: Any, system_call: Any) -> None:
 
 @intrinsic
 def add(_typing: Any, _address: Any, _number: Any) -> Any:
-    """To the int64 at `address`, at once for all threads; what was there before."""
+    """Atomically add to the int64 at `address`; returns the value before."""
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
@@ -59,7 +62,7 @@ def add(_typing: Any, _address: Any, _number: Any) -> Any:
 
 @intrinsic
 def read(_typing: Any, _address: Any) -> Any:
-    """The int64 at `address` as the other threads have left it."""
+    """Atomically read the int64 at `address`."""
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
@@ -77,12 +80,12 @@ def pause(_typing: Any) -> Any:
     return types.void(), generate
 
 
-# Functions of C by address, not by name, so that the code can be kept.
+# C functions are called by address and not by name, so that the code can be cached.
 
 
 @intrinsic
 def called(_typing: Any, _function: Any) -> Any:
-    """What the function at the address `function` returns: an int, of no arguments."""
+    """Call the C function at the address `function`, which takes no arguments and returns an int."""
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         function_type = ir.FunctionType(ir.IntType(32), [])
@@ -93,7 +96,7 @@ def called(_typing: Any, _function: Any) -> Any:
 
 @intrinsic
 def call_system(_typing: Any, _function: Any, _number: Any, _first: Any, _second: Any, _third: Any) -> Any:
-    """`syscall` at the address `function`, with three arguments; a fourth is 0."""
+    """Call `syscall` at the address `function`, with three arguments and 0 as the fourth."""
 
     def generate(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         function_type = ir.FunctionType(_I64, [_I64], var_arg=True)

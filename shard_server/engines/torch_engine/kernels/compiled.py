@@ -1,9 +1,9 @@
-"""What the compiled kernels share: how they are compiled, and bf16 numbers, which numba does not know.
+"""Code that the compiled kernels share: compiler options, and bf16 numbers, which numba does not support.
 
-They are compiled into one entry point (program.py), whose code is kept until a source of this package changes.
+The kernels are compiled into one entry point (program.py), whose code is cached until a source of this package changes.
 
-No kernel may reorder the sums of a row in a way that depends on other rows; within one it may, since the code is the
-same for every row of every batch.
+No kernel may reorder the sums of a row in a way that depends on other rows. Reordering within a row is allowed, since
+the code is the same for every row of every batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Function = Callable[..., Any]
 
 
 def jit(*fastmath: str, inline: bool = False) -> Callable[[_Function], _Function]:
-    """Compile for this CPU, without the interpreter's lock. `fastmath`: LLVM's flags for floating point."""
+    """Compile for this CPU, without the interpreter's lock. `fastmath` are LLVM's flags for floating point."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
     if inline:
         options["inline"] = "always"
@@ -54,12 +54,12 @@ def _pointer_to(number: types.Type) -> Any:
     return pointer
 
 
-# For `carray`: an address costs Python a tenth of what an array of numpy's over a tensor costs.
+# For `carray`: in Python, an address costs a tenth of the time of a numpy array over a tensor.
 bytes_at, int8_at, bf16_at, words_at, integers_at, floats_at = (
     _pointer_to(number) for number in (types.uint8, types.int8, types.uint16, types.uint32, types.int64, types.float32)
 )
 
-# numba computes with integers of 64 bits; each step says 32, so that vectors hold twice as many.
+# numba computes with 64-bit integers by default; each step is explicitly 32-bit, so that vectors hold twice as many.
 
 
 @jit(inline=True)
@@ -69,7 +69,7 @@ def float_of_bf16(bits: Any) -> Any:
 
 @jit(inline=True)
 def bf16_of_float(value: Any) -> Any:
-    """The nearest one, ties to even; NaN is not minded."""
+    """The nearest bf16 number, ties to even. NaN is not handled."""
     bits = _bits_of_float(value)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))

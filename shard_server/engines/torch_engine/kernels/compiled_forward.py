@@ -1,6 +1,7 @@
-"""The forward pass as one program of compiled code, from the tokens to the logits: see tasks.py.
+"""The forward pass as one program of compiled code, from the tokens to the logits; see tasks.py.
 
-The program is made once, for the most rows seen yet; a step fills in how many rows it has, and where its inputs lie.
+The program is built once for the largest number of rows so far. A step fills in its number of rows and the addresses of
+its inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shard_server.engines.torch_engine.kernels.tasks import (
     program,
     task,
 )
-from shard_server.engines.torch_engine.kernels.thread_pool import ThreadTeam
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kernels.tile_attention import TileAttention, TilePlan
 from shard_server.engines.torch_engine.kernels.tile_kernels import PASS_DIM
 from shard_server.engines.torch_engine.kernels.tile_linear import (
@@ -42,11 +43,11 @@ from shard_server.engines.torch_engine.linear import MakesLinears, Product, comm
 from shard_server.engines.torch_engine.model import DecoderLayer, LlamaModel
 
 _ROWS_STEP = 64
-"""Workspaces are for a multiple of so many rows."""
+"""The number of rows of a workspace is a multiple of this."""
 
 
 def why_not_compiled(config: LlamaConfig, dtype: torch.dtype, block_size: int) -> str | None:
-    """What keeps CompiledForward from this model, cache or machine; None: nothing."""
+    """Why CompiledForward cannot be used with this model, cache or machine; None if it can."""
     if dtype != torch.bfloat16:
         return "they are for bfloat16"
     if any(size % DEPTH for size in (config.hidden_size, config.query_size, config.intermediate_size)):
@@ -58,21 +59,21 @@ def why_not_compiled(config: LlamaConfig, dtype: torch.dtype, block_size: int) -
 
 class CompiledKernels:
     def __init__(self, *, int8_weights: bool) -> None:
-        self._team = ThreadTeam()
-        self.linears: MakesLinears = TileLinears(Int8Tiles if int8_weights else Bf16Tiles, self._team)
+        self._threads = ThreadPool()
+        self.linears: MakesLinears = TileLinears(Int8Tiles if int8_weights else Bf16Tiles, self._threads)
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> CompiledForward:
-        return CompiledForward(model, config, cache, self._team)
+        return CompiledForward(model, config, cache, self._threads)
 
 
 class CompiledForward:
-    """Computes with the weights of a model whose linear layers are TileLinears'."""
+    """Computes with the weights of a model whose linear layers were built by TileLinears."""
 
     multiplies_single_rows = False
 
-    def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache, team: ThreadTeam) -> None:
-        self._model, self._config, self._cache, self._team = model, config, cache, team
-        self._attention = TileAttention(config, cache, team)
+    def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache, threads: ThreadPool) -> None:
+        self._model, self._config, self._cache, self._threads = model, config, cache, threads
+        self._attention = TileAttention(config, cache, threads)
         self.plan = self._attention.plan
         self._grow(_ROWS_STEP)
 
@@ -91,13 +92,13 @@ class CompiledForward:
         tasks[self._attentions, INPUT] = plan.words.ctypes.data
         tasks[self._first_of_head, INPUT] = wanted
         tasks[-1, INPUT] = logits.data_ptr()
-        self._team.run(tasks)
+        self._threads.run(tasks)
         return logits[:, : self._config.vocab_size]
 
     def _grow(self, num_rows: int) -> None:
-        """Room for `num_rows`."""
+        """Make room for `num_rows` rows."""
         model, num_rows = self._model, -(-num_rows // _ROWS_STEP) * _ROWS_STEP
-        self._max_rows = 0  # should memory not suffice, the next step grows again
+        self._max_rows = 0  # if memory does not suffice, the next step tries to grow again
         self._space = space = _Workspace(model, self._config, num_rows)
         tasks = [self._look_up_task()]
         for index, layer in enumerate(model.layers):
@@ -142,7 +143,7 @@ class CompiledForward:
 
     def is_invariant(self) -> bool:
         def make(config: LlamaConfig, cache: KvCache) -> TileAttention:
-            return TileAttention(config, cache, self._team)
+            return TileAttention(config, cache, self._threads)
 
         granularity = common_row_granularity(self._model.distinct_products, self._cache.dtype)
         return granularity == 1 and attention_is_invariant(
@@ -151,7 +152,7 @@ class CompiledForward:
 
 
 class _Workspace:
-    """What tasks leave for one another: bf16 [rows, ..], the same for every layer."""
+    """The intermediate results of tasks: bf16 [rows, ..], reused by every layer."""
 
     def __init__(self, model: LlamaModel, config: LlamaConfig, num_rows: int) -> None:
         def new(columns: int) -> torch.Tensor:
@@ -167,7 +168,7 @@ class _Workspace:
         self._row_scales = torch.empty(num_rows)
 
     def operands(self, x: torch.Tensor, out: torch.Tensor | None, other: torch.Tensor | None = None) -> Operands:
-        """`out` None: it is another at every step."""
+        """`out` is None if it differs from step to step."""
         rows = self._digits.data_ptr(), self._row_scales.data_ptr()
         return Operands(
             x.data_ptr(), 0 if out is None else out.data_ptr(), *rows, 0 if other is None else other.data_ptr()

@@ -1,13 +1,13 @@
-"""Linear layers with int8 weights, a scale per output channel. Activations keep 15 bits, as two int8 digits.
+"""Linear layers with int8 weights and a scale per output channel. Activations keep 15 bits, as two int8 digits.
 
-So it is where tiles compute (tile_matmul_int8.py) and, elsewhere, here:
+The same holds on matrix tiles (tile_matmul_int8.py); this module computes with torch's operators.
 
-oneDNN multiplies 8-bit integers and sums in 32-bit ones: exactly, in whatever order. So a row's result does not
-depend on how many other rows are computed with it, and products may be of any size. Of int8 by int8 it has a quick
-kernel only where there are tiles (elsewhere 8 ms a row of 576 x 576): digits go in as uint8, 128 more than they are.
-torch's own kernel for int8 weights with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one
-row, but half as fast from eight on. One digit would save little when decoding, where weights are what is read, and
-costs most of the quality.
+oneDNN multiplies 8-bit integers and sums in 32-bit ones: exactly, in any order. So a row's result does not depend on
+how many other rows are computed with it, and products may be of any size. Its int8 by int8 kernel is fast only on CPUs
+with tiles (elsewhere it takes 8 ms per row of 576 x 576), so digits are passed as uint8, with 128 added. torch's own
+kernel for int8 weights with unquantised activations (`_weight_int8pack_mm`) is faster than bf16 for one row, but half
+as fast from eight on. A single digit would save little in decoding, where reading the weights dominates, and would cost
+most of the quality.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.linear import Product, Weight
 
 _LIMIT = 127
-"""Symmetric: -128 is not used, so that a product never saturates where others would not."""
+"""Symmetric: -128 is not used, so that no product saturates on one kind of CPU only."""
 _BASE = 2 * _LIMIT
-"""A step of the first digit is so many of the second's."""
+"""One step of the first digit equals this many steps of the second."""
 _OFFSET = 128
 _SMALLEST = 1e-12
-"""Stands for the largest value of a channel or row that is all zeros."""
+"""Replaces the largest value of a channel or row that is all zeros."""
 
 
 class DigitRows(NamedTuple):
-    """What several products of one input share."""
+    """The digits of an input, which several products of it share."""
 
     digits: torch.Tensor
     """uint8 [2 * rows, in_features]: all first digits, then all second ones, each plus _OFFSET."""
@@ -39,14 +39,14 @@ class DigitRows(NamedTuple):
 
 
 class Int8Linear:
-    """The methods of `PackedLinear`. Intermediate results (`silu`, `multiply`) stay float32: what follows splits
-    them once, from what was computed."""
+    """The methods of `PackedLinear`. Intermediate results (`silu`, `multiply`) stay float32: the next layer splits
+    the computed values once."""
 
     is_whole = True
     weight_rows = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype) -> None:
-        """`weight`: [out_features, in_features]; raises EngineError where oneDNN cannot multiply int8."""
+        """`weight`: [out_features, in_features]; raises EngineError if oneDNN cannot multiply int8."""
         self.out_features, self.in_features = weight.shape
         self._output_dtype = output_dtype
         values, scales = quantise_rows(weight)
@@ -94,15 +94,15 @@ class Int8Linear:
             [],
             "",
         )
-        # Not split: of no rows at all, which the head gets in the middle of a prompt, that makes one part.
+        # Not `split`: with no rows at all, as for the head within a prompt, that would return one part.
         first, second = products[: len(scales)], products[len(scales) :]
-        # Not add_(alpha=...): that is fused where the library's vectors reach and is not at their ends.
+        # Not add_(alpha=...): that is fused within the library's vectors but not in their remainders.
         product = first.add_(second.div_(_BASE)).mul_(scales)
         return product if self._bias is None else product.add_(self._bias)
 
 
 class Int8Linears:
-    """Makes a model's linear layers. Raises EngineError where this CPU's products are not exact."""
+    """Builds a model's linear layers. Raises EngineError if this CPU's products are not exact."""
 
     def __init__(self, output_dtype: torch.dtype) -> None:
         check_int8_products()
@@ -135,27 +135,27 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split_digits(x: torch.Tensor) -> DigitRows:
-    """As `quantise_rows`, and a second digit for what that rounds away."""
+    """Like `quantise_rows`, with a second digit for the rounding error of the first."""
     steps, scales = _steps(x)
     num_rows, num_columns = x.shape
     digits = torch.empty(2 * num_rows, num_columns, dtype=torch.int8)
     first = steps.round()
     digits[:num_rows] = first
     digits[num_rows:] = steps.sub_(first).mul_(_BASE).round_()
-    return DigitRows(digits.view(torch.uint8).bitwise_xor_(_OFFSET), scales)  # xor: what + 128 is in 8 bits
+    return DigitRows(digits.view(torch.uint8).bitwise_xor_(_OFFSET), scales)  # in 8 bits, xor with 128 adds 128
 
 
 def _steps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 x / scales, scales)"""
-    # A copy, which is then worked on in place.
+    # A copy, which is then modified in place.
     x = x.to(torch.float32, copy=True)
     scales = x.abs().amax(1, keepdim=True).clamp_min_(_SMALLEST).div_(_LIMIT)
     return x.div_(scales), scales
 
 
 def check_int8_products() -> None:
-    """Raise EngineError unless this machine's int8 products are exact: some CPUs add up pairs in 16 bits, which
-    overflow."""
+    """Raise EngineError unless this machine's int8 products are exact: some CPUs add pairs in 16 bits, which
+    can overflow."""
     num_columns = 256
     rows = torch.full((3, num_columns), _LIMIT, dtype=torch.float32)
     rows[1, ::2] = -_LIMIT

@@ -1,4 +1,4 @@
-"""The one entry point of compiled code: runs a program (tasks.py) in every thread of a team."""
+"""The one entry point of compiled code: runs a program (tasks.py) in every thread of a ThreadPool."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _digest_of_sources() -> int:
 
 
 def _entry(version: int) -> Any:
-    # numba looks for changes in this file only; but what a function closes over is part of what kept code goes by.
+    # numba checks only this file for changes, but the values that a function closes over are part of the cache key.
     def run(data: Any) -> None:
         if version >= 0:
             _run_tasks(carray(data, (CALL_SIZE,)))
@@ -83,7 +83,7 @@ def _run_tasks(call: Any) -> None:
     thread, num_threads = 0, 1
     if call[THREAD_NUMBER]:
         thread, num_threads = called(call[THREAD_NUMBER]), called(call[NUM_THREADS])
-    # oneDNN uses the same registers with a configuration of its own.
+    # oneDNN uses the same registers with its own configuration, which is restored afterwards.
     found = carray(bytes_at(call[FOUND] + thread * 64), (64,))
     store_tile_configuration(found)
     num_arrivals = 0
@@ -121,4 +121,4 @@ def _compute(task: Any, part: Any, num_parts: Any) -> None:
 
 
 _kept: list[Any] = []
-"""Code is freed with what it was compiled from."""
+"""Keeps compiled functions alive, because their code is freed with them."""

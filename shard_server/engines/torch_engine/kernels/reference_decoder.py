@@ -1,8 +1,8 @@
-"""A yardstick for `kvloom bench engine --reference`: the plainest decoder that computes the same model.
+"""The baseline of `kvloom bench engine --reference`: the simplest decoder that computes the same model.
 
-Contiguous KV, one batch of equally long sequences, stock attention, no scheduler, no paging, no sampling beyond argmax,
-no promise about bits. What the engine's paging, ragged lengths and determinism cost shows against it, on one machine in
-one run.
+It has contiguous KV, one batch of equally long sequences, stock attention, no scheduler, no KV blocks, no sampling
+beyond argmax and no guarantees about bits. The comparison, on one machine in one run, shows the cost of the engine's KV
+blocks, ragged lengths and determinism.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReferenceDecoder:
 
     @torch.inference_mode()
     def decode_tokens_per_second(self, batch: int) -> float:
-        """Median over steps of `batch` sequences behind prompts of _PROMPT_TOKENS random tokens."""
+        """The median over steps of `batch` sequences after prompts of _PROMPT_TOKENS random tokens."""
         config = self._config
         shape = (2, batch, config.num_kv_heads, _PROMPT_TOKENS + _DECODE_STEPS, config.head_dim)
         kv = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(config.num_layers)]

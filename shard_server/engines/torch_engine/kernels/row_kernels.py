@@ -1,7 +1,8 @@
-"""What is computed row by row between the matrix products, for bf16: each a single pass over the row.
+"""The operations between the matrix products, row by row, for bf16: each is a single pass over the row.
 
-torch does the same in some ten operators, whose calls cost more than the arithmetic of a decode step. Numbers are
-rounded to bf16 where torch rounds them. Tasks are those of tasks.py; threads share the rows.
+torch needs some ten operators for the same, whose calls cost more than the arithmetic of a decode step. Numbers are
+rounded to bf16 where torch rounds them. Tasks are defined in tasks.py; threads share the rows. Each docstring lists the
+arguments of its task.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def look_up_rows(task: Any, part: Any, num_parts: Any) -> None:
 
 @jit()
 def normalise_rows(task: Any, part: Any, num_parts: Any) -> None:
-    """indices (int64 [rows] of `x`, or 0: as they come), x and out (bf16 [rows, columns]), weight (bf16 [columns]),
+    """indices (int64 [rows] of `x`, or 0: in order), x and out (bf16 [rows, columns]), weight (bf16 [columns]),
     columns, epsilon: root-mean-square norm, scaled by the weight"""
     indices, x, out, weight, num_columns, epsilon = task[3], task[4], task[5], task[6], task[7], _float(task[8])
     places = carray(integers_at(indices), (task[ROWS],))
@@ -102,7 +103,7 @@ def _normalise(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
 
 @jit("reassoc", "contract", "nsz")
 def _sum_of_squares(x: Any) -> Any:
-    """In whatever order is fast, the same for every row."""
+    """In any order that is fast, which is the same for every row."""
     total = np.float32(0)
     for column in range(x.size):
         value = float_of_bf16(x[column])
@@ -118,7 +119,7 @@ def _scale(x: Any, weight: Any, factor: Any, out: Any) -> None:
 
 @jit()
 def _rotate(lower: Any, upper: Any, cos: Any, sin: Any) -> None:
-    """As in rope.rotate_, product and sum rounded apart."""
+    """As in rope.rotate_, product and sum are rounded separately."""
     for index in range(lower.size):
         low, high = float_of_bf16(lower[index]), float_of_bf16(upper[index])
         lower[index] = bf16_of_float(low * cos[index] + high * sin[index])

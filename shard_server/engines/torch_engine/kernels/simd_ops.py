@@ -156,7 +156,7 @@ def weigh(
         function_type = ir.FunctionType(_F32.element, [_F32.element, _F32])
         reduce = cgutils.get_or_insert_function(builder.module, function_type, "llvm.vector.reduce.fadd.v16f32")
         start = ir.Constant(_F32.element, 0.0)
-        # In whatever order is fast, the same for every row.
+        # In any order that is fast, which is the same for every row.
         return builder.call(reduce, [start, builder.load(sums)], fastmath=("reassoc",))
 
     args = (source, *[types.int64] * 4, types.float32, types.float32, target, types.int64)
@@ -221,7 +221,7 @@ class _Bfloat(ir.Type):
 
 
 def _bf16(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """The bits of the nearest, ties to even."""
+    """The bits of the nearest bf16 number, ties to even."""
     return builder.bitcast(builder.fptrunc(x, ir.VectorType(_Bfloat(), _LANES)), _I16)
 
 
@@ -231,7 +231,7 @@ def _widened(builder: ir.IRBuilder, bits: _Lanes) -> _Lanes:
 
 
 def _sigmoid(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """Of finite x."""
+    """For finite x."""
     power = _exp2(builder, builder.fmul(x, _floats(-math.log2(math.e))))
     return builder.fdiv(_floats(1.0), builder.fadd(power, _floats(1.0)))
 

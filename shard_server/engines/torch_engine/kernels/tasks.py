@@ -1,7 +1,7 @@
-"""Programs: what the threads of a team compute together, one task after another, without the interpreter.
+"""Programs: lists of tasks that the threads of a ThreadPool compute together without entering the interpreter.
 
-A task is a row of int64: its kind, the number of rows, addresses and sizes. To make arrays of Python's of them, and to
-enter the interpreter between tasks, costs more than most tasks of a decode step do.
+A task is a row of int64: its kind, the number of rows, addresses and sizes. Python objects for tasks, or a return to
+the interpreter between tasks, would cost more time than most tasks of a decode step.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from shard_server.engines.torch_engine.kernels.compiled import jit
 
 LOOK_UP, LOOK_UP_IN_TILES, NORM, HEAD_NORMS, SPLIT, ROTATE, ATTEND, PRODUCT, INT8_PRODUCT = range(9)
 _BY_ROWS = (LOOK_UP, LOOK_UP_IN_TILES, NORM, HEAD_NORMS, SPLIT, ROTATE)
-"""Of a task of these kinds each thread computes the same rows."""
+"""In consecutive tasks of these kinds, each thread computes the same rows."""
 TASK_SIZE = 16
 KIND, ROWS, IS_AWAITED, INPUT = range(4)
-"""Places in a task. At INPUT, and behind it, are the addresses of what is another at every step."""
+"""Positions in a task. INPUT and the positions after it hold addresses that differ from step to step."""
 
 _Array = np.ndarray[Any, Any]
 
 
 def task(kind: int, num_rows: int, *arguments: int) -> list[int]:
-    """The kernel of the kind says what its arguments are."""
+    """A task of `kind`; the docstring of the kind's kernel lists the arguments."""
     assert len(arguments) <= TASK_SIZE - INPUT
     return [kind, num_rows, 1, *arguments, *[0] * (TASK_SIZE - INPUT - len(arguments))]
 
 
 def program(tasks: Sequence[list[int]]) -> _Array:
-    """int64 [tasks, TASK_SIZE], for ThreadTeam.run. Threads wait for one another after a task, but for those whose rows
-    nobody else goes on with."""
+    """int64 [tasks, TASK_SIZE], for ThreadPool.run. Threads wait for one another after a task, except where each thread
+    continues with its own rows."""
     rows = np.array(tasks, np.int64)
     by_rows = np.isin(rows[:, KIND], _BY_ROWS)
     rows[:-1, IS_AWAITED] = ~(by_rows[:-1] & by_rows[1:])
@@ -39,11 +39,11 @@ def program(tasks: Sequence[list[int]]) -> _Array:
 
 
 def float_bits(value: float) -> int:
-    """Of a float32, for a task."""
+    """The bits of a float32, as a task stores them."""
     return int(np.float32(value).view(np.uint32))
 
 
 @jit(inline=True)
 def share(size: Any, part: Any, num_parts: Any) -> Any:
-    """First and end of what `part` computes of `size`."""
+    """Start and end of the range of `size` items that `part` of `num_parts` computes."""
     return size * part // num_parts, size * (part + 1) // num_parts

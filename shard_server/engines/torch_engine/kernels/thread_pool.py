@@ -1,7 +1,7 @@
 """Runs programs of compiled code on the threads that torch computes with.
 
-torch's OpenMP threads spin for a while after each operator: others beside them would share their cores with them. So
-programs run on the same ones, through the entry point that compilers use.
+torch's OpenMP threads spin for a while after each operator, so other threads would have to share cores with them.
+Programs therefore run on torch's own threads, through the entry point that compilers use.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from shard_server.engines.torch_engine.kernels.program import (
 from shard_server.engines.torch_engine.kernels.tile_tasks import new_scratches
 
 
-class ThreadTeam:
-    """As many threads as torch has, of which the caller is one. Used from one thread at a time."""
+class ThreadPool:
+    """As many threads as torch has, including the caller's. Used from one thread at a time."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
-        # GNU's runtime, and Intel's and LLVM's, which have its entry points too.
+        # GNU's OpenMP runtime has this entry point; Intel's and LLVM's have it for compatibility.
         self._parallel = getattr(library, "GOMP_parallel", None)
         self.num_threads = torch.get_num_threads() if self._parallel is not None else 1
         self._entry_point = entry_point()
         self._scratches = new_scratches(self.num_threads)
         self.scratches = self._scratches.ctypes.data
-        """Address of what products need, see tile_tasks.py"""
+        """The address of the scratch memory of matrix products; see tile_tasks.py."""
         self._found = aligned_zeros(64 * self.num_threads, np.uint8)
         self._barrier = aligned_zeros(8, np.int64)
         self._call = np.zeros(CALL_SIZE, np.int64)
@@ -56,7 +56,7 @@ class ThreadTeam:
         self._alone: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._entry_point)
 
     def run(self, tasks: np.ndarray[Any, Any]) -> None:
-        """`tasks`: of tasks.program. Returns when all threads are through."""
+        """Run a program made by `tasks.program`. Returns when all threads have finished."""
         self._call[TASKS], self._call[NUM_TASKS] = tasks.ctypes.data, len(tasks)
         self._barrier[:] = 0
         if self.num_threads == 1:

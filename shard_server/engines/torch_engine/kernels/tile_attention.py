@@ -1,4 +1,4 @@
-"""Attention with AMX tiles (tile_kernels.py): who computes which rows."""
+"""Attention with AMX tiles (tile_kernels.py): which thread computes which rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kernels.amx import aligned_zeros
-from shard_server.engines.torch_engine.kernels.attention_scratch import PIECE_TOKENS, Shape, scratch_bytes
+from shard_server.engines.torch_engine.kernels.attention_scratch import PIECE_TOKENS, AttentionShape, scratch_bytes
 from shard_server.engines.torch_engine.kernels.tasks import ATTEND, INPUT, ROTATE, float_bits, program, task
-from shard_server.engines.torch_engine.kernels.thread_pool import ThreadTeam
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kernels.tile_kernels import PIECE_SIZE
 from shard_server.engines.torch_engine.kv_cache import KvCache
 
 _NO_WINDOW = 1 << 40
 _PIECES_PER_THREAD = 4
-"""Where there are fewer, threads share their heads, too."""
+"""With fewer pieces per thread, their heads are distributed over threads, too."""
 
 _Array = np.ndarray[Any, Any]
 Piece = tuple[int, int, int, int, int, int]
@@ -30,14 +30,14 @@ Piece = tuple[int, int, int, int, int, int]
 
 @dataclasses.dataclass(slots=True)
 class TilePlan:
-    """What every layer of one step does; made once per step."""
+    """The plan of every layer in one step; made once per step."""
 
     num_rows: int
     slots: _Array
-    """int64 [rows]: where the KV of each token goes, see KvCache.token_rows"""
+    """int64 [rows]: where the KV of each token is stored; see KvCache.token_rows"""
     words: _Array
     """int64: the number of parts that threads share; of block numbers in all tables; where each part's pieces begin,
-    and the last one's end; the pieces (see attend_pieces); block tables, one behind the other."""
+    and where the last ones end; the pieces (see attend_pieces); the concatenated block tables."""
 
 
 class TileAttention:
@@ -45,14 +45,14 @@ class TileAttention:
 
     multiplies_single_rows = False
 
-    def __init__(self, config: LlamaConfig, cache: KvCache, team: ThreadTeam) -> None:
+    def __init__(self, config: LlamaConfig, cache: KvCache, threads: ThreadPool) -> None:
         self._block_size = cache.block_size
         self._num_layers, self._kv_size, self._head_dim = config.num_layers, config.kv_size, config.head_dim
-        self._team = team
+        self._threads = threads
         self._layer_windows = [_NO_WINDOW if window is None else window for window in config.layer_windows]
         self._num_kv_heads = config.num_kv_heads
         token_size = 2 * config.kv_size
-        shape = Shape(
+        shape = AttentionShape(
             cache.block_size,
             config.num_kv_heads,
             config.num_heads_per_kv_head,
@@ -60,13 +60,13 @@ class TileAttention:
             config.num_layers * cache.block_size * token_size,
             token_size,
         )
-        # Scores are turned into powers of two.
+        # Weights are computed as powers of two.
         scale = config.head_dim**-0.5 * math.log2(math.e)
         self._pool = cache.pool
-        self._scratches = aligned_zeros(scratch_bytes(shape) * team.num_threads, np.uint8)
+        self._scratches = aligned_zeros(scratch_bytes(shape) * threads.num_threads, np.uint8)
         scratches = self._scratches.ctypes.data, scratch_bytes(shape)
         self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *scratches, float_bits(scale), *shape])
-        """What the kernel needs of every layer, as in tile_tasks.attend_rows"""
+        """The constants of all layers, as in tile_tasks.attend_rows"""
 
     def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> TilePlan:
         """`decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of `prefills` follow."""
@@ -85,9 +85,9 @@ class TileAttention:
                 for position in range(extent.num_past, extent.num_tokens)
             ]
             tables += table[: -(-extent.num_tokens // block_size)]
-        if len(pieces) < _PIECES_PER_THREAD * self._team.num_threads > _PIECES_PER_THREAD:
+        if len(pieces) < _PIECES_PER_THREAD * self._threads.num_threads > _PIECES_PER_THREAD:
             pieces = [(*piece[:4], head, head + 1) for piece in pieces for head in range(num_heads)]
-        parts = _shared_out(pieces, self._team.num_threads)
+        parts = _balanced(pieces, self._threads.num_threads)
         ends = [0]
         for part in parts:
             ends.append(ends[-1] + PIECE_SIZE * len(part))
@@ -96,41 +96,44 @@ class TileAttention:
         return TilePlan(len(slots), np.array(slots, np.int64), words)
 
     def task(self, num_rows: int, layer: int, queries: int, stride: int, out: int) -> list[int]:
-        """`queries`, rows `stride` numbers apart, and `out`: addresses. The address of a plan's words is missing."""
+        """`queries`, rows `stride` numbers apart, and `out` are addresses. The caller fills in the address of a plan's
+        words."""
         window = self._layer_windows[layer]
         return task(ATTEND, num_rows, 0, queries, stride, out, layer, window, self._constants.ctypes.data)
 
     def store_task(
         self, num_rows: int, layer: int, qkv: int, query_size: int, cos: int, sin: int, *inputs: int
     ) -> list[int]:
-        """Rotate queries and keys, and keep the keys and values, of `qkv` (bf16 [rows, query_size + 2 * kv_size]). See
-        rope.rotation_table for `cos` and `sin`; `inputs`: int64 positions and slots. All are addresses; those of the
-        inputs may be given later."""
+        """Rotate queries and keys and store the keys and values of `qkv` (bf16 [rows, query_size + 2 * kv_size]). See
+        rope.rotation_table for `cos` and `sin`; `inputs` are int64 positions and slots. All are addresses; those of the
+        inputs may be filled in later."""
         positions, slots = inputs or (0, 0)
         sizes = query_size, self._kv_size, self._head_dim
         cache = self._pool.data_ptr(), self._block_size, self._num_layers, layer
         return task(ROTATE, num_rows, positions, slots, qkv, cos, sin, *sizes, *cache)
 
     def write(self, layer: int, slots: Sequence[int], keys_and_values: torch.Tensor) -> None:
-        """Store `keys_and_values` [len(slots), 2 * kv_size], as `attend` finds them."""
+        """Store `keys_and_values` [len(slots), 2 * kv_size], in the layout that `attend` reads."""
         ones, zeros = torch.ones(self._head_dim), torch.zeros(self._head_dim)  # no rotation
         places = np.array([[0] * len(slots), slots], np.int64)
         tensors = (tensor.data_ptr() for tensor in (ones, zeros))
         qkv = keys_and_values.clone(memory_format=torch.contiguous_format)
         inputs = (row.ctypes.data for row in places)
-        self._team.run(program([self.store_task(len(slots), layer, qkv.data_ptr(), 0, *tensors, *inputs)]))
+        self._threads.run(program([self.store_task(len(slots), layer, qkv.data_ptr(), 0, *tensors, *inputs)]))
 
     def attend(self, plan: TilePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. KV must be written already."""
+        """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. The KV must be stored
+        already."""
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         tasks = program([self.task(len(queries), layer, queries.data_ptr(), queries.stride(0), out.data_ptr())])
         tasks[:, INPUT] = plan.words.ctypes.data
-        self._team.run(tasks)
+        self._threads.run(tasks)
         return out
 
 
-def _shared_out(pieces: list[Piece], num_threads: int) -> list[list[Piece]]:
-    """The costliest first, each to the thread that has least; order within a thread as given."""
+def _balanced(pieces: list[Piece], num_threads: int) -> list[list[Piece]]:
+    """Distribute pieces over threads: the most expensive first, each to the thread with the least work. A thread's
+    pieces keep their order."""
     parts: list[list[int]] = [[] for _ in range(num_threads)]
     costs = [0] * num_threads
     by_cost = [(num_rows * (position + num_rows), index) for index, (_, num_rows, position, *_) in enumerate(pieces)]

@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV cache with AMX tiles: reads blocks where they lie, for prompts as for decoding.
+"""Causal attention over the block-based KV cache with AMX tiles: reads blocks in place, for prompts and for decoding.
 
 Keys and values lie in the pool as tiles want them (`store`): 16 tokens together, pairs of numbers that are multiplied
 together side by side. A sequence's keys are taken 128 at a time, at fixed positions. The query rows of all heads that
@@ -33,7 +33,7 @@ _PAIR = 32
 """bf16 numbers in a tile's row: what one product of queries and keys sums over."""
 PIECE_SIZE = 6
 PASS_DIM = 64
-"""Columns of values for which there are registers."""
+"""The number of columns of values for which there are registers."""
 
 
 @jit()
@@ -83,7 +83,7 @@ def attend_pieces(
         for chunk in range(_first_chunk(position, window), num_keys, CHUNK):
             for key in range(chunk, min(chunk + CHUNK, num_keys), TILE):
                 scratch.places[(key - chunk) // TILE] = _place(key, table, tables, layer_start, shape)
-            # What is read next comes nearer meanwhile, bit by bit: all at once would be waited for.
+            # The next chunk is prefetched meanwhile in small parts: all at once would cause waiting.
             next_chunk, following = chunk + CHUNK, piece
             if next_chunk >= num_keys and piece + PIECE_SIZE < pieces.size:
                 following += PIECE_SIZE
@@ -266,7 +266,7 @@ def _give_out(
                 rounded(scratch.sums, state * dim + number, out, target + number)
 
 
-# Loops over slices, which begin at 0: only there does numba know that no index is negative, and LLVM makes vectors.
+# Loops over slices, which begin at 0: only then does numba know that no index is negative, so that LLVM vectorises.
 
 
 @jit()

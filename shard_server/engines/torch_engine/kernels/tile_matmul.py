@@ -1,11 +1,11 @@
-"""Matrix products of bf16 rows with packed weights, in AMX tiles, and what follows them while they are in the cache.
+"""Matrix products of bf16 rows with packed weights on AMX tiles, fused with the operation that follows.
 
-Weights lie as they are read: for every panel of 32 columns, for every 32 of the sum (K), two tiles of 16 columns. So a
-step that decodes reads memory from front to back once. A panel stays in the cache for all rows, of which 32 make up a
-block of two by two tiles.
+Weights are stored in the order in which they are read: for every panel of 32 columns, for every 32 of the sum (K), two
+tiles of 16 columns. So a decode step reads memory once from front to back. A panel stays in the cache for all rows, of
+which 32 make up a block of two by two tiles.
 
-Sums run in the order of K in float32, whatever the number of rows, the place of a row, or the panels of a thread: a
-row's bits are its own (ADR 5). The last block's tiles have as many rows as are left.
+Sums run in the order of K in float32, whatever the number of rows, the position of a row, or the panels of a thread: a
+row's bits depend on that row alone (ADR 5). The last block's tiles have as many rows as are left.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from shard_server.engines.torch_engine.kernels.simd_ops import copied, rounded, 
 
 TILE = 16
 PANEL = 32
-"""Columns that are multiplied at a time, and rows."""
+"""The number of columns, and of rows, that are multiplied at a time."""
 DEPTH = 32
-"""Of K, that one tile product sums over."""
+"""The part of K that one tile product sums over."""
 _TILE_NUMBERS = 512
 _TILE_WORDS = 256
 _CACHED_NUMBERS = 2**17
-"""Of weights that all rows are multiplied with before the next ones: they stay in the second cache."""
+"""The number of weights that are multiplied with all rows before the next ones: they stay in the L2 cache."""
 ROUNDED, ADDED, GATED, FLOATS = range(4)
-"""What is given out: bf16; bf16 with `other` added; silu(gate) * up, columns of both in turns, 16 by 16; float32."""
+"""The output: bf16; bf16 with `other` added; silu(gate) * up, with columns of both alternating 16 by 16; float32."""
 
 _Array = np.ndarray[Any, Any]
 
 
 class Scratch(NamedTuple):
-    """Of one thread."""
+    """The working memory of one thread."""
 
     sums: _Array
     """float32 [32 * 32]"""
     finished: _Array
-    """The same, of the block before."""
+    """The sums of the previous block."""
     full: _Array
-    """Tile configurations: of a block of 32 rows,"""
+    """The tile configuration of a block of 32 rows."""
     rest: _Array
-    """of the last one."""
+    """The tile configuration of the last block."""
 
 
 @jit()
 def configure(configuration: Any, first: Any, others: Any) -> None:
-    """Registers 0, 1 and 4 hold `first` rows, 2, 3 and 5 `others`."""
+    """Set registers 0, 1 and 4 to `first` rows, and 2, 3 and 5 to `others` rows."""
     for register in range(6):
         rows = others if register in (2, 3, 5) else first
         configuration[48 + register] = rows
@@ -85,7 +85,7 @@ def multiply(
     configure(scratch.rest, min(num_rows % PANEL, TILE), max(num_rows % PANEL - TILE, 0))
     configured_rows = 0
     panel_size = depth * PANEL
-    # What a block has summed is given out while the next one is multiplied.
+    # The sums of a block are written out while the next block is multiplied.
     sums, finished = scratch.sums, scratch.finished
     finished_rows, finished_row, finished_panel = 0, 0, 0
     share = panel_size // ((num_rows + PANEL - 1) // PANEL)
@@ -97,11 +97,11 @@ def multiply(
                 rows = min(PANEL, num_rows - row)
                 if num_rows > PANEL and panel + group < end_panel:
                     prefetch(weights, (panel + group) * panel_size + row // PANEL * share, share * 2)
-                # Not for every panel of a short batch: the tiles would wait for one another.
+                # Not for every panel of a short batch, because loading a configuration makes the tiles wait.
                 if rows != configured_rows:
                     load_tile_configuration(scratch.full if rows == PANEL else scratch.rest)
                     configured_rows = rows
-                tile_load(0, bias, panel * PANEL, 0)  # the same row for all: a stride of nothing
+                tile_load(0, bias, panel * PANEL, 0)  # the same row for all: a stride of 0
                 tile_load(1, bias, panel * PANEL + TILE, 0)
                 if rows > TILE:
                     tile_load(2, bias, panel * PANEL, 0)

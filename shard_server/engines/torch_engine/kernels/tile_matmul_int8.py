@@ -1,7 +1,8 @@
-"""Matrix products of rows with int8 weights in AMX tiles: as tile_matmul.py, but sums are exact integers.
+"""Matrix products of rows with int8 weights on AMX tiles: like tile_matmul.py, but sums are exact integers.
 
-Rows are two int8 digits each (see int8_linear.py): the sums of 16 rows' first digits and of their second ones are
-joined, and scaled, before they are given out. A weight tile is 64 of the sum by 16 columns, in words of four.
+Rows are two int8 digits each (see int8_linear.py): the sums of the first digits of 16 rows and those of their second
+digits are joined and scaled before they are written out. A weight tile is 64 of the sum by 16 columns, in words of
+four.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from shard_server.engines.torch_engine.kernels.simd_ops import joined_digits
 from shard_server.engines.torch_engine.kernels.tile_matmul import PANEL, TILE, configure, give_out
 
 INT8_DEPTH = 64
-"""Of the sum, that one tile product takes."""
+"""The part of the sum that one tile product takes."""
 _TILE_BYTES = 1024
 _CACHED_BYTES = 2**18
 _SECOND = TILE * PANEL
-"""Where the sums of second digits begin."""
+"""The index at which the sums of second digits begin."""
 _LIMIT, _BASE = np.float32(127), np.float32(254)
 _SMALLEST = np.float32(1e-12)
-"""Stands for the largest value of a row that is all zeros."""
+"""Replaces the largest value of a row that is all zeros."""
 _ROUNDING = np.float32(12582912)
-"""1.5 * 2**23: added and taken away, it leaves the nearest integer, ties to even."""
+"""1.5 * 2**23: adding and subtracting it rounds to the nearest integer, ties to even."""
 
 
 @jit()
 def split_row(x: Any, first: Any, second: Any) -> Any:
-    """bf16 bits [columns] → int8 digits [at least columns; zeros behind them], and a scale (float32):
+    """bf16 bits [columns] → int8 digits [at least columns; zeros after them], and a scale (float32):
     (first + second / 254) * scale is the row, rounded."""
     scale = max(_largest(x), _SMALLEST) / _LIMIT
     _split(x, np.float32(1) / scale, first, second)
@@ -48,7 +49,7 @@ def split_row(x: Any, first: Any, second: Any) -> Any:
 
 @jit()
 def _largest(x: Any) -> Any:
-    """Magnitude. Without their sign, bf16 numbers are in the order of their bits."""
+    """The largest magnitude. Without the sign, bf16 numbers are in the order of their bits."""
     most = np.uint16(0)
     for column in range(x.size):
         most = max(most, np.uint16(x[column] & np.uint16(0x7FFF)))

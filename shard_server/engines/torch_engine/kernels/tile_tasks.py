@@ -1,4 +1,7 @@
-"""Tasks (tasks.py) of the kernels that use matrix tiles: products, and attention. Threads share a product's columns."""
+"""The tasks (tasks.py) of kernels that use matrix tiles: products and attention. Threads share a product's columns.
+
+Each docstring lists the arguments of its task.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from shard_server.engines.torch_engine.kernels.amx import aligned_zeros, tile_configuration
-from shard_server.engines.torch_engine.kernels.attention_scratch import Shape, scratch_at
+from shard_server.engines.torch_engine.kernels.attention_scratch import AttentionShape, scratch_at
 from shard_server.engines.torch_engine.kernels.compiled import (
     bf16_at,
     bytes_at,
@@ -30,7 +33,7 @@ _SCRATCH_BYTES = 2 * 4 * _SUMS + 2 * _CONFIGURATION_BYTES
 
 
 def new_scratches(num_threads: int) -> np.ndarray[Any, Any]:
-    """uint8, for tile_matmul.Scratch of each thread"""
+    """uint8: the memory of a tile_matmul.Scratch for each thread"""
     scratches = aligned_zeros(num_threads * _SCRATCH_BYTES, np.uint8)
     for configurations in scratches.reshape(num_threads, -1)[:, 2 * 4 * _SUMS :]:
         configurations.reshape(2, -1)[:] = tile_configuration()
@@ -84,7 +87,7 @@ def multiply_int8_columns(task: Any, part: Any, num_parts: Any) -> None:
 
 @jit()
 def split_rows(task: Any, part: Any, num_parts: Any) -> None:
-    """x (bf16 [rows, columns]), columns, depth, digits (int8 [2, rows, depth]; zeros behind the columns), scales
+    """x (bf16 [rows, columns]), columns, depth, digits (int8 [2, rows, depth]; zeros after the columns), scales
     (float32 [rows]): (first + second / 254) * scale is the row, rounded"""
     x, num_columns, depth, digits, scales = task[3], task[4], task[5], task[6], task[7]
     row_scales = carray(floats_at(scales), (task[ROWS],))
@@ -126,7 +129,7 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
         block_stride,
         token_size,
     ) = carray(integers_at(task[9]), (11,))
-    shape = Shape(block_size, num_kv_heads, group_size, head_dim, block_stride, token_size)
+    shape = AttentionShape(block_size, num_kv_heads, group_size, head_dim, block_stride, token_size)
     row_size = num_kv_heads * group_size * head_dim
     num_shares, tables_size = carray(integers_at(plan), (2,))
     ends = carray(integers_at(plan + 16), (num_shares + 1,))
@@ -150,13 +153,13 @@ def attend_rows(task: Any, part: Any, num_parts: Any) -> None:
 
 @jit(inline=True)
 def _operands(task: Any) -> Any:
-    """Of every product: see `multiply_columns`."""
+    """The arguments that all products have; see `multiply_columns`."""
     return task[3], task[4], task[5], task[6], task[7], task[8], task[9], task[10]
 
 
 @jit(inline=True)
 def _out_size(num_rows: Any, num_columns: Any, kind: Any) -> Any:
-    """In bf16 numbers"""
+    """The size of `out` in bf16 numbers"""
     if kind == GATED:
         return num_rows * num_columns // 2
     return num_rows * num_columns * 2 if kind == FLOATS else num_rows * num_columns

@@ -1,4 +1,5 @@
-"""Which sequences of a step get drafts, and how many tokens: as many as find room in blocks and in a matrix product."""
+"""Decides which sequences of a step get drafts, and how many tokens: as many as fit into blocks and a matrix
+product."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
 
 Drafts = dict[EngineSequence, list[int]]
-"""Tokens that may follow a sequence's known ones."""
+"""By sequence: tokens that may follow its known ones."""
 
 
 class Drafter:
-    """Drafts for the decoding sequences of a step, and counts what became of them."""
+    """Drafts tokens for the decoding sequences of a step, and counts how many were accepted."""
 
     def __init__(self, scheduler: Scheduler, config: SpeculationConfig) -> None:
         self.num_draft_tokens = 0
@@ -23,7 +24,7 @@ class Drafter:
         self._config = config
 
     def draft(self, batch: Sequence[Chunk]) -> Drafts:
-        """Takes blocks for the drafts, where needed: `give_back_room` after the step."""
+        """Draft, and reserve blocks for the drafts if needed. Call `release_blocks` after the step."""
         if not self._config.max_draft_tokens:
             return {}
         decoding = [sequence for sequence, _ in batch if sequence.num_uncomputed_tokens == 1]
@@ -39,7 +40,7 @@ class Drafter:
         return drafts
 
     def on_verified(self, sequence: EngineSequence, draft: Sequence[int], token_ids: Sequence[int]) -> None:
-        """`token_ids`: what was drawn instead; behind the last right draft there is one token more."""
+        """`token_ids` are the drawn tokens: one more than the accepted drafts."""
         num_accepted = 0
         while num_accepted < min(len(draft), len(token_ids)) and draft[num_accepted] == token_ids[num_accepted]:
             num_accepted += 1
@@ -48,18 +49,18 @@ class Drafter:
         assert sequence.lookup is not None
         sequence.lookup.on_verified(len(draft), num_accepted)
 
-    def give_back_room(self, drafts: Drafts) -> None:
-        """Free the blocks that only wrong drafts have used."""
+    def release_blocks(self, drafts: Drafts) -> None:
+        """Free the blocks that only wrong drafts used."""
         for sequence in drafts:
             if sequence.is_running:
-                self._scheduler.give_back_room(sequence)
+                self._scheduler.release_draft_blocks(sequence)
 
     def _draft(self, sequence: EngineSequence, rows_left: int) -> list[int]:
-        # The token that is drawn behind the last draft counts, too.
+        # The token that is drawn after the last draft counts, too.
         limit = min(rows_left, sequence.request.max_tokens - sequence.num_output_tokens - 1)
         if limit < 1:
             return []
         if sequence.lookup is None:
             sequence.lookup = PromptLookup(self._config.max_draft_tokens, self._config.max_ngram)
         draft = sequence.lookup.draft(sequence.token_ids, limit)
-        return draft[: self._scheduler.make_room(sequence, len(draft))] if draft else draft
+        return draft[: self._scheduler.reserve_draft_blocks(sequence, len(draft))] if draft else draft

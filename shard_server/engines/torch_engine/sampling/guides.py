@@ -1,4 +1,5 @@
-"""What the step loop asks of guided decoding; see llguidance_guides.py for who does it."""
+"""The interface of guided decoding; llguidance_guides.py implements it. Kept apart from it because llguidance is an
+optional dependency."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ import numpy as np
 
 
 class GuideError(Exception):
-    """The guide cannot be followed; the message is for the client."""
+    """The guide cannot be applied; the message is for the client."""
 
 
 class GuideState(Protocol):
-    """How far one sequence has come in its guide. Used by one thread at a time."""
+    """The progress of one sequence in its guide. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
-        """Nothing follows, and no end-of-sequence token is wanted either: the answer ends here."""
+        """Whether the answer ends here: nothing may follow, and the request has no end-of-sequence token to draw."""
         ...
 
     def mask(self) -> np.ndarray:
@@ -26,5 +27,6 @@ class GuideState(Protocol):
         ...
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Go on behind tokens of the answer (none that ended it). False: they are not in the guide."""
+        """Advance over tokens of the answer (not over one that ended it). Returns False if the guide does not allow
+        them."""
         ...

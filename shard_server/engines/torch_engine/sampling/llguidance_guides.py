@@ -1,7 +1,8 @@
 """Guided decoding: which tokens keep an answer within its guide, as bitmasks over the vocabulary (through llguidance).
 
 llguidance computes a mask in microseconds from a lazily built automaton, on the CPU, straight into numpy memory; and it
-bounds what a guide may cost by fuel that does not depend on the clock, so that every shard judges a guide alike.
+bounds what a guide may cost by fuel that does not depend on the clock, so that every shard reaches the same verdict
+about a guide.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _LIMITS: Final = LLParserLimits(
 )
 """A step of the automaton takes 7 ms at most, and its states 40 MB."""
 _JSON_WHITESPACE: Final = r"\n[ \t]{0,32}| "
-"""Between the parts of a JSON text: enough to indent it. JSON allows any, in which small models lose themselves until
-their tokens are used up."""
+"""The whitespace between the parts of a JSON text: enough to indent it. JSON allows any amount, of which small models
+may emit so much that they use up their tokens."""
 _MAX_MESSAGE_CHARS: Final = 200
 _REGEX_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
@@ -69,7 +70,7 @@ class MatcherState:
                 bits[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
                 forbidden.append(token_id)
         if forbidden and not bits.any():
-            # The only way on leads through a token that the client made a stop token: better an early end than none.
+            # The guide continues only with a token that the client made a stop token: an early end is better than none.
             for token_id in forbidden:
                 bits[token_id >> 3] |= 1 << (token_id & 7)
         return bits
@@ -79,7 +80,7 @@ class MatcherState:
 
 
 class GuideCompiler:
-    """Guides of one model's vocabulary. Thread-safe."""
+    """Compiles guides for one model's vocabulary and caches them. Thread-safe."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """Takes half a second, with the interpreter's lock held. Raises EngineError."""
@@ -94,10 +95,10 @@ class GuideCompiler:
         self._lock = threading.Lock()
 
     def start(self, guide: Guide, stop_token_ids: Iterable[int], output_token_ids: Sequence[int] = ()) -> GuideState:
-        """A sequence's state behind `output_token_ids`. Compiles the guide if it is not known. Raises GuideError."""
+        """A sequence's state after `output_token_ids`. Compiles the guide if it is not cached. Raises GuideError."""
         stop = set(stop_token_ids)
         end_ids = sorted(token_id for token_id in stop.union(self._eos) if token_id < self._vocab_size)
-        if output_token_ids and output_token_ids[-1] in end_ids:  # it has ended: the guide goes no further
+        if output_token_ids and output_token_ids[-1] in end_ids:  # it has ended, and the guide excludes stop tokens
             output_token_ids = output_token_ids[:-1]
         matcher = self._matcher(guide)
         state = MatcherState(matcher, self._vocab_size, end_ids, ends_with_eos=not stop.isdisjoint(self._eos))
@@ -125,7 +126,7 @@ class GuideCompiler:
             raise GuideError(str(error)[:_MAX_MESSAGE_CHARS]) from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # a guide that nothing satisfies shows only now
+            matcher.compute_bitmask()  # a guide that no text satisfies is detected only here
         if matcher.is_error():
             raise GuideError(_message(matcher))
         return matcher
@@ -141,12 +142,12 @@ def _grammar(guide: Guide) -> str:
             return LLMatcher.grammar_from_lark(guide.text)
         case GuideKind.CHOICE:
             choices: list[str] = json.loads(guide.text)
-            # A regular expression takes every character as it is, a grammar's string does not.
+            # A regular expression can hold every character literally; a string in a grammar cannot.
             return LLMatcher.grammar_from_regex("|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices))
 
 
 def _message(matcher: LLMatcher) -> str:
-    """The first line: what follows are excerpts of the guide and the state of the automaton."""
+    """The first line of the error: the rest are excerpts of the guide and the state of the automaton."""
     text = matcher.get_error().split("\n", 1)[0].strip()
     reason = text[:_MAX_MESSAGE_CHARS] or "it cannot be compiled"
     return _REASONS.get(reason, reason)

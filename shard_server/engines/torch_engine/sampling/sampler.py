@@ -1,9 +1,9 @@
-"""Draws tokens so that a row's outcome depends on that row alone: not on the batch, the step or the machine's mood.
+"""Draws tokens so that a row's outcome depends on that row alone: not on the batch, the step or the timing.
 
 The random number for an output position is a function of (seed, position) only, and every operation on logits works on
-one row, in an order that neither the number of rows nor the number of threads changes (softmax, log-softmax and cumsum
-over the last dimension are such; sums and logsumexp are not). So a sequence that is batched differently, preempted or
-resumed elsewhere draws the same tokens, bit for bit.
+one row, in an order that neither the number of rows nor the number of threads changes (this holds for softmax,
+log-softmax and cumsum over the last dimension, but not for sums and logsumexp). So a sequence that is batched
+differently, preempted or resumed elsewhere draws the same tokens, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import numpy as np
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
-from shard_server.engines.torch_engine.device.batched_draws import PlainRow, draw_plain_rows
-from shard_server.engines.torch_engine.numbers import MIN_TEMPERATURE, uniform
+from shard_server.engines.torch_engine.sampling.batched_draws import MIN_TEMPERATURE, PlainRow, draw_plain_rows, uniform
 
 
 @dataclasses.dataclass(slots=True)
 class SampleRow:
-    """What one row of logits is to be drawn with."""
+    """How a token is to be drawn from one row of logits."""
 
     sampling: Sampling
     position: int
-    """How many output tokens the sequence has: the index of the one to draw."""
+    """The number of output tokens of the sequence, which is the index of the one to draw."""
     output_counts: Mapping[int, int] | None = None
     """How often each token occurs in the output; None without penalties."""
     mask: np.ndarray | None = None
@@ -39,7 +38,7 @@ class Draws:
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
         self._drawn: dict[int, int] = {}
-        """By row, what was drawn beforehand."""
+        """By row: tokens that were drawn beforehand."""
         # Ties go to the lowest id: torch's max returns the first.
         best, best_ids = logits.max(dim=-1)
         self._best: list[float] = best.tolist()
@@ -47,17 +46,17 @@ class Draws:
 
     @property
     def wants_rows_together(self) -> bool:
-        """Whether a wait for every single row would be dear: not where they lie in the CPU's own memory."""
+        """Whether waiting for every single row would be expensive, because the logits are not in the CPU's memory."""
         return self._logits.device.type != "cpu"
 
     def draw_together(self, rows: Sequence[PlainRow]) -> None:
-        """Draw these beforehand, all at once; `draw` then knows their tokens."""
+        """Draw the tokens of `rows` beforehand, all at once; `draw` then returns them."""
         self._drawn = draw_plain_rows(self._logits, rows)
 
     @torch.inference_mode()
     def draw(self, index: int, row: SampleRow) -> tuple[int | None, TokenLogprobs | None]:
-        """A token of row `index`, and its logprobs if they were asked for. No token where the logits are not finite, or
-        the mask leaves none."""
+        """A token of row `index`, and its logprobs if they were requested. No token if the logits are not finite or the
+        mask allows none."""
         sampling = row.sampling
         if not -_LARGEST <= self._best[index] <= _LARGEST:
             return None, None
@@ -80,17 +79,17 @@ _USUAL_FLOOR = 1e-3
 
 
 def _draw_masked(logits: torch.Tensor, row: SampleRow, mask: np.ndarray) -> int | None:
-    """One of the tokens that the mask allows; None where it allows none.
+    """One of the tokens that the mask allows; None if it allows none.
 
-    In numpy, which takes microseconds where torch would wake its threads for every operation on a row; and only over
-    what is allowed, mostly a small part of the vocabulary.
+    Uses numpy, which takes microseconds, while torch would wake its threads for every operation on a row; and works
+    only on the allowed tokens, mostly a small part of the vocabulary.
     """
     candidates = np.flatnonzero(np.unpackbits(mask, bitorder="little", count=len(logits)))
     if not len(candidates):
         return None
     values = logits.cpu().numpy()[candidates]
     if row.sampling.temperature == 0:
-        return int(candidates[values.argmax()])  # of equal ones the first, as everywhere
+        return int(candidates[values.argmax()])  # the first among equals, as everywhere
     return int(candidates[_draw(torch.from_numpy(values), row.sampling, row.position)])
 
 
@@ -122,7 +121,7 @@ def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 
 
 def _largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest, largest first, of equal ones the lower index first (topk promises no order among equals).
+    """The k largest values, largest first; among equals, the lower index first (topk promises no order among equals).
 
     Returns values [k] and their indices [k].
     """
@@ -154,7 +153,7 @@ def _invert(probs: torch.Tensor, number: float) -> int:
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     total = float(mass[-1])
     index = int(torch.searchsorted(mass, number * total, right=True))
-    # number * total may round up to total: then it is the last that has any mass.
+    # number * total may round up to total: the result is then the last entry with any mass.
     return index if index < len(probs) else int(torch.searchsorted(mass, total))
 
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Final
 
 MAX_STEP_ROWS: Final = 32
-"""Of decoding sequences and their drafts together: a matrix product of up to so many rows takes hardly longer than one
-of a few (see linear.py)."""
+"""The limit for decoding sequences and their drafts together: a matrix product of up to this many rows takes hardly
+longer than one of a few rows (see linear.py)."""
 _MIN_NGRAM: Final = 2
-"""A single token has occurred before nearly always, and predicts nearly nothing."""
+"""A single token has nearly always occurred before, and predicts almost nothing."""
 
 
 class PromptLookup:
@@ -25,14 +25,14 @@ class PromptLookup:
     def __init__(self, max_draft_tokens: int, max_ngram: int) -> None:
         self._max_draft_tokens = max_draft_tokens
         self._allowance = max_draft_tokens
-        """Tokens in the next draft at most: fewer after misses."""
+        """The largest number of tokens in the next draft; smaller after misses."""
         self._sizes = range(max_ngram, min(_MIN_NGRAM, max_ngram) - 1, -1)
         self._places: dict[tuple[int, ...], int] = {}
-        """Where n-grams last ended, which is where what followed them begins."""
+        """By n-gram: the index after its last occurrence, where its continuation begins."""
         self._num_indexed = 0
 
     def draft(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens that may follow. `token_ids` begins with what it was at the call before."""
+        """Up to `limit` tokens that may follow. `token_ids` must extend those of the previous call."""
         self._index(token_ids)
         limit = min(limit, self._allowance)
         if limit < 1:
@@ -44,14 +44,14 @@ class PromptLookup:
         return []
 
     def on_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of the last draft."""
+        """Adapt to how many tokens of the last draft were accepted."""
         if num_accepted == num_drafted:
             self._allowance = min(self._max_draft_tokens, max(2 * self._allowance, 1))
         else:
             self._allowance = max(num_accepted, 1)
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """All n-grams that something follows: not the last ones, which are what is looked up."""
+        """Index all n-grams that have a continuation: not the last ones, which are looked up."""
         for size in self._sizes:
             for end in range(max(self._num_indexed, size), len(token_ids)):
                 self._places[tuple(token_ids[end - size : end])] = end
@@ -59,7 +59,7 @@ class PromptLookup:
 
 
 def _following(token_ids: Sequence[int], place: int, limit: int) -> list[int]:
-    """The tokens from `place` on; behind the last one the repetition goes on."""
+    """The tokens from `place` on; after the last token, the repetition continues."""
     draft = list(token_ids[place : place + limit])
     period = len(token_ids) - place
     while len(draft) < limit:

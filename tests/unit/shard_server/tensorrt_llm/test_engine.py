@@ -1,4 +1,4 @@
-"""The adapter when TensorRT-LLM misbehaves: dies, hangs, loses things, or ignores what it is told."""
+"""The adapter when TensorRT-LLM misbehaves: dies, hangs, loses things, or ignores requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def end_of(driver: EngineDriver, request_id: str) -> tuple[FinishReason, s
 
 
 async def test_a_requests_own_failure_is_its_own():
-    """Others go on, and the engine lives."""
+    """Other requests continue, and the engine lives."""
     async with running_tensorrt_llm() as (driver, fake):
         fake.llm.executor.fail_next = (3, RequestError("too long for the draft model"))
         driver.engine.submit(request_of("bad", prompt_of(1, 10), 20))
@@ -52,7 +52,7 @@ async def test_any_other_exception_of_a_stream_is_the_engines_death():
 
 
 async def test_an_engine_that_hangs_with_work_is_dead():
-    """The library's own health check would go on saying that it is well."""
+    """The library's own health check would still report that it is healthy."""
     config = TensorRtLlmConfig(stall_timeout_seconds=0.2)
     async with running_tensorrt_llm(config=config) as (driver, fake):
         driver.engine.submit(request_of("a", prompt_of(1, 10), 2000))

@@ -197,7 +197,7 @@ def test_ranks_have_numbers_and_blocks_of_their_own(world: World):
     assert world.cached == {hashes[0]}
     first.next_id += 5
     world.hear(first.stored(None, (905, [13, 14, 15, 16])))
-    assert world.cached == {hashes[0]}, "the second rank's is told again"
+    assert world.cached == {hashes[0]}, "the second rank's is reported again"
     assert world.translator.num_resyncs == 1
 
 
@@ -269,7 +269,7 @@ def test_a_salt_that_is_told_is_believed(world: World, source: Source):
     assert world.cached == set(block_hashes(A, SIZE, 2))
 
 
-def test_blocks_of_nobody_are_not_told(world: World, source: Source):
+def test_blocks_of_unknown_owners_are_not_reported(world: World, source: Source):
     """The health probe's, or those of a prompt that was forgotten."""
     world.hear(source.created(), source.stored(None, (901, A), cache_salt="kvloom probe"), source.removed(901))
     assert world.events == []

@@ -65,7 +65,7 @@ OBJECTS_BY_VARIABLE = {
     "completion": known_names.OBJECTS["CompletionOutput"],
     "params": known_names.ARGUMENTS["DisaggregatedParams"],
 }
-OTHER_OUTPUTS = {"engine.py", "outbox.py"}
+OTHER_OUTPUTS = {"engine.py", "output_buffer.py"}
 """Where `output` is a StepOutput of ours."""
 
 

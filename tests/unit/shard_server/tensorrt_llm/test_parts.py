@@ -1,4 +1,4 @@
-"""The adapter's small parts: statistics, health, unread news, adapters, hand-offs, threads."""
+"""The adapter's small parts: statistics, health, unread output, adapters, hand-offs, threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shard_server.engines.tensorrt_llm.api import load_tensorrt_llm
 from shard_server.engines.tensorrt_llm.daemon_thread import MAX_FAILURES, DrainThread, call_in_daemon
 from shard_server.engines.tensorrt_llm.disaggregation import Handoff, context_only, generation_only, handoff_of
 from shard_server.engines.tensorrt_llm.health import ProgressWatch, Verdict
-from shard_server.engines.tensorrt_llm.outbox import MAX_UNREAD_TOKENS, Outbox
+from shard_server.engines.tensorrt_llm.output_buffer import MAX_UNREAD_TOKENS, OutputBuffer
 from shard_server.engines.tensorrt_llm.requests.lora import AdapterTable
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream, StreamDelta
 from shard_server.engines.tensorrt_llm.stats import InFlight, IterationStats
@@ -71,29 +71,29 @@ def test_tokens_that_are_taken_back_stay_delivered():
     """The final trim of a stop word, in a version that ignores include_stop_str_in_output."""
     scripted = Scripted(stop_token_ids=frozenset({9}))
     assert scripted.becomes(5, 6).token_ids == [5, 6]
-    news = scripted.becomes(5, finish="stop")
-    assert (news.token_ids, news.end) == ([], FinishReason.STOP)
+    delta = scripted.becomes(5, finish="stop")
+    assert (delta.token_ids, delta.end) == ([], FinishReason.STOP)
 
 
 def test_nothing_lies_behind_a_stop_token_or_beyond_max_tokens():
     """A step of a speculating engine may bring more."""
     scripted = Scripted(stop_token_ids=frozenset({9}))
-    news = scripted.becomes(5, 9, 6)
-    assert (news.token_ids, news.end) == ([5, 9], FinishReason.STOP)
+    delta = scripted.becomes(5, 9, 6)
+    assert (delta.token_ids, delta.end) == ([5, 9], FinishReason.STOP)
     scripted = Scripted(max_tokens=3, output_token_ids=[1])
-    news = scripted.becomes(5, 6, 7)
-    assert (news.token_ids, news.end) == ([5, 6], FinishReason.LENGTH)
+    delta = scripted.becomes(5, 6, 7)
+    assert (delta.token_ids, delta.end) == ([5, 6], FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "not_finished", None])
-def test_an_end_that_nobody_asked_for_is_an_error(reason: str | None):
+def test_an_unrequested_end_is_an_error(reason: str | None):
     """A router would wait for nothing, or take it for its own cancellation."""
     scripted = Scripted()
     scripted.output.finished = True
     scripted.completion.finish_reason = reason
-    news = scripted.stream.take(scripted.output)
-    assert news.end is FinishReason.ERROR
-    assert repr(reason) in news.error
+    delta = scripted.stream.take(scripted.output)
+    assert delta.end is FinishReason.ERROR
+    assert repr(reason) in delta.error
 
 
 def test_logprobs_that_do_not_match_the_tokens_are_noticed():
@@ -135,13 +135,13 @@ def test_statistics_give_blocks_and_speeds():
 
 
 def test_free_blocks_of_the_past_do_not_count():
-    """Statistics stop when the engine goes idle: the last one tells of what ran then."""
+    """Statistics stop when the engine goes idle: the last one describes what ran then."""
     stats = IterationStats()
     in_flight = InFlight(max_batch=2, num_blocks=50, block_size=4)
     stats.absorb([{"kvCacheStats": {"freeNumBlocks": 7}}])
     assert in_flight.load(stats).num_available_blocks == 50
     in_flight.add(Scripted().stream, 1.0)
-    assert in_flight.load(stats).num_available_blocks == 49, "our own estimate until it is told anew"
+    assert in_flight.load(stats).num_available_blocks == 49, "our own estimate until the next report"
     stats.absorb([{"kvCacheStats": {"freeNumBlocks": 40}}])
     assert in_flight.load(stats).num_available_blocks == 40
 
@@ -164,20 +164,20 @@ def test_progress_is_tokens_or_iterations():
 
 async def test_a_sequence_that_is_not_read_waits_and_the_others_do_not():
     """What waits here is bounded; what one does not read is not the others' fault."""
-    outbox = Outbox()
-    outbox.add_news("a", StreamDelta([1] * MAX_UNREAD_TOKENS, []))
-    outbox.add_news("b", StreamDelta([1], []))
-    assert outbox.is_full("a")
-    assert not outbox.is_full("b")
-    waiting = asyncio.create_task(outbox.until_taken())
+    buffer = OutputBuffer()
+    buffer.add_delta("a", StreamDelta([1] * MAX_UNREAD_TOKENS, []))
+    buffer.add_delta("b", StreamDelta([1], []))
+    assert buffer.is_full("a")
+    assert not buffer.is_full("b")
+    waiting = asyncio.create_task(buffer.until_taken())
     await asyncio.sleep(0)
     assert not waiting.done()
-    output = outbox.take()
+    output = buffer.take()
     assert output is not None
     assert [len(tokens) for tokens in output.token_ids] == [MAX_UNREAD_TOKENS, 1]
     await asyncio.wait_for(waiting, TIMEOUT_SECONDS)
-    assert not outbox.is_full("a")
-    assert outbox.take() is None
+    assert not buffer.is_full("a")
+    assert buffer.take() is None
 
 
 # -- adapters and hand-offs -------------------------------------------------------------------------------------------

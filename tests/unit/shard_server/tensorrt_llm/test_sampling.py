@@ -133,7 +133,7 @@ def test_a_grammar_goes_only_to_the_backend_that_reads_its_syntax():
 
 
 def test_a_guided_answer_is_not_resumed():
-    """The library's matcher would begin anew in the middle of the answer."""
+    """The library's matcher would start over in the middle of the answer."""
     with pytest.raises(EngineError, match="begun elsewhere"):
         params_of(guided(GuideKind.REGEX, "a+", output_token_ids=[1]), "xgrammar")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_server.engines.base import Sampling
-from shard_server.engines.torch_engine.device.batched_draws import PlainRow, draw_plain_rows
+from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow, draw_plain_rows
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 
 SAMPLINGS = [
@@ -23,7 +23,7 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 40.0])
 def test_rows_together_get_the_tokens_of_rows_alone(scale: float):
-    """The same numbers, the same order of candidates: an answer goes on alike on either machine."""
+    """The same numbers, the same order of candidates: an answer continues alike on either machine."""
     logits = torch.randn(200, 3000, generator=torch.Generator().manual_seed(1)) * scale
     rows = [PlainRow(row, SAMPLINGS[row % len(SAMPLINGS)], row // 3) for row in range(200) if row % 11]
     expected = {one.row: Draws(logits).draw(one.row, SampleRow(one.sampling, one.position))[0] for one in rows[:88]}

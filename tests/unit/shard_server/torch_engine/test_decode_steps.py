@@ -20,7 +20,7 @@ def test_sizes_leave_little_padding_and_end_at_what_is_needed():
     assert len(sizes) < 20
 
 
-def test_rows_reach_the_step_and_padding_touches_nobodys_blocks():
+def test_rows_reach_the_step_and_padding_touches_no_sequences_blocks():
     """A padding row writes KV, too: into the spare block, never into a block of a sequence."""
     seen: list[DecodeInputs] = []
 

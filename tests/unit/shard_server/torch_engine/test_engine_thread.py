@@ -185,8 +185,8 @@ async def test_a_cancel_takes_effect_within_two_steps() -> None:
         await read_until_end(bench.engine, "gone", "stays")
 
 
-async def test_an_engine_that_nobody_reads_pauses() -> None:
-    """The outbox is bounded: the engine computes no more than it can deliver, and goes on when it is read."""
+async def test_an_engine_with_unread_output_pauses() -> None:
+    """Unread output is bounded: the engine computes no more than it can deliver, and continues when it is read."""
     async with started() as bench:
         bench.engine.submit(make_request("a", 200))
         for _ in range(MAX_UNREAD_OUTPUTS):
@@ -211,7 +211,7 @@ async def test_an_exception_in_a_step_ends_steps_with_an_engine_error() -> None:
         with pytest.raises(EngineError, match="broken kernel"):
             await read_all(bench.engine, outputs)
         assert tokens_of(outputs, "a") == greedy([1, 2, 3], 3)
-        with pytest.raises(EngineError, match="not run"):
+        with pytest.raises(EngineError, match="no longer running"):
             bench.engine.submit(make_request("b"))
 
 

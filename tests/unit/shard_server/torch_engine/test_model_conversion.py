@@ -1,4 +1,5 @@
-"""GGUF files become directories that hold exactly the same model, once, whoever asks and whatever was there before."""
+"""GGUF files become directories that hold exactly the same model, once, whichever process asks and whatever was there
+before."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.checkpoint.builtin_model import ensure_builtin_model, find_builtin_gguf
-from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
+from shard_server.engines.torch_engine.checkpoint.converted_model import (
+    ensure_builtin_model,
+    ensure_converted_model,
+    find_builtin_gguf,
+)
 from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
 from shard_server.engines.torch_engine.config import load_config
 from tests.fakes.tiny_llama import TINY_CONFIG, tiny_weights, write_tiny_gguf, write_tiny_llama

@@ -129,7 +129,7 @@ def test_a_sliding_window_does_not_bound_the_length_of_sequences(tmp_path: Path)
 
 
 def test_too_little_memory_is_told_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Else the kernel kills the process in the middle of loading, and nobody learns why."""
+    """Else the kernel kills the process in the middle of loading, without an explanation."""
     model_dir = write_tiny_llama(tmp_path)
     touched: list[Path] = []
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 64 * 2**20)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
-from shard_server.engines.torch_engine.numbers import uniform
+from shard_server.engines.torch_engine.sampling.batched_draws import uniform
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 
 VOCAB = 2000

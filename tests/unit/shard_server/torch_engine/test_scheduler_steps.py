@@ -100,8 +100,8 @@ def test_no_step_takes_much_longer_than_a_second(token_seconds: float, chunk: in
 
 @pytest.mark.parametrize("seed", range(8))
 def test_arrivals_and_cancels_at_any_time(seed: int) -> None:
-    """Whatever comes and goes in between, with too few blocks: integrity after each step, nobody starves, tokens are
-    those of an undisturbed run or the beginning of them."""
+    """Whatever comes and goes in between, with too few blocks: integrity after each step, no sequence starves, tokens
+    are those of an undisturbed run or the beginning of them."""
     rng = random.Random(seed)
     requests = various_requests(30, seed)
     bench = Bench(num_blocks=rng.randrange(20, 40), max_batch=rng.randrange(1, 9), budget=rng.randrange(1, 40))
@@ -142,7 +142,7 @@ def test_a_resumed_sequence_continues_identically(num_emitted: int) -> None:
 
 
 def test_a_resumed_sequence_that_had_ended_ends_at_once() -> None:
-    """The shard died between the last token and the news of the end: no token may be added."""
+    """The shard died between the last token and the report of the end: no token may be added."""
     request = make_request("a", [1, 2, 3], max_tokens=5)
     whole = alone(request)
     assert alone(dataclasses.replace(request, output_token_ids=whole.token_ids)) == Answer(reason=FinishReason.LENGTH)
@@ -249,7 +249,7 @@ def test_choices_of_one_prompt_compute_it_once(budget: int) -> None:
 
 
 def test_waiting_for_a_shared_prefix_ends_with_the_prefill_that_was_waited_for() -> None:
-    """When the one that computes is cancelled half-way, the next in line computes; nobody waits for ever."""
+    """When the one that computes is cancelled half-way, the next in the queue computes; no sequence waits for ever."""
     prompt = [i % 60 + 1 for i in range(40)]
     bench = Bench(budget=8)
     bench.add(*[make_request(f"c{i}", prompt, max_tokens=3) for i in range(3)])
@@ -288,7 +288,8 @@ def test_first_come_first_served() -> None:
 
 
 def test_the_newest_is_preempted_and_resumes_first() -> None:
-    """The oldest always goes on, and nobody overtakes who was set back: that is why preemption cannot livelock."""
+    """The oldest always continues, and no sequence overtakes a preempted one: that is why preemption cannot
+    livelock."""
     bench = Bench(num_blocks=12, max_batch=4)
     requests = [make_request(f"r{i}", [i + 1] * 7, max_tokens=24) for i in range(6)]
     bench.add(*requests)
@@ -329,7 +330,7 @@ def test_penalties_count_every_output_token() -> None:
 
 
 def test_blocks_are_stored_only_once_computed() -> None:
-    """A router that is told too early would send others after KV that is not there."""
+    """A router that learned of it too early would send others after KV that is not there."""
     bench = Bench(budget=6)
     bench.add(make_request("a", list(range(1, 21)), max_tokens=5))
     for num_full in (1, 3, 4):
@@ -357,7 +358,7 @@ def test_out_of_memory_fails_the_newest_sequence_only() -> None:
 
 
 def test_logits_that_are_not_finite_end_their_sequence() -> None:
-    """It fails clearly; its neighbour goes on."""
+    """It fails clearly; its neighbour continues."""
     bench = Bench()
     run = bench.runner.run
 

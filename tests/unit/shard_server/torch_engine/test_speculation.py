@@ -120,7 +120,7 @@ def test_fewer_steps_for_an_answer_that_repeats_itself() -> None:
 
 def test_a_stop_token_ends_the_answer_in_the_middle_of_a_draft() -> None:
     """What was drafted behind it must not be emitted, nor counted."""
-    prompt = [5, *plain(make_request("r", [5], 40)).token_ids]  # it goes on as it began
+    prompt = [5, *plain(make_request("r", [5], 40)).token_ids]  # it continues as it began
     whole = plain(make_request("r", prompt, 20)).token_ids
     stop = whole[2]
     assert stop not in whole[:2]

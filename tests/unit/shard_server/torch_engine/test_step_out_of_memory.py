@@ -1,4 +1,4 @@
-"""Memory that runs out in a step costs the newest request, and nobody else anything."""
+"""Memory that runs out in a step costs the newest request, and no other request anything."""
 
 from __future__ import annotations
 

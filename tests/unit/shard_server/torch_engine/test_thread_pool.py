@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.compiled_team import compiled_team
+from tests.fakes.kernel_threads import kernel_thread_pool
 
 tasks = pytest.importorskip("shard_server.engines.torch_engine.kernels.tasks")
 COLUMNS = 64
 
 
 @pytest.fixture(params=[1, 2, 5])
-def team(request: pytest.FixtureRequest) -> Iterator[object]:
-    with compiled_team(request.param) as found:
+def threads(request: pytest.FixtureRequest) -> Iterator[object]:
+    with kernel_thread_pool(request.param) as found:
         yield found
 
 
@@ -36,7 +36,7 @@ class Chain:
             for source, target in zip(self.stages[:-1], self.stages[1:], strict=True)
         ]
         self.program = tasks.program(rows)
-        # As behind a product: tasks by rows are not waited for where the next one goes on with the same rows.
+        # As after a product: threads do not wait after a task by rows if the next one uses the same rows.
         self.program[:, tasks.IS_AWAITED] = 1
 
     def is_done(self) -> bool:
@@ -47,22 +47,22 @@ class Chain:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 33])
-def test_a_task_sees_what_every_thread_did_before_it(team, num_rows: int):
+def test_a_task_sees_what_every_thread_did_before_it(threads, num_rows: int):
     """With fewer rows than threads, too, and time after time."""
     for _ in range(20):
         chain = Chain(num_rows, 100)
-        team.run(chain.program)
+        threads.run(chain.program)
         assert chain.is_done()
 
 
-def test_more_threads_than_cores_come_to_an_end(team):
+def test_more_threads_than_cores_come_to_an_end(threads):
     """They wait for one another hundreds of times in a step: one that waits must let the one it waits for have its
     core. Beside two other processes that want all there is."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         chain = Chain(8, 200)
         begin = time.perf_counter()
-        team.run(chain.program)
+        threads.run(chain.program)
         assert chain.is_done()
         assert time.perf_counter() - begin < 30
     finally:

@@ -1,5 +1,6 @@
-"""The sequences that TensorRT-LLM works on: a task for each iterates its RequestOutput and puts the news into the
-outbox. All on the event loop that submitted them."""
+"""The requests that TensorRT-LLM is running. A task for each iterates its RequestOutput and puts the new output into
+the OutputBuffer. Everything runs on the event loop that submitted the requests.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +13,21 @@ from shard_server.engines.base import EngineRequest, FinishReason, SequenceEnd, 
 from shard_server.engines.tensorrt_llm.api import RequestOutput
 from shard_server.engines.tensorrt_llm.health import abort
 from shard_server.engines.tensorrt_llm.kv_cache.kv_roots import RootLedger
-from shard_server.engines.tensorrt_llm.outbox import Outbox
+from shard_server.engines.tensorrt_llm.output_buffer import OutputBuffer
 from shard_server.engines.tensorrt_llm.requests.request_stream import RequestStream, StreamDelta
 from shard_server.engines.tensorrt_llm.stats import InFlight
 
 log = structlog.get_logger()
 
 
-class LiveSequences:
-    """`request_error` is what a request's own failure is raised as; `on_progress` is called with the loop's time when
-    anything came, `on_death` with what else a stream raised: the engine is dying then."""
+class RunningRequests:
+    """`request_error` is the exception type of a failure of one request. `on_progress` is called with the loop's time
+    whenever output arrives, `on_death` with any other exception that a stream raised, which means that the engine dies.
+    """
 
     def __init__(
         self,
-        outbox: Outbox,
+        buffer: OutputBuffer,
         in_flight: InFlight,
         roots: RootLedger,
         block_size: int,
@@ -34,7 +36,7 @@ class LiveSequences:
         on_progress: Callable[[float], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        self._outbox = outbox
+        self._buffer = buffer
         self._in_flight = in_flight
         self._roots = roots
         self._block_size = block_size
@@ -52,8 +54,8 @@ class LiveSequences:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def follow(self, request: EngineRequest, output: RequestOutput) -> None:
-        """`output` is what TensorRT-LLM returned for it."""
+    def add(self, request: EngineRequest, output: RequestOutput) -> None:
+        """Start reading `output`, which TensorRT-LLM returned for the request."""
         now = self._loop.time()
         stream = RequestStream(request, output, now)
         self._streams[request.request_id] = stream
@@ -63,31 +65,33 @@ class LiveSequences:
         self._pumps[request.request_id] = pump
         pump.add_done_callback(self._on_pump_done)
 
-    def let_go(self, request_id: str, reason: FinishReason, error: str = "") -> None:
-        """Abort one; it ends like this once TensorRT-LLM has ended it. Nothing happens to one that has ended, or has
-        been let go of before."""
+    def abort(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+        """Abort a request, which ends with this reason once TensorRT-LLM has ended it.
+
+        Requests that have ended or were aborted before are ignored.
+        """
         stream = self._streams.get(request_id)
-        if stream is None or stream.cancelling_sequences is not None:
+        if stream is None or stream.pending_end is not None:
             return
-        stream.cancelling_sequences = SequenceEnd(request_id, reason, error)
+        stream.pending_end = SequenceEnd(request_id, reason, error)
         stream.cut_off_at = self._loop.time() + self._cancel_timeout_seconds
         abort(stream.output)
-        self._outbox.release_waiters()
+        self._buffer.release_waiters()
 
-    def let_all_go(self, error: str) -> None:
+    def abort_all(self, error: str) -> None:
         for request_id in list(self._streams):
-            self.let_go(request_id, FinishReason.ERROR, error)
+            self.abort(request_id, FinishReason.ERROR, error)
 
     def cut_off(self, now: float) -> None:
-        """End those that TensorRT-LLM should have ended by now."""
+        """End the aborted requests that TensorRT-LLM has not ended in time."""
         for request_id, stream in list(self._streams.items()):
-            if stream.cancelling_sequences is not None and now >= stream.cut_off_at:
-                log.warning("TensorRT-LLM does not end an aborted request; cut off", request_id=request_id)
+            if stream.pending_end is not None and now >= stream.cut_off_at:
+                log.warning("TensorRT-LLM does not end an aborted request; ending it here", request_id=request_id)
                 self._pumps[request_id].cancel()
-                self._end(stream, stream.cancelling_sequences)
+                self._end(stream, stream.pending_end)
 
     def stop(self) -> list[asyncio.Task[None]]:
-        """Abort everything without an output; returns the tasks that are ending."""
+        """Abort all requests without further output; returns the tasks that are ending."""
         pumps = list(self._pumps.values())
         for stream in self._streams.values():
             abort(stream.output)
@@ -99,12 +103,12 @@ class LiveSequences:
     # -- one sequence -------------------------------------------------------------------------------------------------
 
     async def _pump(self, stream: RequestStream) -> None:
-        """Until the sequence has ended. A stream that has raised is never asked again."""
-        output, outbox = stream.output, self._outbox
+        """Read output until the sequence has ended. A stream that has raised is not read again."""
+        output, buffer = stream.output, self._buffer
         request_id = stream.request.request_id
         while True:
-            while outbox.is_full(request_id) and stream.cancelling_sequences is None:
-                await outbox.until_taken()
+            while buffer.is_full(request_id) and stream.pending_end is None:
+                await buffer.until_taken()
             try:
                 await anext(output)
             except StopAsyncIteration:
@@ -120,36 +124,37 @@ class LiveSequences:
                 return
 
     def _take(self, stream: RequestStream) -> SequenceEnd | None:
-        """Put a stream's news into the outbox; its end, if it has come."""
+        """Put a stream's new output into the buffer; returns its end if it has ended."""
         request_id = stream.request.request_id
         output = stream.output
-        if stream.cancelling_sequences is not None:
-            return stream.cancelling_sequences if output.finished else None
+        if stream.pending_end is not None:
+            return stream.pending_end if output.finished else None
         is_first = not stream.num_tokens
         try:
-            news = stream.take(output)
+            delta = stream.take(output)
         except (LookupError, ValueError, TypeError, AttributeError) as error:
             abort(output)
             return SequenceEnd(request_id, FinishReason.ERROR, f"TensorRT-LLM's output makes no sense: {error!r}")
-        if news.token_ids:
-            self._deliver(stream, news, is_first=is_first)
-        if news.end is None:
+        if delta.token_ids:
+            self._deliver(stream, delta, is_first=is_first)
+        if delta.end is None:
             return None
-        if not output.finished:  # a stop token in the middle of a step, behind which it would go on
+        if not output.finished:  # a stop token within a step: TensorRT-LLM would continue after it
             abort(output)
-        return SequenceEnd(request_id, news.end, news.error)
+        return SequenceEnd(request_id, delta.end, delta.error)
 
-    def _deliver(self, stream: RequestStream, news: StreamDelta, *, is_first: bool) -> None:
+    def _deliver(self, stream: RequestStream, delta: StreamDelta, *, is_first: bool) -> None:
         request_id = stream.request.request_id
         if is_first:
             queued_seconds = self._in_flight.admitted_at(request_id, stream.submitted_at) - stream.submitted_at
-            self._outbox.add_start(SequenceStart(request_id, stream.output.cached_tokens or 0, queued_seconds))
-        self._outbox.add_news(request_id, news)
+            self._buffer.add_start(SequenceStart(request_id, stream.output.cached_tokens or 0, queued_seconds))
+        self._buffer.add_delta(request_id, delta)
         if not stream.has_root:
             self._leave_trace(stream)
 
     def _leave_trace(self, stream: RequestStream) -> None:
-        """So that its blocks' events can be ascribed to its root; a prompt shorter than a block does it later."""
+        """Remember the prompt, so that events of its blocks can be matched to its root. A prompt shorter than a block
+        is remembered later."""
         if stream.num_context_tokens >= self._block_size:
             stream.has_root = True
             request = stream.request
@@ -162,7 +167,7 @@ class LiveSequences:
             return
         self._pumps.pop(request_id, None)
         self._in_flight.remove(request_id, self._loop.time())
-        self._outbox.add_end(stream.cancelling_sequences or end)
+        self._buffer.add_end(stream.pending_end or end)
 
     def _on_pump_done(self, pump: asyncio.Task[None]) -> None:
         if pump.cancelled():

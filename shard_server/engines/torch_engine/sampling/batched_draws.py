@@ -1,19 +1,39 @@
-"""Draws many rows' tokens at once: on an accelerator a launch and a wait for each row would take longer than the
-model.
+"""The random numbers that tokens are drawn with, and drawing the tokens of many rows at once.
 
-The numbers are those of numbers.py, and the procedure is the sampler's; only sums over a row may be rounded otherwise
-than where a row is drawn by itself.
+On an accelerator, a launch and a wait for each row would take longer than the model. The procedure is the sampler's;
+only sums over a row may be rounded differently from those of a row that is drawn alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from shard_server.engines.base import Sampling
-from shard_server.engines.torch_engine.numbers import MIN_TEMPERATURE, uniform
+
+MIN_TEMPERATURE: Final = 1e-4
+"""Below this, quotients might overflow. Except among exact ties, it is greedy already."""
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a function of seed and position alone.
+
+    Source: splitmix64 (Steele et al. 2014), with the seed mixed once beforehand so that neighbouring seeds do not yield
+    shifted copies of one stream.
+    """
+    mixed = _splitmix64(_splitmix64(seed & _MASK) ^ (position * _GAMMA & _MASK))
+    return (mixed >> 11) * 2.0**-53
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + _GAMMA) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 class PlainRow(NamedTuple):
@@ -22,7 +42,7 @@ class PlainRow(NamedTuple):
     row: int
     sampling: Sampling
     position: int
-    """How many output tokens the sequence has."""
+    """The number of output tokens that the sequence has."""
 
 
 @torch.inference_mode()
@@ -76,5 +96,5 @@ def _numbers(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
 def _invert(mass: torch.Tensor, total: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """int64 [rows]: where the cumulated `mass` [rows, n] passes `numbers` [rows, 1] times `total` [rows, 1]."""
     index = torch.searchsorted(mass, numbers * total, right=True)
-    # numbers * total may round up to total: then it is the last that has any mass.
+    # numbers * total may round up to total: the result is then the last entry with any mass.
     return torch.minimum(index, torch.searchsorted(mass, total.contiguous())).squeeze(1)

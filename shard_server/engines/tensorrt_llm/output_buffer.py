@@ -1,7 +1,7 @@
-"""What the engine has to tell and nobody has read yet: one StepOutput that grows, within bounds.
+"""Output that the consumer has not read yet: one StepOutput that grows within bounds.
 
-TensorRT-LLM cannot be paused. So a sequence whose unread tokens reach MAX_UNREAD_TOKENS is not read from any further
-(they wait inside the library, where max_tokens bounds them) until the consumer has taken what there is.
+TensorRT-LLM cannot be paused. A sequence whose unread tokens reach MAX_UNREAD_TOKENS is therefore not read further
+until the consumer has taken the buffer; its tokens wait inside the library, where max_tokens bounds them.
 """
 
 from __future__ import annotations
@@ -14,36 +14,38 @@ from shard_server.engines.base import KvEvent, SequenceEnd, SequenceStart, StepO
 from shard_server.engines.tensorrt_llm.requests.request_stream import StreamDelta
 
 MAX_UNREAD_TOKENS: Final = 32
-"""Of one sequence."""
+"""The limit for one sequence."""
 
 
-class Outbox:
+class OutputBuffer:
+    """Filled by the request tasks and emptied by `steps`, on one event loop."""
+
     def __init__(self) -> None:
         self._pending: StepOutput | None = None
         self._position: dict[str, int] = {}
-        """Of a request's entry in the pending output."""
+        """By request_id: the index of its entry in the pending output."""
         self._readable = asyncio.Event()
         self._taken = asyncio.Event()
         self.unread_since: float | None = None
-        """Loop time; None while nothing waits."""
+        """The loop's time when the oldest unread output was added; None while the buffer is empty."""
 
     def add_start(self, start: SequenceStart) -> None:
         self._open().starts.append(start)
 
-    def add_news(self, request_id: str, news: StreamDelta) -> None:
-        """Its tokens and logprobs; not its end."""
+    def add_delta(self, request_id: str, delta: StreamDelta) -> None:
+        """Add the tokens and logprobs of `delta`; its end is added by `add_end`."""
         output = self._open()
         position = self._position.get(request_id)
         if position is None:
             self._position[request_id] = len(output.request_ids)
             output.request_ids.append(request_id)
-            output.token_ids.append(news.token_ids)
-            if news.logprobs:
-                output.logprobs[request_id] = news.logprobs
+            output.token_ids.append(delta.token_ids)
+            if delta.logprobs:
+                output.logprobs[request_id] = delta.logprobs
         else:
-            output.token_ids[position] += news.token_ids
-            if news.logprobs:
-                output.logprobs[request_id] = [*output.logprobs.get(request_id, ()), *news.logprobs]
+            output.token_ids[position] += delta.token_ids
+            if delta.logprobs:
+                output.logprobs[request_id] = [*output.logprobs.get(request_id, ()), *delta.logprobs]
 
     def add_end(self, end: SequenceEnd) -> None:
         self._open().ends.append(end)
@@ -53,7 +55,7 @@ class Outbox:
             self._open().kv_events += events
 
     def is_full(self, request_id: str) -> bool:
-        """Whether the sequence must wait for `until_taken` before it is read from."""
+        """Whether the request must not be read until `until_taken` returns."""
         position = self._position.get(request_id)
         if position is None or self._pending is None:
             return False
@@ -63,7 +65,7 @@ class Outbox:
         await self._taken.wait()
 
     def release_waiters(self) -> None:
-        """Those who wait in `until_taken` look again: one of them has been cancelled."""
+        """Let all callers of `until_taken` check again, because one of their requests was cancelled."""
         self._taken.set()
         if self._pending is not None:
             self._taken.clear()
@@ -72,7 +74,7 @@ class Outbox:
         await self._readable.wait()
 
     def wake_reader(self) -> None:
-        """Let `until_readable` return although there is nothing: the engine ends."""
+        """Let `until_readable` return without output, because the engine ends."""
         self._readable.set()
 
     def take(self) -> StepOutput | None:
