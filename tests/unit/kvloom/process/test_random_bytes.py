@@ -1,4 +1,4 @@
-"""Ids cannot be guessed or come twice, although many are drawn at once."""
+"""Ids cannot be guessed and do not repeat, although many are drawn at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvloom.process.random_bytes import CHUNK_BYTES, random_hex, random_uint64
 
 
 def test_ids_differ_across_refills_and_threads() -> None:
-    """A stock that is handed out twice would give two requests one name."""
+    """Bytes that are handed out twice would give two requests the same name."""
     count = 3 * CHUNK_BYTES // 8
     with ThreadPoolExecutor(4) as threads:
         drawn = [one for part in threads.map(lambda _: [random_hex(8) for _ in range(count)], range(4)) for one in part]
@@ -21,7 +21,7 @@ def test_ids_differ_across_refills_and_threads() -> None:
 
 
 def test_a_forked_process_draws_its_own() -> None:
-    """Otherwise a parent and its child would give out the same names."""
+    """Otherwise a parent and its child would draw the same names."""
     random_hex(8)
     reader, writer = os.pipe()
     with warnings.catch_warnings():
