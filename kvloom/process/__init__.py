@@ -8,6 +8,5 @@ aligned_timer.py  runs all periodic work of a process at the same moment
 backoff.py        exponential backoff
 cpu_affinity.py   keeps an event loop's thread on one CPU
 cancellation.py   restores task cancellations that a library has swallowed
-random_bytes.py   random ids without a system call for each
 extras.py         names the distribution that brings a missing package
 """
