@@ -7,6 +7,7 @@ The checks raise KvloomError (INVALID_ARGUMENT) and name the field, prefixed wit
 from __future__ import annotations
 
 import math
+import secrets
 from typing import Final
 
 from kvloom.errors import invalid_argument
@@ -20,6 +21,11 @@ MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
 DEFAULT_TEMPERATURE: Final = 1.0
 DEFAULT_TOP_P: Final = 1.0
+
+
+def draw_seed() -> int:
+    """A random seed for a request that has none."""
+    return secrets.randbits(64)
 
 
 def check_sampling(sampling: SamplingParams, at: str = "") -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.router_link.link import LinkRequest
-from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop
+from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop, draw_seed
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1 import router_service_pb2
@@ -27,7 +27,6 @@ MAX_NAME_CHARS: Final = 256
 MAX_MESSAGES: Final = 4096
 MAX_CHARS_PER_TOKEN: Final = 16
 """A text with more characters than this per allowed prompt token is rejected before any work is done on it."""
-SEED_BITS: Final = 64
 _TIERS: Final[Mapping[int, Tier]] = {
     router_service_pb2.TIER_UNSPECIFIED: Tier.INTERACTIVE,
     router_service_pb2.TIER_INTERACTIVE: Tier.INTERACTIVE,
@@ -277,7 +276,7 @@ def _with_seed(sampling: SamplingParams) -> SamplingParams:
     fixed = SamplingParams()
     fixed.CopyFrom(sampling)
     if not fixed.HasField("seed"):
-        fixed.seed = secrets.randbits(SEED_BITS)
+        fixed.seed = draw_seed()
     return fixed
 
 

@@ -6,8 +6,6 @@ import dataclasses
 import secrets
 from typing import Final
 
-from kvloom.process.random_bytes import random_hex
-
 TAG_CHARS: Final = 8
 
 
@@ -30,7 +28,7 @@ def new_edge_tag() -> str:
 
 def new_response_id(prefix: str, edge_tag: str) -> str:
     """`prefix` is "chatcmpl-" or "cmpl-". The id cannot be guessed."""
-    return f"{prefix}{edge_tag}{random_hex(8)}"
+    return f"{prefix}{edge_tag}{secrets.token_hex(8)}"
 
 
 def edge_tag_of(response_id: str) -> str:

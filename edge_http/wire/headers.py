@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 from urllib.parse import quote
@@ -9,7 +10,6 @@ from urllib.parse import quote
 from aiohttp import web
 
 from kvloom.errors import invalid_argument
-from kvloom.process.random_bytes import random_hex
 from kvloom.v1.generation_pb2 import SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
@@ -37,7 +37,7 @@ def request_id(request: web.BaseRequest) -> str:
     if known is not None:
         return known
     given = request.headers.get(REQUEST_ID) or request.headers.get("x-correlation-id") or ""
-    chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{random_hex(12)}"
+    chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{os.urandom(12).hex()}"
     request[_REQUEST_ID_KEY] = chosen
     return chosen
 

@@ -9,11 +9,11 @@ from typing import Final
 from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import ChoiceProgress
+from kvloom.sampling import draw_seed
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, SequenceFinish
 from kvloom.v1.router_service_pb2 import CancelRequest, ChoiceDelta, GenerateRequest, GenerateResponse, PartialChoice
 
-SEED_BITS: Final = 64
 TOKEN_BYTES: Final = 24
 
 
@@ -24,7 +24,7 @@ class MigratingGeneration:
     def __init__(self, request: GenerateRequest) -> None:
         """`request` has a request_id. It gets a seed, because every router must draw the same random numbers."""
         if not request.sampling.HasField("seed"):
-            request.sampling.seed = secrets.randbits(SEED_BITS)
+            request.sampling.seed = draw_seed()
         self._request = request
         self._began_at = time.monotonic()
         self._choices = [ChoiceProgress(index) for index in range(request.n or 1)]

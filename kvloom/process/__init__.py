@@ -1,0 +1,12 @@
+"""What every service process needs: start and stop, logs, metrics, timers, and small policies.
+
+service.py        uvloop, signals, the ready line, the gRPC server's port, health and reflection
+telemetry.py      sets up structlog, and serves the metrics over HTTP
+log_lines.py      the renderers of log lines, and the writer that batches them
+fast_metrics.py   counters and histograms that are cheap to update from one thread
+aligned_timer.py  runs all periodic work of a process at the same moment
+backoff.py        exponential backoff
+cpu_affinity.py   keeps an event loop's thread on one CPU
+cancellation.py   restores task cancellations that a library has swallowed
+extras.py         names the distribution that brings a missing package
+"""

@@ -18,11 +18,11 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.process.backoff import Backoff
-from kvloom.process.random_bytes import random_uint64
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_link.members import NewLink, RouterMember, RouterMembers
 from kvloom.router_link.tracked_request import LOSSES, Assignment, TrackedRequest
+from kvloom.sampling import draw_seed
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import CancelRequest, FleetState
@@ -302,7 +302,7 @@ def with_seed(sampling: SamplingParams) -> SamplingParams:
         return sampling
     fixed = SamplingParams()
     fixed.CopyFrom(sampling)
-    fixed.seed = random_uint64()
+    fixed.seed = draw_seed()
     return fixed
 
 

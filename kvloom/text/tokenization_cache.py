@@ -123,13 +123,6 @@ class PieceCache:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def look_up(self, text: str) -> TextEncoding:
-        """The parts of a text that are in the cache, and those that must be encoded."""
-        encoding = TextEncoding(self)
-        for _ in self.fill(encoding, text):
-            pass
-        return encoding
-
     def fill(self, encoding: TextEncoding, text: str) -> Iterator[None]:
         """Fill in `encoding` for `text`. Yields after every 100 microseconds or so, to let the event loop run."""
         blocks, parts = self._blocks, encoding.parts

@@ -1,4 +1,4 @@
-"""What every implementation of `RouterLink` must do. test_router_links.py runs it; adding a link is one class there."""
+"""The contract of every `RouterLink` implementation. test_router_links.py runs it; adding a link is one class there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = generation_pb2.FINISH_REASON_LENGTH
 
 
 class LinkRig(Protocol):
-    """A connected link to a router whose shards answer as tests/fakes/fake_shard.py says."""
+    """A connected link to a router whose shards answer as in tests/fakes/fake_shard.py."""
 
     @property
     def link(self) -> RouterLink: ...
@@ -33,7 +33,7 @@ class LinkRig(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Sequences that the shards work on."""
+        """How many sequences the shards are working on."""
         ...
 
 
@@ -43,7 +43,7 @@ class RaisingSink(Answer):
 
 
 class CancellingSink(Answer):
-    """Cancels a request, itself for one, when its first tokens come."""
+    """Cancels a request, which may be its own, when its first tokens arrive."""
 
     def __init__(self, link: RouterLink, n: int = 1) -> None:
         super().__init__(n)
@@ -58,7 +58,7 @@ class CancellingSink(Answer):
 
 
 class RouterLinkSuite:
-    """A subclass has `open_rig`."""
+    """A subclass implements `open_rig`."""
 
     def open_rig(self, request: pytest.FixtureRequest) -> AbstractAsyncContextManager[LinkRig]:
         raise NotImplementedError
@@ -69,7 +69,7 @@ class RouterLinkSuite:
             yield rig
 
     async def test_each_choice_hears_its_start_its_tokens_and_its_end(self, rig: LinkRig) -> None:
-        """And the counts of the end are those of what it heard."""
+        """The finish has the counts of the tokens that the sink received."""
         answer = Answer(3)
         rig.link.submit(link_request([5, 6], 8, request_id="a", n=3), answer)
         await eventually(lambda: answer.done, "the end")
@@ -82,7 +82,7 @@ class RouterLinkSuite:
             assert (finish.reason, finish.num_prompt_tokens, finish.num_output_tokens) == (LENGTH, 2, 8)
 
     async def test_many_requests_at_once_are_kept_apart(self, rig: LinkRig) -> None:
-        """Again and again, so that whatever numbers them is used again."""
+        """Repeats requests, so that their slots and handles are reused."""
         for turn in range(3):
             answers = [Answer() for _ in range(40)]
             for i, answer in enumerate(answers):
@@ -91,8 +91,8 @@ class RouterLinkSuite:
             for i, answer in enumerate(answers):
                 assert answer.token_ids == [expected_tokens([i, turn], 0, 4)]
 
-    async def test_a_request_goes_on_behind_what_was_delivered(self, rig: LinkRig) -> None:
-        """The wanted choices only, told by their indexes; what was given counts as output."""
+    async def test_a_request_continues_after_the_tokens_delivered(self, rig: LinkRig) -> None:
+        """Only the wanted choices are delivered, by their indexes; given tokens count as output."""
         begun = ChoiceProgress(1)
         begun.token_ids.extend(expected_tokens([7], 1, 3))
         begun.num_chars = len("".join(map(token_text, begun.token_ids)))
@@ -105,7 +105,7 @@ class RouterLinkSuite:
         assert answer.finishes[1].num_output_tokens == 8
 
     async def test_a_cancelled_sink_hears_no_more(self, rig: LinkRig) -> None:
-        """Nor does anybody generate for it; handles that are unknown or were used are ignored."""
+        """Its generation stops as well. Handles that are unknown or were used before are ignored."""
         answer, other = Answer(2), Answer()
         handle = rig.link.submit(link_request([1], 1000, request_id="a", n=2), answer)
         await eventually(lambda: all(answer.token_ids), "tokens")
@@ -120,7 +120,7 @@ class RouterLinkSuite:
         assert sum(map(len, answer.token_ids)) == num_tokens
 
     async def test_a_sink_may_cancel_from_within(self, rig: LinkRig) -> None:
-        """Itself and others."""
+        """A sink may cancel its own request and others."""
         self_ending, other_ending, victim = CancellingSink(rig.link, 2), CancellingSink(rig.link), Answer()
         rig.hold()
         self_ending.victim = rig.link.submit(link_request([1], 1000, request_id="a", n=2), self_ending)
@@ -133,7 +133,7 @@ class RouterLinkSuite:
         assert other_ending.token_ids == [expected_tokens([3], 0, 8)]
 
     async def test_a_sink_that_raises_ends_only_its_own_request(self, rig: LinkRig) -> None:
-        """One request's bug must not take everybody's answers down."""
+        """One request's bug must not fail all answers."""
         bad, good = RaisingSink(), Answer()
         rig.link.submit(link_request([1], 1000, request_id="a"), bad)
         rig.link.submit(link_request([2], 8, request_id="b"), good)
@@ -143,22 +143,22 @@ class RouterLinkSuite:
         assert not any(bad.finishes)
 
     async def test_a_refused_request_ends_every_choice_once(self, rig: LinkRig) -> None:
-        """By a finish, as everything that happens after submit."""
+        """The rejection arrives as a finish, like every event after submit."""
         answer = Answer(2)
         rig.link.submit(link_request([1], 8, request_id="a", n=2, model="nobody"), answer)
         await eventually(lambda: answer.done, "the end")
         assert answer.finish.error.reason == ErrorReason.ERROR_REASON_MODEL_NOT_FOUND
 
     async def test_the_fleet_is_known_while_connected(self, rig: LinkRig) -> None:
-        """And not a moment longer."""
+        """The slots are not in use any longer than the request."""
         assert rig.link.connected
         assert [model.name for model in rig.link.fleet.models] == [MODEL]
         await rig.link.close()
         assert not rig.link.connected
         assert not rig.link.fleet.models
 
-    async def test_whoever_waits_hears_of_a_change(self, rig: LinkRig) -> None:
-        """The end is one."""
+    async def test_a_waiting_task_is_woken_by_a_fleet_change(self, rig: LinkRig) -> None:
+        """A cancel at the end must not produce a second finish."""
         waiting = asyncio.create_task(rig.link.wait_fleet_change())
         await asyncio.sleep(0)
         await rig.link.close()
@@ -166,7 +166,7 @@ class RouterLinkSuite:
             await waiting
 
     async def test_closing_ends_what_runs_and_refuses_what_comes(self, rig: LinkRig) -> None:
-        """No request waits for ever; repeatable."""
+        """No request waits forever. Calling `close` again is safe."""
         answer = Answer(2)
         rig.link.submit(link_request([1], 100_000, request_id="a", n=2, timeout_seconds=30.0), answer)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The conformance suite on every way to a router there is."""
+"""The conformance suite, run on every implementation of RouterLink."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestGrpcRouterLink(RouterLinkSuite):
 
 
 class TestRouterGroup(RouterLinkSuite):
-    """One of whose routers is not there."""
+    """A group one of whose routers is not there."""
 
     def open_rig(self, request: pytest.FixtureRequest) -> contextlib.AbstractAsyncContextManager[LinkRig]:
         async def connect(world: RouterWorld) -> RouterLink:
@@ -80,7 +80,7 @@ class TestLocalRouterLink(RouterLinkSuite):
 
 
 class FakeRig:
-    """Plays a router with a fake shard, one token a turn of the loop."""
+    """Plays a router with a fake shard that makes one token per loop iteration."""
 
     def __init__(self) -> None:
         self.link = FakeRouterLink(model=MODEL)
@@ -136,7 +136,7 @@ class FakeRig:
 
 
 class TestFakeRouterLink(RouterLinkSuite):
-    """The one that the edge's tests rely on."""
+    """The fake link that the edge's tests rely on."""
 
     @contextlib.asynccontextmanager
     async def open_rig(self, request: pytest.FixtureRequest) -> AsyncIterator[LinkRig]:

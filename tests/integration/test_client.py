@@ -48,7 +48,7 @@ async def test_token_ids_travel_over_the_shared_stream(client: Client, router: F
 
 
 async def test_messages_and_text_are_sent_to_be_tokenized(client: Client, router: FakeRouter) -> None:
-    """Without a tokenizer of its own the SDK lets the router do it; all options arrive."""
+    """Without its own tokenizer, the SDK leaves tokenizing to the router; all options arrive."""
     messages = [kvloom.ChatMessage("system", "be brief"), {"role": "user", "content": "hi there"}]
     options = {"max_tokens": 5, "temperature": 0.5, "seed": 7, "stop": "END", "n": 2, "timeout_seconds": 3.0}
     options["session_key"] = "chat-17"
@@ -65,7 +65,7 @@ async def test_messages_and_text_are_sent_to_be_tokenized(client: Client, router
 
 
 async def test_leaving_the_loop_cancels_the_request(client: Client, router: FakeRouter) -> None:
-    """Nobody generates for a caller who has gone, on either way to the router."""
+    """No generation continues for a caller that has left, over either path to the router."""
     router.answers = False
     stream = client.generate(model="m", token_ids=[1], n=2)
     task = asyncio.create_task(anext(stream))
@@ -95,7 +95,7 @@ async def test_a_failed_choice_raises_its_reason(client: Client, router: FakeRou
 
 
 async def test_one_failed_choice_does_not_hide_the_others(client: Client, router: FakeRouter) -> None:
-    """With n > 1 the reader gets all that came, then the error."""
+    """With n > 1 the reader gets all deltas up to the error, and then the error."""
     router.answers = False
     stream = client.generate(model="m", token_ids=[1], n=2)
     task = asyncio.create_task(collect(stream))
@@ -138,7 +138,7 @@ async def test_a_halted_answer_is_an_answer(client: Client, router: FakeRouter) 
 
 
 async def test_a_refused_prompt_is_an_error(client: Client, router: FakeRouter) -> None:
-    """Over the stream it comes as a finish, over the RPC as a status: callers see one and the same."""
+    """Over the stream it arrives as a finish, over the RPC as a status; callers get the same error."""
     router.answers = False
     task = asyncio.create_task(collect(client.generate(model="m", token_ids=[1])))
     await router.wait_until(lambda: bool(router.connections) and bool(router.connections[0].submits))
@@ -150,8 +150,8 @@ async def test_a_refused_prompt_is_an_error(client: Client, router: FakeRouter) 
     assert error.reason == R.ERROR_REASON_CONTENT_FILTERED
 
 
-async def test_a_slow_reader_is_cancelled_and_told(router: FakeRouter) -> None:
-    """What waits for a reader is bounded; the others on the stream go on."""
+async def test_a_slow_reader_is_cancelled_with_an_error(router: FakeRouter) -> None:
+    """Deltas that wait for a reader are bounded; the other requests of the stream continue."""
     router.answers = False
     async with Client(router.address, max_buffered_tokens=10) as client:
         slow = client.generate(model="m", token_ids=[1])
@@ -172,7 +172,8 @@ async def test_a_slow_reader_is_cancelled_and_told(router: FakeRouter) -> None:
 
 
 async def test_a_lost_router_is_an_error_with_a_reason(router: FakeRouter, client: Client) -> None:
-    """Mid-stream when it does not take the request up again, before the first connection, and for RPCs."""
+    """ROUTER_LOST is raised mid-stream when the router does not continue the request, before the first connection, and
+    for RPCs."""
     router.answers = False
     router.fleet.ClearField("models")  # what a router says that has come back and knows no shard
     task = asyncio.create_task(collect(client.generate(model="m", token_ids=[1])))
@@ -193,7 +194,7 @@ async def test_a_lost_router_is_an_error_with_a_reason(router: FakeRouter, clien
 
 
 async def test_plan_cancel_and_list_models(client: Client, router: FakeRouter) -> None:
-    """The unary calls, and an error's reason and field through a gRPC status."""
+    """The unary calls, and an error whose reason and field pass through a gRPC status."""
     assert (await client.plan(model="m", text="hi")).picked_shard_id == "shard-0"
     with pytest.raises(KvloomError) as caught:
         await client.plan(model="other", text="hi")

@@ -1,4 +1,4 @@
-"""`generate(..., resumable=True)`: whatever breaks, the loop of an SDK's user sees nothing of it."""
+"""`generate(..., resumable=True)`: the loop of an SDK user notices no break."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest_plugins = ("tests.fakes.router_fixtures",)
 
 
 async def test_the_sdk_mends_lost_connections(world: RouterWorld) -> None:
-    """The user's `async for` sees no break, however often the connection is reset; nothing is lost, doubled or billed
+    """The user's `async for` sees no break, however often the connection is reset. No token is lost, doubled or metered
     twice, also while a shard dies."""
     await start(world, {"step_seconds": 0.004})
     await world.start_shard("shard-1", step_seconds=0.004)
@@ -54,7 +54,7 @@ async def test_the_sdk_mends_lost_connections(world: RouterWorld) -> None:
 
 
 async def test_the_sdk_mends_a_connection_that_breaks_before_anything_was_heard(world: RouterWorld) -> None:
-    """Whether or not the router has heard of the request, it is made once."""
+    """The request is made once, whether or not the router has received it before the break."""
     shard = await start(world)
     proxy = BreakingProxy(world.address)
     await proxy.start()
@@ -77,7 +77,7 @@ async def test_the_sdk_mends_a_connection_that_breaks_before_anything_was_heard(
 
 
 async def test_the_sdk_cancels_what_it_leaves(world: RouterWorld) -> None:
-    """Leaving the loop means the end, not a grace period."""
+    """Leaving the loop ends the request, without a grace period."""
     shard = await start(world)
     async with Client(world.address) as client:
         answer = client.generate(model=MODEL, token_ids=PROMPT, max_tokens=4000, resumable=True)
@@ -89,8 +89,8 @@ async def test_the_sdk_cancels_what_it_leaves(world: RouterWorld) -> None:
 
 @pytest.mark.parametrize("reattach_seconds", [0.0, 10.0])
 async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorld, reattach_seconds: float) -> None:
-    """Its client was away for longer than the grace period: the router goes on behind what had come, and credits what
-    it had generated beyond; if that is not wanted, an error; never a second, different answer."""
+    """A client was away for longer than the grace period: the router continues after what was received, and credits
+    what it had generated beyond. Without reattaching that is an error, never a second, different answer."""
     await start(world, {"step_seconds": 0.01}, grace_seconds=0.05)
     proxy = BreakingProxy(world.address)
     await proxy.start()
@@ -122,7 +122,7 @@ async def _collect(client: Client, **options: Any) -> list[int]:
 
 
 async def test_the_sdk_finds_the_router_among_several_at_one_address(world: RouterWorld) -> None:
-    """Routers may share a port: a new connection ends at any of them, and the answer is at one."""
+    """Routers may share a port: a new connection may reach any of them, and only one has the answer."""
     await start(world, {"step_seconds": 0.005})
     config = copy.deepcopy(world.config)
     config.redis.key_prefix += "-other"  # a fake shard serves one router
@@ -147,7 +147,7 @@ async def test_the_sdk_finds_the_router_among_several_at_one_address(world: Rout
 
 
 async def test_the_sdk_asks_another_router_for_an_answer_that_has_not_begun(world: RouterWorld) -> None:
-    """A router that is not there costs a moment, no answer."""
+    """A router that is not there costs a moment, and no answer."""
     await start(world)
     proxy = BreakingProxy(world.address)
     await proxy.start()

@@ -38,7 +38,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def questions() -> list[dict[str, Any]]:
-    """Of every kind: text and messages (token ids go another way), resumable and not, one choice and two."""
+    """Requests of every kind: text and messages (token ids take another path), resumable and not, one choice and
+    two."""
     asked: list[dict[str, Any]] = []
     for i in range(NUM_REQUESTS):
         words = f"Story number {i}, please."
@@ -50,7 +51,7 @@ def questions() -> list[dict[str, Any]]:
 
 @dataclasses.dataclass
 class Got:
-    """What a loop has got of an answer."""
+    """What a loop has received of an answer."""
 
     n: int
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
@@ -87,7 +88,7 @@ def _end(finish: SequenceFinish) -> tuple[Any, ...]:
 
 
 class Readers:
-    """Answers that are being read, by a loop each."""
+    """Answers that are being read, each by its own loop."""
 
     def __init__(self, client: Client, asked: list[dict[str, Any]], prefix: str) -> None:
         self.got = [Got(options["n"]) for options in asked]
@@ -117,7 +118,7 @@ class Readers:
 
 
 async def undisturbed(client: Client) -> tuple[list[dict[str, Any]], list[Got]]:
-    """Questions, a stop string in the middle of some answers, and what they are answered."""
+    """Questions, with a stop string in the middle of some answers, and their undisturbed answers."""
     asked = questions()
     first = await Readers(client, asked, "first").ended()
     for options, got in list(zip(asked, first, strict=True))[1::4]:
@@ -143,8 +144,8 @@ async def two_routers(world: RouterProcesses) -> tuple[RouterProcess, RouterProc
 
 
 async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
-    """kill -9: what it ran goes on at the other one, to the same tokens, text, logprobs, ends and counts; so does what
-    had not begun, and what is asked afterwards."""
+    """kill -9: the router's answers continue at the other one with the same tokens, text, logprobs, finishes and
+    counts. So do requests that had not begun, and later ones."""
     first, second = await two_routers(world)
     async with Client([first.address, second.address]) as client:
         asked, expected = await undisturbed(client)
@@ -159,7 +160,7 @@ async def test_kill_of_one_router_of_two(world: RouterProcesses) -> None:
 
 
 async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> None:
-    """With nowhere else to go, answers wait for it to come back to its address."""
+    """Without another router, answers wait until it is back at its address."""
     router = await world.start_router("router-0")
     await world.link(1)
     async with Client(router.address, reattach_seconds=20.0) as client:
@@ -171,8 +172,8 @@ async def test_kill_and_restart_of_the_only_router(world: RouterProcesses) -> No
         assert await readers.ended() == expected
 
 
-async def test_nobody_waits_longer_than_wanted(world: RouterProcesses) -> None:
-    """A router that does not come back: ROUTER_LOST; with 0 seconds at once, as without all of this."""
+async def test_no_answer_waits_longer_than_wanted(world: RouterProcesses) -> None:
+    """A router that does not come back ends in ROUTER_LOST; with 0 seconds at once."""
     router = await world.start_router("router-0")
     await world.link(1)
     asked = [options for options in questions() if not options["resumable"]]
@@ -191,11 +192,11 @@ async def test_nobody_waits_longer_than_wanted(world: RouterProcesses) -> None:
         assert asyncio.get_running_loop().time() - killed_at < 8.0
 
 
-async def test_bills_add_up_when_routers_that_live_are_left(
+async def test_usage_records_add_up_when_living_routers_are_left(
     world: RouterProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One whose connections break and are refused, one that hangs, one that stops: what they have metered beyond what
-    the loop got is credited, so that all bills together are the tokens that the loop got."""
+    """Routers whose connections break and are rejected, that hang, and that stop: tokens that they have metered beyond
+    what the loop received are credited, so that all usage records together are the tokens of the loop."""
     monkeypatch.setattr(resumed_call, "OPEN_TIMEOUT_SECONDS", 0.5)
     quick = {"grpc.keepalive_time_ms": 600, "grpc.http2.ping_timeout_ms": 400}
     options = [(name, quick.get(name, value)) for name, value in router_channels.CHANNEL_OPTIONS]
@@ -233,20 +234,21 @@ async def test_bills_add_up_when_routers_that_live_are_left(
         second.send(signal.SIGTERM)
         await check(readers, "stopped")
     first.send(signal.SIGTERM)
-    bills, num_credited = await billed(first, second)
+    metered, num_credited = await metered_tokens(first, second)
     for name, got in delivered.items():
-        assert bills[name] == got.num_tokens, name
+        assert metered[name] == got.num_tokens, name
     assert num_credited, "nothing was lost on its way: the test shows nothing"
 
 
 def test_a_hung_process_is_found_out_about_in_seconds() -> None:
-    """gRPC waits a minute for the answer to a ping, whatever keepalive_timeout_ms says, unless it is told otherwise;
-    the test above shows that this option does it."""
+    """gRPC waits a minute for the answer to a ping, whatever keepalive_timeout_ms is, unless this option is set. The
+    test above shows that it works."""
     assert dict(CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 5_000
 
 
-async def test_a_client_of_any_language_goes_on(world: RouterProcesses) -> None:
-    """By the proto's own words, without the SDK and without a seed: what the responses have is enough."""
+async def test_a_client_of_any_language_can_continue(world: RouterProcesses) -> None:
+    """Using only the proto's documentation, without the SDK and without a seed: the responses contain all that is
+    needed."""
     first, second = await two_routers(world)
     request = GenerateRequest(model=MODEL, text="Once upon a time", stop=StopConditions(max_tokens=NUM_TOKENS))
     parts: list[tuple[list[int], str]] = []
@@ -279,13 +281,15 @@ def _text(parts: list[tuple[list[int], str]]) -> str:
     return "".join(text for _, text in parts)
 
 
-async def billed(*routers: RouterProcess) -> tuple[dict[str, int], int]:
-    """By request, from the logs of routers that end; and how much was credited."""
-    bills: dict[str, int] = {}
+async def metered_tokens(*routers: RouterProcess) -> tuple[dict[str, int], int]:
+    """The tokens metered by request, from the logs of routers that end; and how many were credited."""
+    metered: dict[str, int] = {}
     num_credited = 0
     for router in routers:
         _, log = await router.wait()
-        for bill in filter(None, map(parse_usage_record, log.encode().splitlines())):
-            bills[bill.request_id] = bills.get(bill.request_id, 0) + bill.num_output_tokens - bill.num_credited_tokens
-            num_credited += bill.num_credited_tokens
-    return bills, num_credited
+        for record in filter(None, map(parse_usage_record, log.encode().splitlines())):
+            metered[record.request_id] = (
+                metered.get(record.request_id, 0) + record.num_output_tokens - record.num_credited_tokens
+            )
+            num_credited += record.num_credited_tokens
+    return metered, num_credited

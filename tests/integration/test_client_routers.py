@@ -15,7 +15,7 @@ from tests.fakes.fake_router import FakeRouter, serve_fake_router, text_of
 
 @pytest.fixture
 async def routers() -> AsyncIterator[list[FakeRouter]]:
-    """Two."""
+    """Two scripted routers."""
     async with serve_fake_router() as (first, first_address), serve_fake_router() as (second, second_address):
         first.address, second.address = first_address, second_address
         yield [first, second]
@@ -23,7 +23,7 @@ async def routers() -> AsyncIterator[list[FakeRouter]]:
 
 @pytest.fixture
 async def gone() -> str:
-    """Where no router is any more."""
+    """An address at which no router listens any more."""
     async with serve_fake_router() as (_, address):
         return address
 
@@ -32,13 +32,13 @@ async def gone() -> str:
 async def test_addresses_are_a_list_or_have_commas_between_them(
     routers: list[FakeRouter], form: Callable[[list[str]], str | list[str]]
 ) -> None:
-    """Both are how people write it."""
+    """Both notations are accepted."""
     async with Client(form([router.address for router in routers])) as client:
         assert [d.text async for d in client.generate(model="m", token_ids=[1, 2])] == [text_of(1), text_of(2), ""]
 
 
-async def test_an_answer_to_token_ids_goes_on_at_another_router(routers: list[FakeRouter]) -> None:
-    """The loop sees a pause, and each token once."""
+async def test_an_answer_to_token_ids_continues_at_another_router(routers: list[FakeRouter]) -> None:
+    """The loop notices a pause, and gets each token once."""
     for router in routers:
         router.answers = False
     async with Client([router.address for router in routers]) as client:
@@ -63,7 +63,7 @@ async def test_an_answer_to_token_ids_goes_on_at_another_router(routers: list[Fa
 
 
 async def test_calls_go_to_a_router_that_is_there(gone: str, routers: list[FakeRouter]) -> None:
-    """Text is generated, models are listed and plans are made, though the first address is dead."""
+    """Text is generated, models are listed and plans are made, although the first address is dead."""
     async with Client([gone, routers[0].address]) as client:
         assert [delta.text async for delta in client.generate(model="m", text="a b")] == ["a", "b", ""]
         assert [model.name for model in await client.list_models()] == ["m"]
@@ -71,7 +71,7 @@ async def test_calls_go_to_a_router_that_is_there(gone: str, routers: list[FakeR
 
 
 async def test_a_router_that_drains_is_not_the_last_word(routers: list[FakeRouter]) -> None:
-    """Another one takes the text; what is wrong with a request is told at once."""
+    """Another router gets the text; an invalid request is rejected at once."""
     routers[0].fail_with = KvloomError(ErrorReason.ERROR_REASON_DRAINING, "I stop.")
     async with Client([router.address for router in routers]) as client:
         assert [delta.text async for delta in client.generate(model="m", text="a")] == ["a", ""]
@@ -84,7 +84,7 @@ async def test_a_router_that_drains_is_not_the_last_word(routers: list[FakeRoute
 
 
 async def test_a_request_is_cancelled_wherever_it_runs(gone: str, routers: list[FakeRouter]) -> None:
-    """Whoever cancels need not know which router has it."""
+    """The caller of `cancel` need not know which router has the request."""
     async with Client([gone, *(router.address for router in routers)]) as client:
         assert not await client.cancel("unknown")
         assert [[cancel.request_id for cancel in router.cancels] for router in routers] == [["unknown"], ["unknown"]]
@@ -92,7 +92,7 @@ async def test_a_request_is_cancelled_wherever_it_runs(gone: str, routers: list[
 
 
 async def test_no_router_is_there(gone: str) -> None:
-    """Whatever is asked."""
+    """Every call raises ROUTER_LOST."""
     async with Client([gone, gone], connect_timeout_seconds=0.3) as client:
         for prompt in ({"text": "a"}, {"token_ids": [1]}):
             with pytest.raises(KvloomError) as caught:

@@ -14,7 +14,7 @@ import uvloop
 from kvloom.discovery.redis_client import redis_client
 
 MAX_STEPS = 60
-"""Of the event loop: more than a command takes."""
+"""Iterations of the event loop, more than a command takes."""
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -22,8 +22,8 @@ MAX_STEPS = 60
 def test_a_command_that_is_cancelled_at_any_moment_does_not_go_on(
     redis_url: str, new_loop: Callable[[], Any], connected: bool
 ) -> None:
-    """Else the request of a client that has left goes on, and takes a stream from the connection that the client has
-    come back with (`kvloom chaos` found it)."""
+    """Otherwise the request of a client that has left continues, and takes a stream from the connection with which the
+    client has returned (found by `kvloom chaos`)."""
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_cancel_at_any_moment(redis_url, connected))
 
@@ -44,8 +44,8 @@ async def _cancel_at_any_moment(url: str, connected: bool) -> None:
         assert isinstance(outcome, asyncio.CancelledError) != was_done, f"after {num_steps} steps"
         assert await client.echo("hello") == b"hello"
         await client.aclose()
-    # Before it began, while it was sent, and in the moment in which it had been sent; how many more the answer takes to
-    # come is Redis's affair.
+    # The cancellation comes before the command, while it is sent, and just as it has been sent. How many more
+    # steps the reply takes depends on Redis.
     assert num_cancelled >= 3
 
 

@@ -1,4 +1,4 @@
-"""How a process finds its routers, and how a router knows one of its clients again."""
+"""How a process finds its routers, and how a router recognises a client that reconnects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(redis_url: str, request: pytest.FixtureRequest) -> KvloomConfig:
 
 @contextlib.asynccontextmanager
 async def finding(config: KvloomConfig) -> AsyncIterator[list[list[str]]]:
-    """What was found, the latest last; `address=incarnation` where that is known."""
+    """The addresses found, the latest last; `address=incarnation` where that is known."""
     found: list[list[str]] = []
     finder = RouterFinder(
         config,
@@ -51,14 +51,14 @@ async def finding(config: KvloomConfig) -> AsyncIterator[list[list[str]]]:
 
 
 async def test_a_list_is_all_there_is(config: KvloomConfig) -> None:
-    """Whoever lists routers wants these, whatever is announced."""
+    """Configured routers are used, and announced ones are ignored."""
     config.edge.routers = ["a:1", "b:2"]
     async with finding(config) as found:
         assert found == [["a:1", "b:2"]]
 
 
 async def test_routers_that_announce_themselves_are_found_at_once(config: KvloomConfig) -> None:
-    """Those that come and those that go; while nobody is there, the address of [router] is tried."""
+    """Routers that start and stop are found; while there is none, the address of [router] is tried."""
     registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
     async with finding(config) as found:
         await eventually(lambda: found and found[-1] == ["127.0.0.1:1"], "the configured router")
@@ -71,7 +71,7 @@ async def test_routers_that_announce_themselves_are_found_at_once(config: Kvloom
 
 
 async def test_without_redis_the_configured_router_is_used_and_then_what_is_announced(config: KvloomConfig) -> None:
-    """An edge starts while Redis is away, and finds the routers when it is there."""
+    """An edge starts while Redis is unreachable, and finds the routers when it is back."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,7 +89,8 @@ async def test_without_redis_the_configured_router_is_used_and_then_what_is_anno
 
 
 async def test_who_listens_where_is_known_while_redis_is_there(config: KvloomConfig) -> None:
-    """While it is away a router that is started anew in its old place cannot announce itself, and is needed."""
+    """While Redis is unreachable, a router that was restarted at its old address cannot announce itself, and is
+    needed."""
     server = redis_server()
     await asyncio.to_thread(server.start)
     config.redis.url = server.connection_url
@@ -104,8 +105,8 @@ async def test_who_listens_where_is_known_while_redis_is_there(config: KvloomCon
     await registry.close()
 
 
-async def test_those_who_look_are_woken_when_somebody_takes_a_place_over(config: KvloomConfig) -> None:
-    """A process that is started anew at its address is known within milliseconds, a heartbeat wakes nobody."""
+async def test_watchers_are_woken_when_a_process_replaces_another(config: KvloomConfig) -> None:
+    """A process that was restarted at its address is known within milliseconds; a heartbeat wakes no watcher."""
     registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
     async with redis.asyncio.Redis.from_url(config.redis.url) as client, client.pubsub() as news:
         await news.subscribe(f"{config.redis.key_prefix}:routers")
@@ -117,9 +118,9 @@ async def test_those_who_look_are_woken_when_somebody_takes_a_place_over(config:
     await registry.close()
 
 
-async def test_somebody_in_a_dead_routers_place_gets_no_requests(config: KvloomConfig) -> None:
-    """Another fabric's router got its port: it must not answer in the old one's name. A router that is started there
-    anew is used as soon as it is announced."""
+async def test_another_process_at_a_dead_routers_address_gets_no_requests(config: KvloomConfig) -> None:
+    """Another fabric's router got its port: it must not answer in place of the old one. A router that is restarted
+    there is used as soon as it is announced."""
     async with serve_fake_router() as (router, address):
         router.incarnation_id = "another fabric's"
         registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
@@ -134,7 +135,7 @@ async def test_somebody_in_a_dead_routers_place_gets_no_requests(config: KvloomC
 
 
 async def test_a_process_is_linked_to_what_is_announced(config: KvloomConfig) -> None:
-    """From the configuration to a connection."""
+    """The path from the configuration to a connection."""
     async with serve_fake_router() as (_, address):
         registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
         await registry.announce(RouterRecord(address, "router-0"))
@@ -145,7 +146,7 @@ async def test_a_process_is_linked_to_what_is_announced(config: KvloomConfig) ->
 
 
 async def test_a_router_announces_itself_until_it_drains(router_redis_url: str) -> None:
-    """Edges hear at once of one that comes, and connect to none that goes."""
+    """Edges are notified at once of a new router, and connect to none that has stopped."""
     async with router_world(router_redis_url) as world:
         registry = RouterRegistry(router_redis_url, world.config.redis.key_prefix)
         await world.start_shard("shard-0")
@@ -171,8 +172,8 @@ async def test_a_router_announces_itself_until_it_drains(router_redis_url: str) 
 
 
 async def test_a_client_that_comes_back_ends_what_its_lost_connection_ran(world: RouterWorld) -> None:
-    """The router has not seen the break (a network may swallow it): the names are free again at once, the engine stops,
-    and other clients are left alone, one of the same name for instance."""
+    """The router has not noticed the break (a network may hide it): the names are free again at once, the engine stops,
+    and other clients, e.g. one of the same name, are not affected."""
     shard = await world.start_shard("shard-0", step_seconds=0.01)
     await world.start_router()
     other = await world.connect()

@@ -1,4 +1,4 @@
-"""RouterGroup over scripted routers on real sockets: losses, refusals, drains, and their bounds."""
+"""RouterGroup over scripted routers on real sockets: losses, rejections, drains, and their bounds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def lose(connection: Connection) -> None:
 
 
 async def test_a_lost_router_s_answers_go_on_at_another_behind_what_was_delivered() -> None:
-    """Only the open choices, with the same name and seed, and the time that is left; counts are those of the whole."""
+    """Only the open choices are requested, with the same name and seed, and the time that is left; the counts are those
+    of the whole request."""
     async with routers() as fabric:
         answer = Answer(2)
         fabric.group.submit(request([1, 2, 3], n=2, timeout_seconds=50.0, session_key="chat"), answer)
@@ -122,7 +123,7 @@ async def test_a_lost_router_s_answers_go_on_at_another_behind_what_was_delivere
 
 
 async def test_the_same_router_takes_it_up_when_it_is_the_only_one() -> None:
-    """A broken connection alone costs a pause."""
+    """A broken connection alone causes a pause."""
     async with routers(1) as fabric:
         answer = Answer()
         fabric.group.submit(request([1]), answer)
@@ -137,9 +138,10 @@ async def test_the_same_router_takes_it_up_when_it_is_the_only_one() -> None:
         assert answer.token_ids == [[7, 8]]
 
 
-async def test_a_router_at_a_shared_address_is_told_at_its_own_what_it_lost() -> None:
-    """The next connection may go to another one. Its link has another name: the settlement, which may be late, must not
-    hit the same request when it comes back to the same router. Without an address of its own, as ever."""
+async def test_a_router_at_a_shared_address_gets_its_losses_at_its_own() -> None:
+    """The next connection may reach another router. The link then has another id: the settlement, which may be late,
+    must not hit the same request when it returns to the same router. Without the router's own address, nothing
+    changes."""
     async with serve_fake_router() as (owner, own_address), routers(1) as fabric:
         (router,) = fabric.routers
         answer = Answer()
@@ -165,8 +167,9 @@ async def test_a_router_at_a_shared_address_is_told_at_its_own_what_it_lost() ->
         await eventually(lambda: not fabric.group._cancel_notifier.num_waiting, "its answer")
 
 
-async def test_nobody_takes_it_within_the_bound() -> None:
-    """Both routers are gone: the client hears so, with what it has counted once; new requests are refused at once."""
+async def test_no_router_takes_over_within_the_bound() -> None:
+    """Both routers are lost: the client gets ROUTER_LOST, with each token counted once, and new requests are rejected
+    at once."""
     async with routers(2, reattach_seconds=0.4) as fabric:
         answer = Answer()
         fabric.group.submit(request([1, 2]), answer)
@@ -189,7 +192,7 @@ async def test_nobody_takes_it_within_the_bound() -> None:
 
 
 async def test_without_patience_a_loss_is_an_error_at_once() -> None:
-    """edge.reattach_seconds = 0."""
+    """With `edge.reattach_seconds = 0` a request fails at once."""
     async with routers(2, reattach_seconds=0.0) as fabric:
         answer = Answer()
         fabric.group.submit(request([1]), answer)
@@ -200,8 +203,8 @@ async def test_without_patience_a_loss_is_an_error_at_once() -> None:
 
 
 async def test_what_is_new_goes_around_a_router_that_is_silent_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hung router is given up after 15 s only; what is new need not wait for that. One that merely has nothing to say
-    is as good as ever, and so is one that is heard of again."""
+    """A hung router is abandoned only after 15 s, but new requests need not wait for that. A router that merely has
+    nothing to send gets requests as before, and so does one that has sent again."""
     async with routers() as fabric:
         first = Answer()
         fabric.group.submit(request([1], session_key="chat", name="r0"), first)
@@ -225,7 +228,7 @@ async def test_what_is_new_goes_around_a_router_that_is_silent_with_work(monkeyp
 
 
 async def test_a_draining_router_keeps_what_it_runs_and_gets_nothing_new() -> None:
-    """And what it gives up at its deadline another one takes."""
+    """Another router continues the requests that it abandons at its deadline."""
     async with routers() as fabric:
         answer = Answer()
         fabric.group.submit(request([1], name="old"), answer)
@@ -247,7 +250,7 @@ async def test_a_draining_router_keeps_what_it_runs_and_gets_nothing_new() -> No
 
 
 async def test_all_routers_draining_refuse_with_a_reason() -> None:
-    """A client that asks a whole fabric in its shutdown is told to come back."""
+    """A client whose whole fabric is stopping is told to retry."""
     async with routers(1) as fabric:
         fabric.tell_fleet(fabric.routers[0], draining=True)
         await eventually(lambda: fabric.group.fleet.draining, "the drain is known")
@@ -259,7 +262,7 @@ async def test_all_routers_draining_refuse_with_a_reason() -> None:
 
 @pytest.mark.parametrize("reason", ["SAFETY_UNAVAILABLE", "NO_SHARD_READY", "QUEUE_FULL", "DUPLICATE_REQUEST_ID"])
 async def test_a_router_that_cannot_take_it_yet_is_asked_again(reason: str) -> None:
-    """It has just started and finds its shards and its safety service only now."""
+    """It has just started and does not know its shards and its safety service yet."""
     async with routers() as fabric:
         answer = Answer()
         fabric.group.submit(request([1]), answer)
@@ -290,7 +293,7 @@ async def test_what_is_wrong_with_a_request_is_no_reason_to_try_again() -> None:
 
 
 async def test_a_request_that_breaks_its_routers_is_given_up() -> None:
-    """It may be the request that kills them: not every router of a fabric is fed to it."""
+    """The request itself may be what kills them: it is not sent to every router of a fabric."""
     async with routers() as fabric:
         answer = Answer()
         fabric.group.submit(request([1]), answer)
@@ -310,7 +313,7 @@ def _num_submits(fabric: Routers) -> int:
 
 
 async def test_hundreds_of_lost_answers_come_over_bit_by_bit() -> None:
-    """The surviving router is not stormed: what comes over is spread over time, and all of it comes."""
+    """The surviving router is not stormed: the requests are spread over time, and all of them arrive."""
     async with routers() as fabric:
         answers = [Answer() for _ in range(300)]
         for i, answer in enumerate(answers):
@@ -331,7 +334,7 @@ async def test_hundreds_of_lost_answers_come_over_bit_by_bit() -> None:
 
 
 async def test_cancelled_while_it_looks_for_a_router() -> None:
-    """Nobody generates for a client that left during the pause."""
+    """No router generates for a client that left during the pause."""
     async with routers(1) as fabric:
         answer = Answer()
         handle = fabric.group.submit(request([1]), answer)
@@ -379,7 +382,7 @@ async def test_closing_tells_those_that_look_for_a_router() -> None:
 
 
 async def test_routers_come_and_go_by_their_addresses() -> None:
-    """A new one is used; one that is no longer listed ends what it runs and is left."""
+    """A new router is used; one that is no longer listed ends its requests and is dropped."""
     async with routers(1) as fabric:
         answer = Answer()
         (first,) = fabric.routers

@@ -1,4 +1,4 @@
-"""GrpcRouterLink over a real socket: every choice hears its own news, and always its end."""
+"""GrpcRouterLink over a real socket: every choice gets its own progress, and always its finish."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def link(router: FakeRouter) -> AsyncIterator[GrpcRouterLink]:
 
 
 async def test_choices_get_their_own_tokens_start_logprobs_and_end(link: GrpcRouterLink, router: FakeRouter) -> None:
-    """All that a frame can carry arrives at the right choice."""
+    """All fields of a frame arrive at the right choice."""
     sink = RecordingSink()
     link.submit(request([5, 6, 7], n=2, num_logprobs=0), sink)
     await sink.wait_for(num_finishes=2)
@@ -97,8 +97,8 @@ async def test_choices_get_their_own_tokens_start_logprobs_and_end(link: GrpcRou
     assert link.fleet.models[0].name == "m"
 
 
-async def test_one_frame_with_many_tokens_is_told_apart(link: GrpcRouterLink, router: FakeRouter) -> None:
-    """num_tokens says which tokens belong to whom, none included."""
+async def test_one_frame_with_many_tokens_is_split_by_slot(link: GrpcRouterLink, router: FakeRouter) -> None:
+    """`num_tokens` assigns the tokens to the slots, which may have none."""
     router.answers = False
     a, b, c = RecordingSink(), RecordingSink(), RecordingSink()
     for sink in (a, b, c):
@@ -114,7 +114,7 @@ async def test_one_frame_with_many_tokens_is_told_apart(link: GrpcRouterLink, ro
 async def test_many_requests_at_once_share_the_stream_and_slots_are_used_again(
     link: GrpcRouterLink, router: FakeRouter
 ) -> None:
-    """Slots stay small however many requests come, and none is given out twice at a time."""
+    """Slot numbers stay small for any number of requests, and none is allocated twice at a time."""
     for _ in range(3):
         sinks = [RecordingSink() for _ in range(50)]
         for i, sink in enumerate(sinks):
@@ -154,7 +154,7 @@ async def test_a_cancelled_slot_is_free_only_after_its_finish(link: GrpcRouterLi
 
 
 async def test_a_broken_connection_ends_every_choice_and_heals(link: GrpcRouterLink, router: FakeRouter) -> None:
-    """Nobody waits for ever; the link comes back by itself with fresh slots."""
+    """No request waits forever; the link reconnects by itself with fresh slots."""
     router.answers = False
     sink = RecordingSink()
     link.submit(request([1], n=3), sink)
@@ -176,8 +176,8 @@ async def test_a_broken_connection_ends_every_choice_and_heals(link: GrpcRouterL
 
 
 async def test_only_the_router_that_was_announced_is_taken(link: GrpcRouterLink, router: FakeRouter) -> None:
-    """Somebody else may get the port of one that has died. What the link has lost is not told to him but to the right
-    one; a router of an earlier version does not say who it is, and is taken."""
+    """Another process may get the port of a router that has died. The link's losses are reported to the right router,
+    not to that one. A router of an earlier version, which sends no incarnation, is accepted."""
     await connected(link)
     link.identity.note_lost("lost", 3)
     router.incarnation_id = "another fabric's"
@@ -213,7 +213,7 @@ async def test_a_link_may_start_before_its_router() -> None:
 async def test_a_sink_that_raises_ends_only_its_own_request(
     link: GrpcRouterLink, router: FakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One request's bug must not take the stream, and with it everybody's answers, down."""
+    """One request's bug must not break the stream, and with it all other answers."""
     bad, good = RaisingSink(), RecordingSink()
     link.submit(request([1, 2]), bad)
     link.submit(request([3, 4]), good)
@@ -227,7 +227,7 @@ async def test_a_sink_that_raises_ends_only_its_own_request(
 async def test_a_senseless_frame_costs_the_connection_only(
     link: GrpcRouterLink, router: FakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A router that breaks the protocol is reconnected to, and open choices are told."""
+    """The link reconnects to a router that breaks the protocol, and open choices get an error."""
     router.answers = False
     sink = RecordingSink()
     link.submit(request([1]), sink)
@@ -256,7 +256,7 @@ async def test_closing_tells_everybody(router: FakeRouter) -> None:
 
 
 class CancellingSink(RecordingSink):
-    """Gives up another request the moment its own first token comes."""
+    """Cancels another request as soon as its own first token arrives."""
 
     def __init__(self, link: GrpcRouterLink) -> None:
         super().__init__()
@@ -271,7 +271,8 @@ class CancellingSink(RecordingSink):
 async def test_a_cancel_that_comes_too_late_never_hits_the_slots_next_user(
     link: GrpcRouterLink, router: FakeRouter
 ) -> None:
-    """A request ends by itself and is cancelled in one turn: the cancel must not go out behind the slot's reuse."""
+    """A request ends by itself and is cancelled in the same loop iteration: the cancel must not be sent after the slot
+    is reused."""
     router.answers = False
     canceller, victim, heir = CancellingSink(link), RecordingSink(), RecordingSink()
     link.submit(request([1]), canceller)
@@ -298,8 +299,8 @@ async def test_a_cancel_that_comes_too_late_never_hits_the_slots_next_user(
 
 
 async def test_a_router_that_accepts_and_says_nothing_is_left_within_seconds() -> None:
-    """Of routers that share a port one may hang: every other new connection comes to it as well, sometimes many in a
-    row, and gRPC would wait 20 seconds for each to speak. An answer looks for a router no longer than this."""
+    """Of several routers that share a port one may hang. Every other new connection reaches it, sometimes many in a
+    row, and gRPC would wait 20 seconds for each. An answer looks for a router no longer than this."""
     came = asyncio.Semaphore(0)
 
     async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

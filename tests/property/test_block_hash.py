@@ -1,4 +1,4 @@
-"""Block hashes are the vocabulary of routers and shards: both must get the same from the same tokens."""
+"""Routers and shards identify blocks by their hashes: both must compute the same from the same tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_shared_prefixes_share_hashes(first: list[int], second: list[int]) -> No
 
 
 def test_models_adapters_and_tenants_never_share() -> None:
-    """Tenant isolation: equal prompts of two tenants must not meet in the cache."""
+    """Tenant isolation: equal prompts of two tenants must not share cache entries."""
     roots = {root_hash("m"), root_hash("m", "a"), root_hash("m", "", "a"), root_hash("m", "a", "b"), root_hash("ma")}
     assert len(roots) == 5
 

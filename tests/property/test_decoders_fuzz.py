@@ -126,7 +126,7 @@ def intake() -> Intake:
 
 
 def admit(request: Any) -> None:
-    """The core takes whatever the intake lets pass."""
+    """The core accepts every request that the intake accepts."""
     core = RouterCore(CoreConfig(safety_required=False, answer_mode="off"), seed=1)
     core.handle(ShardUp(ShardDescription("s0", "1", "tiny", 4, 100, 4, 60)), 1.0)
     core.handle(RequestArrived(request), 1.0)
@@ -134,7 +134,7 @@ def admit(request: Any) -> None:
 
 
 def check_refusal(error: KvloomError) -> None:
-    """The client's fault, said in words that fit on a screen."""
+    """The client's fault, in an error message that fits on a screen."""
     assert error.kind.http_status in (400, 404, 413, 429)
     assert len(error.message) < 2000
 
@@ -142,7 +142,7 @@ def check_refusal(error: KvloomError) -> None:
 @FUZZ
 @given(submit=SUBMITS)
 def test_any_submit(submit: router_service_pb2.Submit) -> None:
-    """Over the data plane: a request, or an error of its own; the stream goes on."""
+    """On the data plane, a submit gives a request or its own error, and the stream continues."""
     try:
         request = intake().request_from_submit(submit, "client")
     except KvloomError as error:
@@ -154,7 +154,7 @@ def test_any_submit(submit: router_service_pb2.Submit) -> None:
 @FUZZ
 @given(wanted=GENERATES)
 def test_any_generate_request(wanted: router_service_pb2.GenerateRequest) -> None:
-    """Over the convenient RPC."""
+    """The same holds for `Generate`."""
     try:
         request = asyncio.run(intake().request_from_generate(wanted, "client"))
     except KvloomError as error:
@@ -179,7 +179,7 @@ INFO = EngineInfo(
 @FUZZ
 @given(submit=SHARD_SUBMITS)
 def test_any_submit_at_a_shard(submit: shard_service_pb2.ShardSubmit) -> None:
-    """Routers of another version, or none of ours, cannot make a shard's engine take what it cannot run."""
+    """Routers of another version, or foreign ones, cannot make a shard's engine accept what it cannot run."""
     try:
         requests = resolve_submit(submit, INFO, serial=1)
     except KvloomError as error:
@@ -213,7 +213,7 @@ HEADER_VALUES = st.text(st.characters(exclude_characters="\r\n\0", exclude_categ
     )
 )
 def test_any_headers(given_headers: dict[str, str]) -> None:
-    """What means nothing to us is ignored or refused by name; nothing of it gets into logs and answers unchecked."""
+    """Unknown header values are ignored or rejected by name; none of them gets into logs and responses unchecked."""
     request = make_mocked_request("POST", "/v1/chat/completions", headers=given_headers)
     request_id = headers.request_id(request)
     assert request_id.isascii()

@@ -1,4 +1,4 @@
-"""What a request remembers of its answer, under arbitrary frames, losses and refusals: no token is lost or doubled."""
+"""A request's record of its answer under arbitrary frames, losses and rejections: no token is lost or doubled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Heard:
         self.finishes[index] = finish
 
     def check(self, index: int, length: int) -> None:
-        """It is the undisturbed answer."""
+        """Whether it equals the undisturbed answer."""
         assert self.num_starts[index] == 1
         assert self.ids[index] == [token_of(index, i) for i in range(length)]
         assert self.texts[index] == "".join(text_of(index, i) for i in range(length))
@@ -66,7 +66,7 @@ class Heard:
 
 
 class Group:
-    """The owner: counts what it is told."""
+    """The owner, which counts the calls that it gets."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -84,7 +84,7 @@ class Group:
         self.num_over += 1
 
 
-class Assignment:
+class ScriptedRouter:
     """A router that answers `request` in frames as a test draws them."""
 
     def __init__(self, request: LinkRequest, lengths: Sequence[int]) -> None:
@@ -98,18 +98,18 @@ class Assignment:
             self.positions = dict.fromkeys(range(request.n), 0)
         self.lengths = lengths
         self.num_cached: dict[int, int] = {}
-        """Of the choices that have started in this attempt."""
+        """The choices that have started in this assignment."""
 
     def play(self, tracked: TrackedRequest, heard: Heard, frames: Frames) -> None:
         for pick, count in frames:
             if not self.positions:
                 return
             index = sorted(self.positions)[pick % len(self.positions)]
-            # What was cached counts in the attempt in which the choice starts.
+            # What was cached counts in the assignment in which the choice starts.
             self.send(tracked, index, count, 3 if heard.num_starts[index] else 7)
 
     def send(self, tracked: TrackedRequest, index: int, count: int, num_cached_tokens: int) -> None:
-        """The next `count` tokens, and the end with the last one."""
+        """Delivers the next `count` tokens, and the finish with the last one."""
         if index not in self.num_cached:
             self.num_cached[index] = num_cached_tokens
             tracked.on_start(index, generation_pb2.SequenceStart(num_cached_tokens=num_cached_tokens))
@@ -142,7 +142,7 @@ class Assignment:
 
 
 Frames = list[tuple[int, int]]
-"""(which of the open choices, how many tokens) of each."""
+"""The (open choice, number of tokens) of each frame."""
 
 frames = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=8)
 losses = st.sampled_from(sorted(LOSSES))
@@ -156,7 +156,7 @@ disturbances = st.lists(
 def test_any_losses_leave_the_undisturbed_answer(
     lengths: list[int], disturbed: list[tuple[Frames | None, ErrorReason.ValueType]]
 ) -> None:
-    """Each choice hears one start, its own tokens once and in order, and one end that counts them all once."""
+    """Each choice gets one start, its own tokens once and in order, and one finish that counts them all once."""
     n = len(lengths)
     heard, group = Heard(n), Group()
     sampling, stop = generation_pb2.SamplingParams(seed=1), generation_pb2.StopConditions()
@@ -164,19 +164,19 @@ def test_any_losses_leave_the_undisturbed_answer(
     num_moves = 0
     for sent, reason in disturbed:
         if sent is None and not num_moves:
-            continue  # a first attempt that is refused is not tried again
-        attempt = Assignment(tracked.next_request(), lengths)
+            continue  # a request that its first router rejects is not retried
+        router = ScriptedRouter(tracked.next_request(), lengths)
         tracked.on_submitted("link")
         group.time += 0.001 if sent is None else 10.0
-        attempt.play(tracked, heard, sent or [])
+        router.play(tracked, heard, sent or [])
         if tracked.is_over:
             break
-        attempt.end(tracked, reason)
+        router.end(tracked, reason)
         num_moves += 1
     if not tracked.is_over:
-        attempt = Assignment(tracked.next_request(), lengths)
+        router = ScriptedRouter(tracked.next_request(), lengths)
         tracked.on_submitted("link")
-        attempt.play(tracked, heard, [(0, 5)] * 50)
+        router.play(tracked, heard, [(0, 5)] * 50)
     assert (group.num_over, group.num_lost) == (1, num_moves)
     for index, length in enumerate(lengths):
         heard.check(index, length)

@@ -1,4 +1,4 @@
-"""Laws of tokenizing and detokenizing, for any text and any way of cutting it."""
+"""Laws of tokenizing and detokenizing, for any text and any split into tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ token_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
 @given(texts)
 @settings(max_examples=150)
 def test_the_aliased_encoding_equals_the_plain_one(text: str) -> None:
-    """Where a conversation holds no special string, the guarded way gives the same ids as the plain way."""
+    """For a conversation without special strings, the guarded encoding has the same ids as the plain one."""
     if any(special in text for special in SPECIAL):
         return
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<think>"
@@ -37,7 +37,7 @@ def test_the_aliased_encoding_equals_the_plain_one(text: str) -> None:
 @given(st.lists(injections | texts, min_size=1, max_size=4))
 @settings(max_examples=150)
 def test_contents_never_yield_control_tokens(contents: list[str]) -> None:
-    """The prompt's control tokens are the template's, whatever the contents; its text is the conversation's."""
+    """The prompt's control tokens are the template's for all contents; its text is the conversation's."""
     messages = [ChatMessage("user", content) for content in contents]
     ids, text = asyncio.run(TOKENIZER.encode_chat(messages))
     assert text == TOKENIZER.render_chat(messages)
@@ -67,7 +67,7 @@ stop_text_ids = (st.text(st.sampled_from("aab é日<"), max_size=40)).map(TOKENI
 
 
 def cut_before_first_complete(text: str, stop_strings: list[str]) -> tuple[str, str | None]:
-    """The definition, written plainly."""
+    """The definition of the text, written plainly."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stop_strings, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -78,7 +78,7 @@ def cut_before_first_complete(text: str, stop_strings: list[str]) -> tuple[str, 
 @given(stop_text_ids, stops, cuts)
 @settings(max_examples=300)
 def test_stop_strings_cut_the_same_for_any_cut_of_the_tokens(ids: list[int], strings: list[str], at: list[int]) -> None:
-    """The answer ends before the stop string that is first complete, over token borders, with nothing shown of it."""
+    """The answer ends before the stop string that is complete first, across token borders, and none of it is shown."""
     detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
     text = feed(detokenizer, ids, at)
     assert (text, detokenizer.stop_string) == cut_before_first_complete(TOKENIZER.decode(ids), strings)
@@ -87,7 +87,8 @@ def test_stop_strings_cut_the_same_for_any_cut_of_the_tokens(ids: list[int], str
 @given(stop_text_ids, stops)
 @settings(max_examples=150)
 def test_no_more_is_held_back_than_a_stop_string_needs(ids: list[int], strings: list[str]) -> None:
-    """Held is exactly the longest end that a stop string may begin with: users see the rest at once."""
+    """The text held back is exactly the longest suffix that a stop string may begin with; users see the rest at
+    once."""
     detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
     shown = "".join(detokenizer.push([token_id]) for token_id in ids)
     rest = detokenizer.flush()
@@ -103,7 +104,7 @@ def test_no_more_is_held_back_than_a_stop_string_needs(ids: list[int], strings: 
 def test_a_resumed_sequence_continues_where_delivery_ended(
     ids: list[int], strings: list[str], num_resumed: int, num_delivered: int
 ) -> None:
-    """After a failover the client gets exactly the rest: nothing twice, nothing skipped."""
+    """After a failover the client gets exactly the rest: no text is repeated or skipped."""
     whole_detokenizer = IncrementalDetokenizer(TOKENIZER, strings)
     safe = whole_detokenizer.push(ids[:num_resumed])
     whole = safe + whole_detokenizer.push(ids[num_resumed:]) + whole_detokenizer.flush()

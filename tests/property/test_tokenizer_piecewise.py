@@ -1,4 +1,4 @@
-"""Ids put together from remembered words and blocks are those of the plain tokenizer, for every text."""
+"""The ids from cached words and blocks are those of the plain tokenizer, for every text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvloom.text.tokenization_cache import _KNOWN_SPLITS, PieceCache, PieceRules
+from kvloom.text.tokenization_cache import _KNOWN_SPLITS, PieceCache, PieceRules, TextEncoding
 
 PARTS = [
     *" \n\t.,'5é\u0301\u200b中ßA-!<|>", "  ", " \n", "the", " quick", "brown ", "fox's", " 1234", "it'S", "a.b", "...",
@@ -22,7 +22,7 @@ texts = st.lists(st.sampled_from(PARTS), max_size=60).map("".join)
 
 
 def byte_tokenizer(expression: str | None, *, normalized: bool = False) -> Tokenizer:
-    """One that has merges across letters, digits and a leading space, as big ones do."""
+    """A tokenizer with merges across letters, digits and a leading space, as large models have."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
         ("t", "h"),
@@ -60,14 +60,21 @@ def built_in(model_dir: Path) -> tuple[Tokenizer, PieceRules]:
     return tokenizer, PieceRules(tokenizer)
 
 
+def encoding_of(cache: PieceCache, text: str) -> TextEncoding:
+    encoding = TextEncoding(cache)
+    for _ in cache.fill(encoding, text):
+        pass
+    return encoding
+
+
 def ids_by_pieces(cache: PieceCache, tokenizer: Tokenizer, text: str) -> list[int]:
-    encoding = cache.look_up(text)
+    encoding = encoding_of(cache, text)
     return encoding.ids([tokenizer.encode(piece, add_special_tokens=False).ids for piece in encoding.misses]).tolist()
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks in short texts."""
+    """Makes several blocks of short texts."""
     monkeypatch.setattr("kvloom.text.tokenization_cache.BLOCK_CHARS", 8)
 
 
@@ -75,7 +82,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.sampled_from(range(len(TOKENIZERS))), st.lists(texts, min_size=1, max_size=5))
 @example(0, ["the quick the  quick", " the", "  the quick", "end. The fox"])
 def test_pieces_give_the_plain_tokenizers_ids(which: int, several: list[str]) -> None:
-    """Whatever was remembered from texts before, and wherever they are cut."""
+    """This holds for any earlier texts in the cache, and for any cuts."""
     tokenizer = TOKENIZERS[which]
     cache = PieceCache(PieceRules(tokenizer), max_bytes=2000, max_words=20)
     for text in several:
@@ -88,7 +95,7 @@ def test_pieces_give_the_plain_tokenizers_ids(which: int, several: list[str]) ->
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(texts, min_size=1, max_size=4))
 def test_the_built_in_models_tokenizer_agrees(model_dir: Path, several: list[str]) -> None:
-    """The one that most tests and demos use, with its own vocabulary and special tokens."""
+    """The model that most tests and demos use, with its own vocabulary and special tokens."""
     tokenizer, rules = built_in(model_dir)
     assert rules.cuts_words
     assert rules.cuts_digits
@@ -98,21 +105,21 @@ def test_the_built_in_models_tokenizer_agrees(model_dir: Path, several: list[str
 
 
 def test_a_repeated_prefix_is_not_encoded_again(model_dir: Path) -> None:
-    """That is the point: of a second prompt with the same beginning only its own words are encoded."""
+    """Of a second prompt with the same beginning only the new words are encoded."""
     tokenizer, rules = built_in(model_dir)
     cache = PieceCache(rules)
     prefix = "<|im_start|>user\n" + "Some words that everybody sends. " * 20
     ids_by_pieces(cache, tokenizer, prefix + "one")
-    encoding = cache.look_up(prefix + "unheard")
+    encoding = encoding_of(cache, prefix + "unheard")
     assert sum(map(len, encoding.misses)) < 40
 
 
 def test_a_new_number_is_not_encoded(model_dir: Path) -> None:
-    """Ids, dates and amounts are new in every prompt; where each digit is a token there is nothing to find out."""
+    """Ids, dates and amounts are new in every prompt; where each digit is a token, the cache knows them all."""
     tokenizer, rules = built_in(model_dir)
     cache = PieceCache(rules)
     ids_by_pieces(cache, tokenizer, "<|im_start|>user\n1234567890 and 10 20 30")
-    assert not cache.look_up("<|im_start|>user\n1750936428 and 2073 and 10385").misses
+    assert not encoding_of(cache, "<|im_start|>user\n1750936428 and 2073 and 10385").misses
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def test_no_file_gives_the_defaults() -> None:
 
 
 def test_a_toml_file_overrides_what_it_names(tmp_path: Path) -> None:
-    """Sections can be given in part."""
+    """A file may contain only a part of a section."""
     path = tmp_path / "kvloom.toml"
     path.write_text('[edge]\nport = 9000\n[shard]\nengine = "sim"\n[shard.sim]\nstep_ms = 5\n')
     config = load_config(path)

@@ -1,4 +1,4 @@
-"""The error catalogue maps every reason to every door, and survives the trip through a gRPC status."""
+"""The error catalogue maps every reason to every interface, and errors survive the conversion to a gRPC status."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_status_follows_AIP_193() -> None:
 
 
 def test_an_error_survives_a_frame() -> None:
-    """Errors inside StepFrames carry all that the HTTP door needs."""
+    """Errors inside StepFrames carry all that the HTTP edge needs."""
     error = invalid_argument("bad", field="temperature")
     back = KvloomError.from_proto(error.to_proto())
     assert back.to_openai() == error.to_openai()

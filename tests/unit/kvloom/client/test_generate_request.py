@@ -1,4 +1,4 @@
-"""What the SDK refuses before anything is sent."""
+"""Options that the SDK rejects before anything is sent."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ from kvloom.v1.generation_pb2 import Choices, Guide
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, Any], field: str) -> None:
-    """The caller reads which option is at fault, in the SDK's own words."""
+    """The error names the option at fault as the SDK calls it."""
     with pytest.raises(KvloomError) as caught:
         build_request({"model": "m", **options})  # pyright: ignore[reportArgumentType]
     assert caught.value.field == field
 
 
 def test_an_unknown_option_is_a_type_error() -> None:
-    """As with any Python function; silently ignoring a misspelt option would be worse."""
+    """Like any Python function. To ignore a misspelt option silently would be worse."""
     with pytest.raises(TypeError, match="max_token"):
         build_request({"model": "m", "text": "a", "max_token": 3})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_tier_is_sent_along() -> None:
-    """What can wait says so."""
+    """A request that can wait has the tier "batch"."""
     assert build_request({"model": "m", "text": "a", "tier": "batch"}).tier == router_service_pb2.TIER_BATCH
 
 
 def test_options_that_are_none_count_as_not_given() -> None:
-    """Callers pass their own optional parameters through."""
+    """Callers pass on their own optional parameters, which may be None."""
     request = build_request({"model": "m", "text": "a", "seed": None, "stop": None})  # pyright: ignore[reportArgumentType]
     assert not request.sampling.HasField("seed")
 
 
 def test_an_empty_list_of_token_ids_is_an_input() -> None:
-    """The router, not the SDK, says that a prompt must not be empty."""
+    """The router, not the SDK, rejects an empty prompt."""
     assert build_request({"model": "m", "token_ids": []}).WhichOneof("input") == "token_ids"
 
 
@@ -96,7 +96,7 @@ def test_every_form_of_guide_can_be_asked_for(form: dict[str, Any], guide: Guide
     "form", [{}, {"regex": "a", "choice": ["b"]}, {"yaml": "x"}, {"regex": 3}, {"choice": [1]}, {"regex": ""}]
 )
 def test_an_unusable_guide_is_named(form: dict[str, Any]) -> None:
-    """Before it has gone anywhere."""
+    """The guide is rejected before the request is sent."""
     with pytest.raises(KvloomError) as caught:
         build_request({"model": "m", "text": "x", "guide": form})
     assert caught.value.field == "guide"

@@ -1,4 +1,4 @@
-"""Periodic work of one process falls together, and never twice in a row."""
+"""The periodic work of one process runs at the same moment, and never twice in a row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PIDS = st.integers(1, 2**22)
 
 
 @given(now=TIMES, pid=PIDS, period=st.sampled_from([0.5, 1.0, 2.0]))
-def test_whoever_waits_from_beat_to_beat_wakes_up_once_a_period(now: float, pid: int, period: float):
-    """Also if timers go off a little early, or what is done takes its time."""
+def test_a_task_that_waits_from_tick_to_tick_wakes_up_once_a_period(now: float, pid: int, period: float):
+    """Ticks stay regular if timers fire a little early, or the work takes long."""
     first = now + seconds_to_aligned_tick(now, period, pid)
     assert first > now
     for moment in (first - 0.001, first, first + 0.5 * period):
@@ -25,13 +25,13 @@ def test_whoever_waits_from_beat_to_beat_wakes_up_once_a_period(now: float, pid:
 
 @given(one=TIMES, other=TIMES, pid=PIDS)
 def test_all_that_a_process_does_falls_together(one: float, other: float, pid: int):
-    """Whenever it began: that is what the beat is for. What is done every two seconds is done at one of its seconds."""
-    beats = [one + seconds_to_aligned_tick(one, 1.0, pid), other + seconds_to_aligned_tick(other, 2.0, pid)]
-    apart = abs(beats[0] - beats[1]) % 1.0
+    """The start does not matter. Work that is done every two seconds is done at one of the process's seconds."""
+    ticks = [one + seconds_to_aligned_tick(one, 1.0, pid), other + seconds_to_aligned_tick(other, 2.0, pid)]
+    apart = abs(ticks[0] - ticks[1]) % 1.0
     assert min(apart, 1.0 - apart) < 1e-6
 
 
 def test_processes_do_not_crowd_together():
-    """Those that were started one after the other have neighbouring ids."""
+    """Processes that were started one after the other have neighbouring ids."""
     moments = sorted(seconds_to_aligned_tick(0.0, 1.0, pid) % 1.0 for pid in range(1000, 1008))
     assert all(later - earlier > 0.05 for earlier, later in itertools.pairwise(moments))

@@ -1,4 +1,4 @@
-"""How an event loop's thread keeps to a CPU, and lets go of one that others want."""
+"""An event loop's thread keeps to one CPU, and leaves a CPU that other processes use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ two_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is
 
 
 def test_a_thread_takes_the_cpu_of_its_number_and_keeps_it():
-    """Processes of one fabric are numbered, so that they spread without knowing of one another."""
+    """The processes of one fabric are numbered, so that they spread without knowing each other."""
     assert CpuChoice(CPUS, 0).after(1.0, 0.0) == [2]
     assert CpuChoice(CPUS, 4).after(1.0, 0.0) == [5]
     choice = CpuChoice(CPUS, -1)
@@ -46,8 +46,8 @@ def test_a_busy_cpu_is_let_go_at_once_and_another_one_tried_later():
     assert (cpus, waited + 1) == ([2], MIN_PAUSE_SECONDS)
 
 
-def test_pauses_grow_while_no_cpu_is_free_and_begin_anew_after_a_long_stay():
-    """On a machine that is full for hours nothing is gained by trying every ten seconds."""
+def test_pauses_grow_while_no_cpu_is_free_and_restart_after_a_long_stay():
+    """On a machine that is busy for hours, trying every ten seconds gains nothing."""
     choice = CpuChoice(CPUS, 0)
 
     def pause() -> float:
@@ -64,12 +64,12 @@ def test_pauses_grow_while_no_cpu_is_free_and_begin_anew_after_a_long_stay():
 
 
 def test_a_process_is_numbered_by_the_end_of_its_name():
-    """The supervisor calls an only one by its role."""
+    """The supervisor names a single process by its role."""
     assert [instance_number(name) for name in ("edge", "edge-0", "edge-12", "router-3")] == [0, 0, 12, 3]
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Turns of the loop, one after the other: it is busy meanwhile."""
+    """Iterations of the loop, one after the other, keep it busy meanwhile."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not holds():  # noqa: ASYNC110  (the kernel tells nobody)
             await asyncio.sleep(0)
@@ -91,7 +91,7 @@ async def test_the_loop_stays_and_threads_that_it_starts_need_not():
 
 @two_cpus
 async def test_the_loop_leaves_a_cpu_that_another_process_keeps_busy():
-    """Measured by what the kernel says, not by what the test tells it."""
+    """Uses the kernel's own measurements, not values that the test makes up."""
     every = os.sched_getaffinity(0)
     first = sorted(every)[0]
     hog = f"import os\nos.sched_setaffinity(0, {{{first}}})\nprint(flush=True)\nwhile True: pass"

@@ -1,4 +1,4 @@
-"""What is counted without prometheus_client must look to a scraper as if that had counted it."""
+"""Metrics without prometheus_client's own classes must look the same to a scraper."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CREATED: Final = re.compile(r"(_created(?:\{.*\})?) .*")
 
 
 def exposition(registry: CollectorRegistry) -> str:
-    """Without the times at which series were made."""
+    """The samples, without the creation times of the series."""
     return _CREATED.sub(r"\1", prometheus_client.generate_latest(registry).decode())
 
 
 def test_counts_and_distributions_read_as_prometheus_clients_own() -> None:
-    """Dashboards must not notice: names, labels, buckets, sums and _created series."""
+    """Dashboards must not notice the difference: names, labels, buckets, sums and _created series are the same."""
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     counter = Counter("kvloom_things", "Things.", ("kind", "size"), registry=theirs)
     histogram = Histogram("kvloom_seconds", "Seconds.", ("kind",), buckets=BOUNDS, registry=theirs)
@@ -39,7 +39,7 @@ def test_counts_and_distributions_read_as_prometheus_clients_own() -> None:
 
 
 def test_a_counter_without_labels_is_there_from_the_beginning() -> None:
-    """A scraper that sees it only after the first count cannot tell a rate."""
+    """A scraper that sees a series only after its first count cannot compute a rate."""
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     Counter("kvloom_events", "Events.", registry=theirs)
     CounterFamily("kvloom_events", "Events.", (), ours).labels()

@@ -1,4 +1,4 @@
-"""Log lines: what they look like, and when they leave."""
+"""The format of log lines, and the time at which they are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvloom.process.log_lines import FLUSH_SECONDS, LineWriter, render_console, 
 
 
 async def test_lines_of_a_moment_leave_together() -> None:
-    """One system call however many requests end, and none much later."""
+    """There is one system call for any number of requests that end, and no line is written much later."""
     file = io.StringIO()
     writer = LineWriter(file)
     writer.info("a")
@@ -23,7 +23,7 @@ async def test_lines_of_a_moment_leave_together() -> None:
 
 
 async def test_a_warning_leaves_at_once_and_in_order() -> None:
-    """A process that dies of what it warned of has said so."""
+    """A warning is written before the process dies of its cause."""
     file = io.StringIO()
     writer = LineWriter(file)
     writer.info("a")
@@ -32,14 +32,14 @@ async def test_a_warning_leaves_at_once_and_in_order() -> None:
 
 
 def test_without_a_loop_nothing_waits() -> None:
-    """Start and end of a process, and threads."""
+    """This covers the start and the end of a process, and threads."""
     file = io.StringIO()
     LineWriter(file).info("a")
     assert file.getvalue() == "a\n"
 
 
 def test_the_console_shows_keys_and_stack_traces() -> None:
-    """Values that would be taken for something else are quoted."""
+    """Values that could be misread are quoted."""
     event = {"event": "it broke", "level": "error", "timestamp": "T", "b": 1, "a": "x y", "exception": "Traceback"}
     line = render_console(None, "error", event)
     assert line.startswith("T [error    ] it broke ")
@@ -47,6 +47,6 @@ def test_the_console_shows_keys_and_stack_traces() -> None:
 
 
 def test_json_takes_any_value() -> None:
-    """A log call never fails for what it was given."""
+    """A log call never fails because of its arguments."""
     line = render_json(None, "info", {"event": "e", "value": ValueError("x"), "pair": (1, None)})
     assert json.loads(line) == {"event": "e", "value": "ValueError('x')", "pair": [1, None]}

@@ -36,7 +36,7 @@ asyncio.run(main())
     ],
 )
 def test_only_an_impatient_person_ends_a_process_at_once(signals: list[str], finishes: bool) -> None:
-    """Supervisors may say twice that a process is to stop: it hands over what runs all the same."""
+    """A supervisor may send SIGTERM twice; the process still hands its requests over."""
     command = [sys.executable, "-c", PROGRAM, *signals]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
     assert (run.returncode == 0) == finishes, run.stderr

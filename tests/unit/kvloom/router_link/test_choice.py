@@ -1,4 +1,4 @@
-"""Which of several routers takes a request."""
+"""Which of several routers gets a request."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ def view(name: str, num_in_flight: int = 0, is_ready: bool = True) -> RouterView
     return RouterView(name, salt_of(name), is_ready, num_in_flight)
 
 
-def test_without_routers_nobody_takes_it() -> None:
-    """The caller says why."""
+def test_without_routers_none_is_picked() -> None:
+    """The caller reports the reason."""
     assert pick_router([], b"") is None
 
 
 def test_without_a_key_the_one_with_the_least_under_way() -> None:
-    """Short prompts that are like no other spread evenly."""
+    """Short prompts, which have no affinity, spread evenly."""
     picked = pick_router([view("a", 3), view("b", 1), view("c", 2)], b"")
     assert picked is not None
     assert picked.address == "b"
 
 
 def test_a_router_without_a_shard_for_the_model_is_the_last_choice() -> None:
-    """One that has just started refuses what another could serve."""
+    """A router that has just started would reject what another one could serve."""
     picked = pick_router([view("a", 0, is_ready=False), view("b", 100)], b"key")
     assert picked is not None
     assert picked.address == "b"
@@ -31,9 +31,9 @@ def test_a_router_without_a_shard_for_the_model_is_the_last_choice() -> None:
     assert only.address == "a"
 
 
-def test_a_router_that_owes_news_for_long_gets_nothing_new() -> None:
-    """It may hang, and what is new would wait as long as it takes to notice. If all are silent, or the others have no
-    shard, that says nothing."""
+def test_a_router_that_is_silent_for_long_gets_nothing_new() -> None:
+    """A silent router may hang, and new requests would wait until that is noticed. If all routers are silent, or the
+    others have no shard, silence is ignored."""
     silent, well = view("a")._replace(silent_seconds=MAX_SILENT_SECONDS + 0.1), view("b", 100)
     for routers, picked in (
         ([silent, well], "b"),
@@ -47,7 +47,7 @@ def test_a_router_that_owes_news_for_long_gets_nothing_new() -> None:
 
 
 def test_a_key_stays_where_it_is_and_only_a_lost_router_s_keys_move() -> None:
-    """What a router has placed lately is known to it; keys spread over all routers."""
+    """A router knows what it has placed lately; the keys spread over all routers."""
     names = ["a", "b", "c", "d"]
     before = {}
     for i in range(400):
@@ -62,7 +62,7 @@ def test_a_key_stays_where_it_is_and_only_a_lost_router_s_keys_move() -> None:
 
 
 def test_affinity_ends_where_a_router_has_too_much() -> None:
-    """One prompt that everybody sends must not put everything on one router."""
+    """One prompt that all clients send must not load a single router."""
     loads = {"a": 0, "b": 0, "c": 0}
     for _ in range(300):
         picked = pick_router([view(name, load) for name, load in loads.items()], b"the same prompt")

@@ -1,4 +1,4 @@
-"""Text that goes straight on: whoever has to go on with an answer must know all of it, and nothing comes twice."""
+"""Text on the fast path: a router that continues an answer must know all of it, and no token is delivered twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_TOKENS = 2 * MAX_FRAMES + 3
 
 
 class FastPathAnswer:
-    """Counts what it is told, and keeps the text in the order in which it came, whichever way."""
+    """Counts the tokens that are reported to it, and keeps the text in the order of arrival, on either path."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -71,13 +71,13 @@ class Owner:
 
 
 class Remote:
-    """Frames of a router elsewhere."""
+    """The frames of a router in another process."""
 
     def __init__(self) -> None:
         self.link = GrpcRouterLink("127.0.0.1:1", "edge")
         self.link._connected = True
 
-    def tell(
+    def send(
         self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str], counts: Sequence[int]
     ) -> None:
         self.link._on_step(StepFrame(slots=slots, num_tokens=counts, token_ids=token_ids, deltas=deltas))
@@ -90,7 +90,7 @@ class Remote:
 
 
 class NoRouter:
-    """What a link inside the router's process asks of it."""
+    """What a link in the router's own process needs of the router."""
 
     fleet = FleetChanged(models=(), draining=False)
     core: Any
@@ -108,14 +108,14 @@ class NoRouter:
 
 
 class Local:
-    """Steps of the router in the same process."""
+    """The steps of a router in the same process."""
 
     def __init__(self) -> None:
         router = cast(Any, NoRouter())
         self.link = LocalRouterLink(router, router, "edge")
         self.link._connected = True
 
-    def tell(
+    def send(
         self, slots: Sequence[int], token_ids: Sequence[int], deltas: Sequence[str], counts: Sequence[int]
     ) -> None:
         self.link.send_step(Step(slots, counts, token_ids, deltas))
@@ -127,17 +127,19 @@ class Local:
         await self.link.close()
 
 
-Way = Remote | Local
+LinkDriver = Remote | Local
 
 
 @pytest.fixture(params=[Remote, Local])
-def way(request: pytest.FixtureRequest) -> type[Way]:
+def driver_type(request: pytest.FixtureRequest) -> type[LinkDriver]:
     return request.param
 
 
-def link_with(way: type[Way], num_requests: int) -> tuple[Way, list[TrackedRequest], list[FastPathAnswer], Owner]:
+def link_with(
+    driver_type: type[LinkDriver], num_requests: int
+) -> tuple[LinkDriver, list[TrackedRequest], list[FastPathAnswer], Owner]:
     """A connected link whose requests have the slots 1, 2, ..."""
-    router, owner = way(), Owner()
+    router, owner = driver_type(), Owner()
     answers = [FastPathAnswer() for _ in range(num_requests)]
     requests: list[TrackedRequest] = []
     for number, answer in enumerate(answers):
@@ -148,15 +150,15 @@ def link_with(way: type[Way], num_requests: int) -> tuple[Way, list[TrackedReque
     return router, requests, answers, owner
 
 
-def tell(router: Way, number: int, slots: list[int]) -> None:
-    router.tell(slots, [100 * slot + number for slot in slots], [f"<{number}>"] * len(slots), [])
+def send(router: LinkDriver, number: int, slots: list[int]) -> None:
+    router.send(slots, [100 * slot + number for slot in slots], [f"<{number}>"] * len(slots), [])
 
 
-async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way: type[Way]) -> None:
-    """The next router is asked for what comes behind them; the lost one is told how many came."""
-    router, requests, answers, owner = link_with(way, 2)
+async def test_a_lost_router_s_answers_continue_after_every_forwarded_token(driver_type: type[LinkDriver]) -> None:
+    """The next router is asked to continue after these tokens, and their number is reported to the lost one."""
+    router, requests, answers, owner = link_with(driver_type, 2)
     for number in range(NUM_TOKENS):
-        tell(router, number, [1, 2])
+        send(router, number, [1, 2])
     await router.lose()
     assert owner.num_assignment_tokens == [NUM_TOKENS, NUM_TOKENS]
     for slot, (request, answer) in enumerate(zip(requests, answers, strict=True), 1):
@@ -169,24 +171,26 @@ async def test_a_lost_router_s_answers_go_on_behind_every_token_that_flowed(way:
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
-async def test_a_frame_s_tokens_leave_before_answers_are_told_of_many(way: type[Way], is_mixed: bool) -> None:
-    """To tell all answers takes longer than to pass a frame on: its tokens must not wait for that, not even where one
-    of its slots does not flow."""
-    router, _, answers, _ = link_with(way, 3)
+async def test_a_frame_s_tokens_leave_before_answers_get_their_reports(
+    driver_type: type[LinkDriver], is_mixed: bool
+) -> None:
+    """Reporting to all answers takes longer than forwarding a frame. Its tokens must not wait for that, even if one of
+    its slots is not on the fast path."""
+    router, _, answers, _ = link_with(driver_type, 3)
     pushed_when_told: list[list[int]] = []
     answers[0].when_told = lambda: pushed_when_told.append([answer.num_pushed for answer in answers])
     for number in range(NUM_TOKENS):
-        tell(router, number, [1, 2, 3, 99] if is_mixed else [1, 2, 3])
+        send(router, number, [1, 2, 3, 99] if is_mixed else [1, 2, 3])
         if pushed_when_told:
             assert pushed_when_told.pop() == [answer.num_pushed for answer in answers], "behind all of this frame"
     assert answers[0].num_tokens > MAX_FRAMES
 
 
-async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(way: type[Way]) -> None:
-    """A slot is used again by an answer that shares frames with those that were told nothing yet."""
-    router, _, answers, owner = link_with(way, 2)
+async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(driver_type: type[LinkDriver]) -> None:
+    """A slot is reused by an answer that shares frames with answers that have had no report yet."""
+    router, _, answers, owner = link_with(driver_type, 2)
     for number in range(5):
-        tell(router, number, [2, 1])
+        send(router, number, [2, 1])
     router.finish(1)
     assert answers[0].finish is not None
     assert answers[0].num_tokens == 5
@@ -194,31 +198,31 @@ async def test_an_end_finds_all_tokens_counted_and_frees_the_slot(way: type[Way]
     request = LinkRequest("late", "m", [1], "", SamplingParams(), StopConditions())
     router.link.submit(request, TrackedRequest(3, request, late, owner, b""))
     for number in range(5):
-        tell(router, number, [1, 2])
+        send(router, number, [1, 2])
     await router.lose()
     assert (answers[0].num_tokens, answers[1].num_tokens, late.num_tokens) == (5, 10, 5)
 
 
-async def test_tokens_of_frames_with_several_an_entry_come_behind_those_that_flowed(way: type[Way]) -> None:
-    """What piled up leaves as one frame: the order of the failover buffer must be that of the text."""
-    router, requests, answers, _ = link_with(way, 1)
+async def test_tokens_of_frames_with_several_an_entry_come_after_those_forwarded(driver_type: type[LinkDriver]) -> None:
+    """Pending tokens are sent as one frame. The failover buffer must have the order of the text."""
+    router, requests, answers, _ = link_with(driver_type, 1)
     for number in range(4):
-        tell(router, number, [1])
-    router.tell([1], [7, 8], ["ab"], [2])
-    tell(router, 4, [1])
+        send(router, number, [1])
+    router.send([1], [7, 8], ["ab"], [2])
+    send(router, 4, [1])
     await router.lose()
     [begun] = requests[0].next_request().partial_choices
     assert begun.token_ids.tolist() == [100, 101, 102, 103, 7, 8, 104]
     assert answers[0].text == "<0><1><2><3>ab<4>"
 
 
-async def test_a_cancelled_answer_hears_no_more(way: type[Way]) -> None:
-    """Its slot still has tokens in frames until the router has ended it."""
-    router, _, answers, _ = link_with(way, 2)
+async def test_a_cancelled_answer_gets_no_more(driver_type: type[LinkDriver]) -> None:
+    """A cancelled slot still has tokens in frames until the router has ended it."""
+    router, _, answers, _ = link_with(driver_type, 2)
     for number in range(3):
-        tell(router, number, [1, 2])
+        send(router, number, [1, 2])
     router.link.cancel(1)
     for number in range(3):
-        tell(router, number, [1, 2])
+        send(router, number, [1, 2])
     assert (answers[0].text, answers[0].num_tokens) == ("<0><1><2>", 3)
     assert answers[1].text == 2 * "<0><1><2>"

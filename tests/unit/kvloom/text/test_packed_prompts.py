@@ -1,4 +1,4 @@
-"""A prompt whose ids come packed is the same prompt to routers and shards, and is checked alike."""
+"""A prompt with packed ids is the same prompt to routers and shards, and gets the same checks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ READERS = pytest.mark.parametrize("read", [by_router, by_shard])
 
 @READERS
 def test_both_forms_are_read(read: Any) -> None:
-    """A client of another version, or in another language, sends them one by one."""
+    """A client of another version, or in another language, sends unpacked ids."""
     ids = [5, 300, 0]
     assert read(prompt_token_ids=ids) == read(packed_prompt_token_ids=pack_token_ids(ids)) == ids
 
@@ -58,7 +58,7 @@ def test_both_forms_are_read(read: Any) -> None:
     "packed", [b"", b"\1\0\0\0\0", pack_token_ids([1, INFO.vocab_size]), pack_token_ids([1] * 101)]
 )
 def test_bad_prompts_are_refused_by_name(read: Any, packed: bytes) -> None:
-    """None, torn, unknown or too many ids: the client's error, in a field, and nothing breaks."""
+    """No ids, torn ids, unknown ids or too many of them are the client's error, name a field, and break nothing."""
     with pytest.raises(KvloomError) as caught:
         read(packed_prompt_token_ids=packed)
     assert caught.value.field

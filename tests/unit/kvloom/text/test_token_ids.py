@@ -16,7 +16,7 @@ ids_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 @given(ids_of)
 def test_packing_is_undone(ids: list[int]) -> None:
-    """What one process packs is what another one reads, and the bytes are the documented ones."""
+    """A process reads what another one packs, and the bytes are the documented ones."""
     packed = pack_token_ids(ids)
     assert packed == b"".join(token_id.to_bytes(4, "little") for token_id in ids)
     assert packed == pack_token_ids(token_array(ids))
@@ -31,7 +31,7 @@ def test_other_numbers_are_no_ids(bad: list[int]) -> None:
 
 
 def test_torn_ids_are_refused() -> None:
-    """A frame of another format must not be read as some ids."""
+    """A frame of another format must not be read as token ids."""
     with pytest.raises(ValueError, match="multiple"):
         unpack_token_ids(b"\0" * 7)
 
@@ -44,12 +44,12 @@ def test_torn_ids_are_refused() -> None:
 @example([2**31], 2**31, 0)
 @example([2**32 - 1, 0], 1, 1023)
 def test_are_below_is_what_max_says(ids: list[int], limit: int, num_before: int) -> None:
-    """The check of the vocabulary is no different for being made on many ids at once, wherever an id stands."""
+    """The vocabulary check for many ids at once finds a bad id at any position."""
     everything = array("I", [limit - 1] * num_before) + array("I", ids)
     assert are_below(everything, limit) == (max(everything, default=0) < limit)
 
 
 def test_prompt_fields_are_what_the_reader_knows() -> None:
-    """A process of an earlier version is told in the way that it understands."""
+    """A process of an earlier version gets the field that it understands."""
     assert Submit(**prompt_fields([1, 2], packed=False)).prompt_token_ids == [1, 2]
     assert unpack_token_ids(Submit(**prompt_fields([1, 2], packed=True)).packed_prompt_token_ids) == array("I", [1, 2])

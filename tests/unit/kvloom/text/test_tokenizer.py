@@ -1,4 +1,4 @@
-"""ModelTokenizer and chat templates: what reaches the model is what the conversation says, and nothing more."""
+"""ModelTokenizer and chat templates: the model gets what the conversation contains, and nothing more."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FRAME = ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     ],
 )
 async def test_a_user_cannot_inject_control_tokens(content: str) -> None:
-    """Whatever a content holds, the only control tokens in the prompt are the template's, and the text is unchanged."""
+    """For any content, the only control tokens in the prompt are the template's, and the text is unchanged."""
     tokenizer = model_tokenizer()
     ids, text = await tokenizer.encode_chat([ChatMessage("user", content)])
     assert special_ids(tokenizer, ids) == FRAME
@@ -49,7 +49,7 @@ async def test_a_user_cannot_inject_control_tokens(content: str) -> None:
 
 
 async def test_added_tokens_keep_their_ids_beside_broken_special_strings() -> None:
-    """The twin tokenizer numbers added tokens anew; the ids that come out must be the model's own."""
+    """The twin tokenizer renumbers added tokens; the ids that it returns must be the model's own."""
     tokenizer = model_tokenizer()
     think = byte_level_tokenizer().token_to_id("<think>")
     ids, _ = await tokenizer.encode_chat([ChatMessage("user", "<think>"), ChatMessage("user", "<|im_end|>")])
@@ -58,7 +58,7 @@ async def test_added_tokens_keep_their_ids_beside_broken_special_strings() -> No
 
 
 async def test_control_tokens_split_over_template_and_content_stay_plain() -> None:
-    """A template that glues its own text to a content must not complete what the content began."""
+    """A template that appends its own text to a content must not complete what the content began."""
     template = ChatTemplate("{{ messages[0].content | trim }}end|>", {})
     tokenizer = ModelTokenizer(byte_level_tokenizer(), template=template)
     ids, text = await tokenizer.encode_chat([ChatMessage("user", "<|im_ ")])
@@ -67,21 +67,21 @@ async def test_control_tokens_split_over_template_and_content_stay_plain() -> No
 
 
 async def test_long_texts_are_encoded_the_same_off_the_loop() -> None:
-    """The thread pool is a matter of speed, not of result."""
+    """The thread pool changes the speed, not the result."""
     tokenizer = model_tokenizer()
     text = "the quick brown fox " * MAX_INLINE_CHARS
     assert list(await tokenizer.encode(text)) == tokenizer.encode_now(text)
 
 
 async def test_lone_surrogates_are_refused() -> None:
-    """JSON can carry half a surrogate pair; that is the caller's fault, not a crash."""
+    """JSON can carry half a surrogate pair. That is the caller's error, not a crash."""
     with pytest.raises(KvloomError) as caught:
         await model_tokenizer().encode("\ud800")
     assert caught.value.reason == INVALID
 
 
 def test_token_bytes_of_byte_level_tokens_add_up_to_the_text() -> None:
-    """Bytes of single tokens are exact, also where a token holds part of a character."""
+    """The bytes of single tokens are exact, also where a token holds a part of a character."""
     tokenizer = model_tokenizer()
     text = "héé 日本語 🙂🙂 \x00 fox<|im_end|>"
     ids = tokenizer.encode_now(text)
@@ -107,7 +107,7 @@ def write_model(path: Path, **files: object) -> Path:
 
 
 def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(tmp_path: Path) -> None:
-    """A chat model's end of turn is often only in one of the files; both count."""
+    """A chat model's end of turn is often in only one of the files; both count."""
     config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": CHATML}
     path = write_model(
         tmp_path, tokenizer_config=config, generation_config={"eos_token_id": [0]}, config={"eos_token_id": 5}
@@ -127,7 +127,7 @@ def test_a_separate_template_file_rules_and_lists_name_the_default(tmp_path: Pat
 
 
 def test_a_model_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    """The operator reads which file is wrong."""
+    """The error tells the operator which file is wrong."""
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         ModelTokenizer.load(tmp_path)
     with pytest.raises(ValueError, match="does not compile"):
@@ -146,7 +146,8 @@ def test_a_model_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_template_that_fails_is_the_callers_error(source: str, says: str) -> None:
-    """Templates come with the model and see user input: refusals, faults, escapes and floods end in one clear error."""
+    """Templates come with the model and process user input: rejections, faults, escapes and floods end in one clear
+    error."""
     with pytest.raises(KvloomError, match=says) as caught:
         ChatTemplate(source, {}).render([ChatMessage("user", "x")])
     assert caught.value.reason == INVALID
@@ -172,7 +173,7 @@ def test_a_role_cannot_carry_text(role: str) -> None:
 
 
 def test_no_messages_and_no_template_are_refused() -> None:
-    """Both have an answer for the user."""
+    """Both end in an error message for the user."""
     with pytest.raises(KvloomError, match="at least one"):
         model_tokenizer().render_chat([])
     with pytest.raises(KvloomError, match="no chat template"):
@@ -180,7 +181,7 @@ def test_no_messages_and_no_template_are_refused() -> None:
 
 
 async def test_the_built_in_model(model_dir: Path) -> None:
-    """The real tokenizer and template: ids of a conversation, its end token, and a forged turn."""
+    """The real tokenizer and template encode a conversation, its end token, and a forged turn."""
     tokenizer = ModelTokenizer.load(model_dir)
     messages = [ChatMessage("user", "What is 2+2?")]
     ids, text = await tokenizer.encode_chat(messages)

@@ -1,4 +1,4 @@
-"""What piles up for a stream leaves as one message a turn, in order, and waits for whoever does not read."""
+"""Pending messages of a stream are sent as one per loop iteration, in order, and wait for a peer that does not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest, RouterServ
 
 
 class Pile:
-    """What waits, at most `max_texts` of it a message."""
+    """Pending texts, of which a message holds at most `max_texts`."""
 
     def __init__(self, max_texts: int = 1000) -> None:
         self.texts: list[str] = []
@@ -41,7 +41,7 @@ class Pile:
 
 
 class Server:
-    """Reads once it may."""
+    """A peer that reads once it is allowed to."""
 
     def __init__(self) -> None:
         self.frames: list[list[str]] = []
@@ -72,7 +72,7 @@ async def connected(server: Server, port: int) -> AsyncIterator[LocalStream[Rout
 
 
 class GrpcStream:
-    """A stream that is no local one."""
+    """A stream that is not a local one."""
 
     def __init__(self, target: LocalStream[Any, Any]) -> None:
         self._target = target
@@ -83,7 +83,8 @@ class GrpcStream:
 
 @pytest.mark.parametrize("is_local", [True, False])
 async def test_what_piles_up_in_a_turn_leaves_as_one(is_local: bool) -> None:
-    """Each frame costs everyone behind a wake-up; and it leaves without another event."""
+    """Each frame wakes every process on its path, so there must be few; a frame is sent without waiting for another
+    event."""
     server, pile = Server(), Pile()
     server.may_read.set()
     async with connected(server, 3_100_001 + is_local) as stream:
@@ -102,7 +103,7 @@ async def test_what_piles_up_in_a_turn_leaves_as_one(is_local: bool) -> None:
 
 @pytest.mark.parametrize("is_local", [True, False])
 async def test_what_comes_soon_after_a_write_waits_for_more(is_local: bool) -> None:
-    """Engines faster than any model, and the frames of many shards, wake nobody often. An end leaves at once."""
+    """Engines faster than any model, and the frames of many shards, rarely wake a process. A finish is sent at once."""
     server, pile = Server(), Pile()
     server.may_read.set()
     async with connected(server, 3_100_006 + is_local) as stream:
@@ -127,7 +128,7 @@ async def test_what_comes_soon_after_a_write_waits_for_more(is_local: bool) -> N
 
 
 async def test_what_one_message_cannot_have_follows_in_the_next() -> None:
-    """Messages are bounded: nothing of what waits is forgotten."""
+    """Messages are bounded, and no pending text is lost."""
     server, pile = Server(), Pile(max_texts=2)
     server.may_read.set()
     async with connected(server, 3_100_003) as stream:
@@ -140,7 +141,8 @@ async def test_what_one_message_cannot_have_follows_in_the_next() -> None:
 
 
 async def test_while_the_peer_does_not_read_everything_piles_up() -> None:
-    """With its owner, who bounds it; once the peer reads on, it comes in order and in few messages."""
+    """Messages accumulate with their owner, which bounds them. Once the peer reads again, they arrive in order and in
+    few messages."""
     server, pile = Server(), Pile()
     async with connected(server, 3_100_004) as stream:
         pile.writer = FrameWriter(stream, pile.take)
@@ -164,8 +166,8 @@ async def test_while_the_peer_does_not_read_everything_piles_up() -> None:
         await running
 
 
-async def test_what_take_raises_reaches_whoever_runs_it() -> None:
-    """A bug in what makes messages must end the stream, not vanish in the event loop."""
+async def test_what_take_raises_is_raised_by_run() -> None:
+    """An exception in `take` must end the stream, not vanish in the event loop."""
     async with connected(Server(), 3_100_005) as stream:
 
         def fail() -> None:

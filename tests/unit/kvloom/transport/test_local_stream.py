@@ -1,4 +1,4 @@
-"""Streams over local sockets behave as gRPC's do: what is written arrives, ends and breaks are told."""
+"""Streams over local sockets behave like gRPC's: messages arrive, and ends and breaks are reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def echo(stream: Any) -> None:
 
 @asynccontextmanager
 async def serving(handler: Handler, port: int) -> AsyncIterator[str]:
-    """Ports here are names: nothing listens on them."""
+    """A port that serves only as a name: nothing listens on it."""
     server = LocalServer(handler, RouterServiceConnectRequest)
     address = f"127.0.0.1:{port}"
     await server.start(address)
@@ -53,7 +53,7 @@ async def connected(address: str) -> Any:
 
 
 async def test_messages_of_any_size_arrive_in_order() -> None:
-    """Empty ones, and ones that take many reads."""
+    """Messages may be empty, or take many reads."""
     async with serving(echo, 3_000_001) as address, asyncio.timeout(10):
         stream = await connected(address)
         texts = ["", "a", "b" * 3_000_000, *map(str, range(200))]
@@ -64,7 +64,7 @@ async def test_messages_of_any_size_arrive_in_order() -> None:
 
 
 async def test_an_error_of_the_server_keeps_its_details() -> None:
-    """A client that broke the protocol is told how, as over gRPC."""
+    """A client that broke the protocol gets the reason, as over gRPC."""
 
     async def refuse(stream: Any) -> None:
         await stream.read()
@@ -80,7 +80,7 @@ async def test_an_error_of_the_server_keeps_its_details() -> None:
 
 
 async def test_a_handler_that_returns_ends_the_stream_in_good_order() -> None:
-    """What it wrote last arrives before the end."""
+    """Its last messages arrive before the end."""
 
     async def say_goodbye(stream: Any) -> None:
         await stream.write(RouterServiceConnectResponse())
@@ -92,7 +92,7 @@ async def test_a_handler_that_returns_ends_the_stream_in_good_order() -> None:
 
 
 async def test_the_handler_of_a_client_that_is_gone_is_cancelled() -> None:
-    """As with gRPC: nothing goes on for nobody."""
+    """As with gRPC, no handler runs on without its client."""
     begun, gone = asyncio.Event(), asyncio.Event()
 
     async def wait(stream: Any) -> None:
@@ -110,7 +110,7 @@ async def test_the_handler_of_a_client_that_is_gone_is_cancelled() -> None:
 
 
 async def test_a_server_that_stops_breaks_its_streams() -> None:
-    """The client hears of it at once and can look for another."""
+    """The client notices at once and can look for another server."""
     server = LocalServer(echo, RouterServiceConnectRequest)
     await server.start("127.0.0.1:3000005")
     async with asyncio.timeout(10):
@@ -124,7 +124,7 @@ async def test_a_server_that_stops_breaks_its_streams() -> None:
 
 
 async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
-    """Buffers are bounded on both sides; once the peer reads on, so does the writer."""
+    """Buffers are bounded on both sides. Once the peer reads again, the writer continues."""
     may_read = asyncio.Event()
 
     async def read_late(stream: Any) -> None:
@@ -151,7 +151,7 @@ async def test_a_writer_waits_for_a_reader_that_does_not_read() -> None:
 
 
 async def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process closes nothing: only its silence tells."""
+    """A stopped process closes no connection: only its silence shows that it hangs."""
     monkeypatch.setattr("kvloom.transport.local_stream.PING_AFTER_SECONDS", 0.1)
     monkeypatch.setattr("kvloom.transport.local_stream.PING_TIMEOUT_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -163,7 +163,7 @@ async def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_messages_are_delivered_as_they_come() -> None:
-    """Those that came before, those that come together, and one after another, each once and in order."""
+    """Messages that arrived before, together, or one after another are delivered once each and in order."""
     taken: list[str] = []
     has_five = asyncio.Event()
 
@@ -190,7 +190,7 @@ async def test_messages_are_delivered_as_they_come() -> None:
 
 
 async def test_delivering_ends_with_the_stream() -> None:
-    """In good order it returns, an error of the server's is raised with its details."""
+    """After a clean end it returns; an error of the server is raised with its details."""
 
     async def end(stream: Any) -> None:
         frame = await stream.read()
@@ -211,8 +211,8 @@ async def test_delivering_ends_with_the_stream() -> None:
             assert len(taken) == 1
 
 
-async def test_whoever_fails_on_a_message_gets_no_more() -> None:
-    """The error is the deliverer's, not the event loop's; what else has come with the message is not taken."""
+async def test_a_callback_that_raises_gets_no_more_messages() -> None:
+    """The error is raised by `deliver`, not in the event loop; later messages are dropped."""
 
     async def speak(stream: Any) -> None:
         for _ in range(3):
@@ -234,7 +234,7 @@ async def test_whoever_fails_on_a_message_gets_no_more() -> None:
         stream.cancel()
 
 
-async def test_nothing_is_delivered_to_whoever_was_cancelled() -> None:
+async def test_nothing_is_delivered_after_a_cancellation() -> None:
     """A link that is being closed must not start anything new."""
     stream = LocalStream[Any, Any](RouterServiceConnectRequest)
     taken: list[Any] = []
@@ -248,7 +248,7 @@ async def test_nothing_is_delivered_to_whoever_was_cancelled() -> None:
 
 
 def test_other_machines_have_no_local_socket() -> None:
-    """Only loopback addresses do; for all others there is gRPC."""
+    """Only loopback addresses have a local socket; for all others there is gRPC."""
     assert local_socket_name("127.0.0.1:50051") == local_socket_name("localhost:50051") is not None
     assert local_socket_name("10.0.0.7:50051") is None
     assert local_socket_name("router.internal:50051") is None

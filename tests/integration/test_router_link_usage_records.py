@@ -1,4 +1,4 @@
-"""Bills when nothing dies and only connections between a client of routers and its routers break."""
+"""Usage records when no process dies, and only the connections between routers and their clients break."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ NUM_TOKENS = 60
 NUM_BREAKS = 5
 
 
-async def test_bills_add_up_when_only_connections_break(tmp_path: Path, model_dir: Path, redis_url: str) -> None:
-    """Reset again and again, with what was on its way lost: of every request the bills of both routers, less the
-    credits, are the tokens that its sink heard of, and these are the undisturbed ones."""
+async def test_usage_records_add_up_when_only_connections_break(
+    tmp_path: Path, model_dir: Path, redis_url: str
+) -> None:
+    """Connections are reset repeatedly, and messages in transit are lost. For every request, the tokens that both
+    routers metered, less the credits, are those that its sink received, and these are the undisturbed ones."""
     async with router_processes(tmp_path, model_dir, redis_url) as world:
         world.config.log.format = "json"
         world.config.edge.reattach_seconds = 20.0
@@ -42,17 +44,19 @@ async def test_bills_add_up_when_only_connections_break(tmp_path: Path, model_di
         assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
         assert [answer.texts for answer in got] == [answer.texts for answer in expected]
         assert group.num_reattached >= NUM_REQUESTS
-        # What was lost is said in the hello of the next connection, which has come when the routers are ready.
+        # The hello of the next connection reports the losses. It has arrived when the routers are ready.
         await eventually(lambda: len(ready_routers(group)) == 2, "both routers again")
         await group.close()
         for proxy in proxies:
             await proxy.stop()
-        await _assert_billed(routers, broken=got)
+        await _assert_metered(routers, broken=got)
 
 
-async def test_bills_add_up_at_an_address_that_routers_share(tmp_path: Path, model_dir: Path, redis_url: str) -> None:
-    """A router hangs under a client that only knows the address that all share: its next connection goes to another
-    router, and still the hung one, once awake, hears what had come of it."""
+async def test_usage_records_add_up_at_an_address_that_routers_share(
+    tmp_path: Path, model_dir: Path, redis_url: str
+) -> None:
+    """A router hangs, and its client only knows the address that all routers share. Its next connection reaches another
+    router, and the hung one, once it continues, still gets the number of tokens that had arrived."""
     async with router_processes(tmp_path, model_dir, redis_url) as world:
         world.config.log.format = "json"
         hung, other = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
@@ -74,30 +78,30 @@ async def test_bills_add_up_at_an_address_that_routers_share(tmp_path: Path, mod
         assert group._cancel_notifier.num_waiting == NUM_REQUESTS
         hung.send(signal.SIGCONT)
         await eventually(lambda: not group._cancel_notifier.num_waiting, "the settlements", 20.0)
-        # Where its next connection is one to the router that it had lost, the same names are other attempts.
+        # If its next connection reaches the lost router, the same names are different requests.
         again = _submit(group, "again")
         await eventually(lambda: all(answer.token_ids[0] for answer in again), "first tokens", 20.0)
         shared.reset()
         await eventually(lambda: all(answer.done for answer in again), "all ends", 60.0)
         await group.close()
         await shared.stop()
-        await _assert_billed([hung, other], hung=answers, again=again)
+        await _assert_metered([hung, other], hung=answers, again=again)
 
 
-async def _assert_billed(routers: Sequence[RouterProcess], **answers: Sequence[Answer]) -> None:
-    """By the logs of all routers, which end; `answers` by the prefix of their requests' names."""
-    bills: dict[str, int] = {}
+async def _assert_metered(routers: Sequence[RouterProcess], **answers: Sequence[Answer]) -> None:
+    """The metered tokens from the logs of all routers, which end; `answers` by the prefix of their requests' names."""
+    metered: dict[str, int] = {}
     num_credited = 0
     for router in routers:
         router.send(signal.SIGTERM)
         _, log = await router.wait()
-        for bill in filter(None, map(parse_usage_record, log.encode().splitlines())):
-            tokens = bill.num_output_tokens - bill.num_credited_tokens
-            bills[bill.request_id] = bills.get(bill.request_id, 0) + tokens
-            num_credited += bill.num_credited_tokens
+        for record in filter(None, map(parse_usage_record, log.encode().splitlines())):
+            tokens = record.num_output_tokens - record.num_credited_tokens
+            metered[record.request_id] = metered.get(record.request_id, 0) + tokens
+            num_credited += record.num_credited_tokens
     for prefix, some in answers.items():
         for i, answer in enumerate(some):
-            assert bills[f"{prefix}-{i}"] == sum(map(len, answer.token_ids)), (prefix, i)
+            assert metered[f"{prefix}-{i}"] == sum(map(len, answer.token_ids)), (prefix, i)
     assert num_credited, "nothing was lost on its way: the test shows nothing"
 
 
