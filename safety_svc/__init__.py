@@ -1,1 +1,17 @@
+"""The safety service: it screens prompts and streamed answers against the rules of a policy file.
+
+server.py            the gRPC server and its lifecycle
+connection.py        one router's screening stream
+screen.py            judges a whole prompt, or an answer while it streams
+policy.py            loads, validates and compiles the rules of a policy file
+policy_file.py       reloads the policy file when it changes
+phrase_scan.py       searches streamed text for the phrases of deny lists
+pattern_scan.py      searches streamed text for RE2 patterns
+folding.py           maps texts that look the same to the same string
+prefilter.py         the strings by which routers recognize text that they need not send
+builtin_policy.toml  the policy that is used when none is configured
+metrics.py           the Prometheus metrics
+__main__.py          the command `python -m safety_svc`
+"""
+
 import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)

@@ -1,4 +1,4 @@
-"""`python -m safety_svc --config FILE [--port N]`: see --help."""
+"""The command `python -m safety_svc --config FILE [--port N]`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from safety_svc.server import serve
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m safety_svc", description="Serve kvloom's safety service.")
     parser.add_argument("--config", type=Path, help="kvloom.toml or its JSON form")
-    parser.add_argument("--name", default="safety", help="how this process calls itself in logs")
+    parser.add_argument("--name", default="safety", help="the name of this process in logs")
     parser.add_argument("--port", type=int, help="overrides safety.port; 0 picks one")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here; 0 picks one")
-    parser.add_argument("--share-port", action="store_true", help="let a successor listen on the port, too")
+    parser.add_argument("--share-port", action="store_true", help="allow a successor to listen on the same port")
     args = parser.parse_args()
 
     async def run() -> None:

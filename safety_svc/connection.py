@@ -1,4 +1,4 @@
-"""One router's screening stream: a frame in, at most one frame out."""
+"""The screening stream of one router: every frame that arrives is answered by at most one frame."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
     DECISION_BLOCK,
+    ClearedText,
     Finding,
     Halt,
     PolicyState,
@@ -21,54 +22,51 @@ from kvloom.v1.safety_service_pb2 import (
     PromptVerdict,
     ScreenRequest,
     ScreenResponse,
-    Skip,
 )
 from safety_svc.metrics import ANSWERS, PROMPTS
 from safety_svc.policy import Hit, Policy, Rule
 from safety_svc.policy_file import PolicyFile
-from safety_svc.prefilter import prefilter, prompt_prefilter
-from safety_svc.screen import CHARS_PER_TURN, AnswerScreener, check_long_prompt, check_prompt
+from safety_svc.prefilter import answer_prefilter, prompt_prefilter
+from safety_svc.screen import AnswerScreener, check_long_prompt, check_prompt, is_long
 
 MAX_OPEN_ANSWERS: Final = 65_536
-MAX_INLINE_CHARS: Final = CHARS_PER_TURN
-"""A prompt up to this length is checked at once, a longer one in turns."""
 MAX_WAITING_LONG_PROMPTS: Final = 64
-"""Beyond that, frames wait: the router's own bounds apply."""
+"""When more long prompts wait, no further frames are read. The router then applies its own limits."""
 
 OnBlock = Callable[[str, Rule], None]
-"""Hears ("prompt" or "answer", rule) of everything that is blocked."""
+"""Called with ("prompt" or "answer", rule) for every text that is blocked."""
 
 Context = grpc.aio.ServicerContext[ScreenRequest, ScreenResponse]
 
 
 class ScreenConnection:
-    """Answers keep the policy that was in force when they began."""
+    """One screening stream. Each answer is screened to its end with the policy that was current when it began."""
 
     def __init__(self, policy_file: PolicyFile, context: Context, on_block: OnBlock) -> None:
         self._policy_file = policy_file
         self._context = context
         self._on_block = on_block
         self._answers: dict[int, AnswerScreener | None] = {}
-        """By slot. None: halted, what still comes is dropped until the slot is closed."""
+        """By slot. None marks a halted answer: its further text is dropped until the router closes the slot."""
         self._long_prompts: asyncio.Queue[PromptCheck] = asyncio.Queue(MAX_WAITING_LONG_PROMPTS)
         self._write_lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._draining = False
 
     async def drain(self) -> None:
-        """Tell the router that there should be another stream for what is new. This one goes on until it hangs up."""
+        """Ask the router to open another stream for new texts. This stream is served until the router closes it."""
         if not self._draining:
             self._draining = True
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it is hanging up already
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the router is closing it
                 await self._write(ScreenResponse(draining=True))
 
     async def serve(self) -> None:
-        """Until the router hangs up."""
+        """Screen until the router closes the stream."""
         on_change = self._changed.set
         self._policy_file.listen(on_change)
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.TaskGroup() as group:  # what fails in a task ends the stream
+            async with asyncio.TaskGroup() as group:  # a task that fails ends the stream
                 tasks.append(group.create_task(self._announce_changes(), name="policy announcer"))
                 tasks.append(group.create_task(self._check_long_prompts(), name="long prompts"))
                 await self._write(ScreenResponse(policy=policy_state(self._policy_file.current)))
@@ -81,7 +79,7 @@ class ScreenConnection:
             await abort(self._context, violation)
 
     async def _read_frames(self) -> KvloomError | None:
-        """Until the end of the stream, or the first frame that breaks the protocol."""
+        """Read until the end of the stream. Returns the error of the first frame that violates the protocol, if any."""
         while isinstance(frame := await self._context.read(), ScreenRequest):
             try:
                 await self._on_frame(frame)
@@ -96,13 +94,13 @@ class ScreenConnection:
         if frame.prompts:
             PROMPTS.inc(len(frame.prompts))
         for check in frame.prompts:
-            if len(check.text) > MAX_INLINE_CHARS:
+            if is_long(check.text):
                 await self._long_prompts.put(check)
             else:
                 hit = check_prompt(self._policy_file.current.prompt, check.text)
                 response.prompts.append(self._verdict(check, hit))
-        for skip in frame.skips:
-            self._skip(skip)
+        for cleared in frame.cleared_texts:
+            self._skip(cleared)
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
             screener = self._screener(slot)
             if screener is None:
@@ -125,25 +123,25 @@ class ScreenConnection:
             await self._write(response)
 
     async def _check_long_prompts(self) -> None:
-        """One at a time, beside the answers: a long prompt must not hold anybody's tokens up."""
+        """Check long prompts one at a time and concurrently with answers, so that they do not delay any tokens."""
         while True:
             check = await self._long_prompts.get()
             hit = await check_long_prompt(self._policy_file.current.prompt, check.text)
             await self._write(ScreenResponse(prompts=[self._verdict(check, hit)]))
 
-    def _skip(self, skip: Skip) -> None:
-        screener = self._screener(skip.slot)
+    def _skip(self, cleared: ClearedText) -> None:
+        screener = self._screener(cleared.slot)
         if screener is None:
             return
-        if not screener.is_clear or not skip.num_chars or len(skip.last_char) != 1:
-            raise protocol_violation("Only clear text is followed by text that is skipped.")
-        screener.skip(skip.num_chars, skip.last_char)
+        if not screener.is_clear or not cleared.num_chars or len(cleared.last_char) != 1:
+            raise protocol_violation("Cleared text may only follow text that is clear.")
+        screener.skip(cleared.num_chars, cleared.last_char)
 
     def _screener(self, slot: int) -> AnswerScreener | None:
         if slot in self._answers:
             return self._answers[slot]
         if len(self._answers) >= MAX_OPEN_ANSWERS:
-            raise protocol_violation("Too many answers are open.")
+            raise protocol_violation("Too many answers are open on this stream.")
         ANSWERS.inc()
         screener = self._answers[slot] = AnswerScreener(self._policy_file.current.answer)
         return screener
@@ -170,13 +168,6 @@ class ScreenConnection:
             await self._context.write(response)
 
 
-async def find_in_prompt(policy: Policy, text: str) -> Hit | None:
-    """The first forbidden thing in a prompt of any length."""
-    if len(text) <= MAX_INLINE_CHARS:
-        return check_prompt(policy.prompt, text)
-    return await check_long_prompt(policy.prompt, text)
-
-
 def finding(rule: Rule) -> Finding:
     return Finding(rule=rule.name, message=rule.message)
 
@@ -186,6 +177,6 @@ def policy_state(policy: Policy) -> PolicyState:
         revision=policy.revision,
         screens_prompts=bool(policy.prompt),
         screens_answers=bool(policy.answer),
-        answer_prefilter=prefilter(policy.answer),
+        answer_prefilter=answer_prefilter(policy.answer),
         prompt_prefilter=prompt_prefilter(policy.prompt),
     )

@@ -1,10 +1,10 @@
-"""Folding: texts that look the same to a reader become the same string, and every folded character knows where it came
-from.
+"""Folding: texts that look the same to a reader become the same string, and every folded character maps back to its
+position in the original text.
 
-NFKD and case folding per character, so that "é" is the same whether it was typed as one character or two; Hangul
-syllables stay whole (a syllable is not the beginning of a longer one). Characters that show nothing (zero-width
-joiners and the like) vanish; any run of white space is one space. Working per character keeps it streamable: folding
-the parts gives the folding of the whole.
+Each character is normalized with NFKD and case-folded, so that "é" is the same whether it was typed as one character or
+as two. Hangul syllables stay whole, because a syllable is not the beginning of a longer one. Invisible characters, such
+as zero-width joiners, are dropped. Any run of white space becomes one space. Because folding works per character, it
+can be streamed: folding the parts of a text gives the folding of the whole.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Final
 
 SPACE: Final = " "
 _PLAIN: Final = re.compile(r"(?: ?[!-~])*")
-"""ASCII without runs of white space: folds one to one."""
+"""ASCII without runs of white space, in which every character folds to exactly one."""
 _INVISIBLE: Final = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-"""Default-ignorable characters (Unicode, DerivedCoreProperties) that are not of category Cf."""
+"""Default-ignorable characters (Unicode's DerivedCoreProperties) outside the category Cf."""
 
 
 @functools.lru_cache(maxsize=65_536)
 def fold_character(character: str) -> str:
-    """What one character folds to: none, one or several characters; white space folds to one space."""
+    """Return the zero, one or several characters that one character folds to. White space folds to one space."""
     if unicodedata.category(character) == "Cf" or _INVISIBLE.match(character):
         return ""
     form = "NFKC" if "\uac00" <= character <= "\ud7a3" else "NFKD"
@@ -35,9 +35,9 @@ def fold_character(character: str) -> str:
 
 
 def fold(text: str, *, after_space: bool = False) -> tuple[str, Sequence[int]]:
-    """The folded text and, for each of its characters, the offset in `text` that it came from.
+    """Return the folded text and, for each of its characters, the offset in `text` from which it came.
 
-    `after_space`: the folded text before this one ended with a space, so leading white space adds nothing.
+    `after_space` means that the folded text before this one ended with a space: leading white space then adds nothing.
     """
     if _PLAIN.fullmatch(text) and not (after_space and text.startswith(SPACE)):
         return text.lower(), range(len(text))
@@ -57,5 +57,5 @@ def fold(text: str, *, after_space: bool = False) -> tuple[str, Sequence[int]]:
 
 
 def is_word(character: str) -> bool:
-    """Whether a folded character is part of a word; accents belong to the letter that they stand on."""
+    """Whether a folded character is part of a word. Combining accents belong to their letter."""
     return character.isalnum() or character == "_" or unicodedata.category(character).startswith("M")

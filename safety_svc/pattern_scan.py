@@ -1,4 +1,4 @@
-"""Patterns over a text that arrives in pieces."""
+"""Searches for patterns in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from safety_svc.policy import Hit, RuleSet
 
 
 class PatternScan:
-    """Searches the text as it is; kept, and held back, is what a match that is not complete yet can begin in, and one
-    character before it, for assertions such as \\b.
+    """Searches the text as written. It withholds text in which an incomplete match may have begun, and keeps this text
+    and one character before it for assertions such as \\b.
 
-    A match that touches the end of what has arrived is not final (the next character may make it longer, or a \\b
-    false): it is still held and judged again with the next piece, unless it has reached its rule's max_length.
+    A match that touches the end of the text so far is not final: the next character may make it longer or make a \\b
+    false. The text is still withheld and judged again with the next piece, unless the match has reached its rule's
+    max_length.
     """
 
     __slots__ = ("_rules", "_start", "_text", "_total", "num_clear")
 
     def __init__(self, rules: RuleSet) -> None:
-        """`rules` has patterns."""
+        """`rules` must have patterns."""
         self._rules = rules
         self._text = ""
         self._start = 0
-        """Where the held text begins in the kept text: 0 or 1."""
+        """The offset at which the withheld text begins in the kept text: 0 or 1."""
         self._total = 0
         self.num_clear = 0
-        """Characters, from the beginning of the text, that are no part of a match."""
+        """The number of characters, from the beginning of the text, that are not part of a match."""
 
     def push(self, delta: str, *, is_end: bool) -> Hit | None:
-        """Takes in the next characters; the first match that is found."""
+        """Search the next characters. Returns the first match that is found."""
         self._total += len(delta)
         rules = self._rules
         is_clear = not rules.unanchored_length and self._start == len(self._text)
-        if is_clear and rules.prefix_first_characters.isdisjoint(delta):  # nothing can begin here
+        if is_clear and rules.prefix_first_characters.isdisjoint(delta):  # no match can begin here
             if delta:
                 self._text, self._start = delta[-1], 1
             self.num_clear = self._total
@@ -46,7 +47,7 @@ class PatternScan:
         return hit
 
     def skip(self, num_chars: int, last_char: str) -> None:
-        """Text that is known to be clear went by, and the text before it was clear."""
+        """Account for text that is known to be clear. The text before it must be clear, too."""
         self._total += num_chars
         self._text, self._start = last_char, 1
         self.num_clear = self._total
@@ -68,11 +69,12 @@ class PatternScan:
         return hit
 
     def _earliest_start(self) -> int:
-        """Where the earliest match could begin that is not complete yet."""
+        """Return the offset at which the earliest incomplete match could begin."""
         text, rules = self._text, self._rules
         earliest = len(text)
         if rules.unanchored_length:
-            # Not one less, though a match lacks a character: what it lacks may be what an assertion looks at.
+            # An incomplete match lacks at least one character, but the bound is not one less: the missing character may
+            # be one that only an assertion inspects.
             earliest = max(self._start, len(text) - rules.unanchored_length)
         partial = rules.prefix_end.search(text, self._start)
         if partial is not None:

@@ -1,4 +1,4 @@
-"""Deny lists over a text that arrives in pieces."""
+"""Searches for the phrases of deny lists in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from safety_svc.policy import Hit, RuleSet
 
 
 class PhraseScan:
-    """Searches folded text (see folding.py) with the deny lists' Aho-Corasick automaton.
+    """Searches the folded text (see folding.py) with an Aho-Corasick automaton of all phrases.
 
-    A phrase that ends in new text begins at or behind the earliest position from which the text so far could still
-    become a phrase. Only the text from there on (and one character before it, for word boundaries) is kept, and only
-    that text is held back.
+    A phrase that ends in new text begins at or after the earliest position from which the text so far could still
+    become a phrase. Only the text from that position on is withheld. It is
+    kept together with one character before it, which decides about word boundaries.
     """
 
     __slots__ = ("_offsets", "_rules", "_start", "_text", "_total", "num_clear")
 
     def __init__(self, rules: RuleSet) -> None:
-        """`rules` has phrases."""
+        """`rules` must have phrases."""
         self._rules = rules
         self._text = ""
         self._offsets: list[int] = []
-        """Where each kept folded character came from, counted from the beginning of the text."""
+        """For each kept folded character, its offset from the beginning of the original text."""
         self._start = 0
-        """From here on the kept text may still become a phrase; before it lies one character at most."""
+        """The offset from which the kept text may still become a phrase. At most one character precedes it."""
         self._total = 0
         self.num_clear = 0
-        """Characters, from the beginning of the text, that are no part of a phrase."""
+        """The number of characters, from the beginning of the text, that are not part of a phrase."""
 
     def push(self, delta: str, *, is_end: bool) -> Hit | None:
-        """Takes in the next characters; the first phrase that is found."""
+        """Search the next characters. Returns the first phrase that is found."""
         folded, offsets = fold(delta, after_space=self._text.endswith(SPACE))
         before, self._total = self._total, self._total + len(delta)
         if self._start == len(self._text) and self._rules.first_characters.isdisjoint(folded):
@@ -44,7 +44,7 @@ class PhraseScan:
         return hit
 
     def skip(self, num_chars: int, last_char: str) -> None:
-        """Text that is known to be clear went by, and the text before it was clear."""
+        """Account for text that is known to be clear. The text before it must be clear, too."""
         self._total += num_chars
         folded, offsets = fold(last_char)
         if folded:
@@ -65,7 +65,8 @@ class PhraseScan:
     def _advance(self, *, is_end: bool) -> None:
         text, automaton = self._text, self._rules.automaton
         first_characters = self._rules.first_characters
-        # What may become a phrase is at most as long as the longest one: never look at more, whatever arrived at once.
+        # A text that may become a phrase is at most as long as the longest phrase, so only that much is searched,
+        # however much text arrived at once.
         start = len(text) if is_end else max(self._start, len(text) - self._rules.max_phrase_length)
         while start < len(text) and (text[start] not in first_characters or not automaton.match(text[start:])):
             start += 1
@@ -76,7 +77,7 @@ class PhraseScan:
 
 
 def _is_whole(text: str, start: int, end: int, *, is_end: bool) -> bool:
-    """Whether text[start:end] stands between word boundaries; at the end of an unfinished text that is not known."""
+    """Whether text[start:end] lies between word boundaries. False while the next character is needed to know that."""
     if start > 0 and is_word(text[start - 1]) and is_word(text[start]):
         return False
     if end == len(text):

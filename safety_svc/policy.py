@@ -1,4 +1,4 @@
-"""The policy file: TOML rules, checked when they are read and compiled once.
+"""The policy file: rules in TOML, which are validated and compiled once when they are loaded.
 
     [[rules]]
     name = "no-launch-codes"
@@ -15,9 +15,9 @@
     prefixes = ["-----BEGIN "]             # every match begins with one of these
     max_length = 64                        # characters of a match at most
 
-`prefixes` and `max_length` say how much of a streamed answer must be held back: nothing until a prefix (or its
-beginning) appears, then at most `max_length` characters. A pattern for answers without prefixes holds back the last
-`max_length` characters all the time.
+`prefixes` and `max_length` determine how much of a streamed answer must be withheld: nothing until a prefix (or its
+beginning) appears, then at most `max_length` characters. A pattern for answers without prefixes always withholds the
+last `max_length` characters.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class PolicyError(Exception):
-    """The policy file cannot be used; the message names the file, the rule and what is wrong."""
+    """The policy file cannot be used. The message names the file, the rule and the problem."""
 
 
 class RuleFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A rule as written."""
+    """A rule as written in the file."""
 
     name: Name
     message: Name = "This content is not allowed here."
@@ -68,7 +68,7 @@ class PolicyFields(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What a hit tells."""
+    """The part of a rule that is reported when it blocks a text."""
 
     name: str
     message: str
@@ -78,7 +78,7 @@ class Rule:
 class Phrase:
     rule: Rule
     text: str
-    """Folded."""
+    """The folded phrase."""
     whole_words: bool
 
 
@@ -93,7 +93,7 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hit:
-    """Something forbidden. `start` is its first character, counted from the beginning of the text."""
+    """A forbidden passage. `start` is the offset of its first character from the beginning of the text."""
 
     rule: Rule
     start: int
@@ -116,20 +116,20 @@ class RuleSet:
                 self.automaton.add_word(text, tuple(same))
             self.automaton.make_automaton()
         self.max_phrase_length = max((len(phrase.text) for phrase in phrases), default=0)
-        """In folded characters."""
+        """The length of the longest phrase in folded characters."""
         self.unanchored_length = max((p.max_length for p in patterns if not p.prefixes), default=0)
-        """How many last characters may belong to a match that can begin anywhere."""
+        """The number of last characters of a text that may belong to a match without a prefix."""
         self.max_prefixed_length = max((p.max_length for p in patterns if p.prefixes), default=0)
         prefixes = sorted({prefix for pattern in patterns for prefix in pattern.prefixes})
         self.max_prefix_length = max(map(len, prefixes), default=0)
         self.prefix_first_characters = frozenset(prefix[0] for prefix in prefixes)
         self.prefix_end = re.compile("|".join(filter(None, map(_any_beginning, prefixes))) or r"(?!)")
-        """Finds where the text may end in the middle of a prefix."""
+        """Finds a position at which the text may end in the middle of a prefix."""
         self.prefix = re.compile(f"(?={'|'.join(map(re.escape, prefixes))})" if prefixes else r"(?!)")
-        """Finds every place where a prefix begins, overlapping ones included."""
+        """Finds every position at which a prefix begins, including overlapping ones."""
 
     def reach(self, text: str, start: int) -> int:
-        """How long a match can be that begins with the prefix at text[start:]."""
+        """Return the maximum length of a match that begins with the prefix at text[start:]."""
         return max(p.max_length for p in self.patterns if p.prefixes and text.startswith(p.prefixes, start))
 
     def __bool__(self) -> bool:
@@ -138,10 +138,10 @@ class RuleSet:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy file, compiled."""
+    """A compiled policy file."""
 
     revision: str
-    """Changes with the file's content."""
+    """A hash of the file's content."""
     prompt: RuleSet
     answer: RuleSet
 
@@ -153,7 +153,7 @@ def load_policy(path: Path) -> Policy:
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror}") from error
     if len(raw) > MAX_POLICY_BYTES:
-        raise PolicyError(f"{path}: larger than {MAX_POLICY_BYTES} bytes")
+        raise PolicyError(f"{path}: the file is larger than {MAX_POLICY_BYTES} bytes")
     try:
         fields = msgspec.toml.decode(raw, type=PolicyFields)
     except (msgspec.DecodeError, ValueError) as error:
@@ -208,7 +208,7 @@ def _pattern(rule: Rule, expression: str, fields: RuleFields) -> Pattern:
 
 
 def _any_beginning(prefix: str) -> str:
-    """An expression for the end of a text that is a proper beginning of `prefix`."""
+    """Return an expression that matches a proper beginning of `prefix` at the end of a text."""
     nested = ""
     for character in reversed(prefix[:-1]):
         nested = re.escape(character) + (f"(?:{nested})?" if nested else "")

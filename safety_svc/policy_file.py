@@ -1,4 +1,4 @@
-"""The policy as it stands now: the file is looked at once a second and read again when it has changed."""
+"""The current policy: the file is checked once a second and reloaded when it has changed."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ POLL_SECONDS: Final = 1.0
 
 
 class PolicyFile:
-    """Holds the current policy. A broken new file keeps the old policy in force."""
+    """Holds the current policy. When a changed file is invalid, the old policy remains in force."""
 
     def __init__(self, path: str) -> None:
-        """`path` "" is the built-in policy. Raises PolicyError."""
+        """An empty `path` means the built-in policy. Raises PolicyError."""
         self._path = Path(path) if path else BUILTIN_POLICY
         self._stamp = _stamp(self._path)
         self.current: Policy = load_policy(self._path)
         self._listeners: set[Callable[[], None]] = set()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every change, until `unlisten`."""
+        """Call `listener` after every change until it is passed to `unlisten`."""
         self._listeners.add(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
         self._listeners.discard(listener)
 
     async def watch(self) -> None:
-        """Never returns."""
+        """Reload the file whenever it changes. Never returns."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             await self.reload_if_changed()
@@ -49,7 +49,7 @@ class PolicyFile:
             policy = await asyncio.to_thread(load_policy, self._path)
         except PolicyError as error:
             POLICY_LOADS.labels("refused").inc()
-            log.warning("the policy file is broken, the old policy stays in force", error=str(error))
+            log.warning("the policy file is invalid; the old policy remains in force", error=str(error))
             return
         if policy.revision == self.current.revision:
             return

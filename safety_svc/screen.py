@@ -1,7 +1,7 @@
-"""Screening: pure functions of a rule set and text.
+"""Screening: pure functions of a rule set and a text.
 
-A prompt is judged whole. An answer is judged as it streams: `AnswerScreener` says how many characters are clear, and
-holds back only what may turn out to be the beginning of something forbidden.
+A prompt is judged as a whole. An answer is judged while it streams: `AnswerScreener` reports how many characters are
+clear, and withholds only text that may turn out to be the beginning of something forbidden.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from safety_svc.pattern_scan import PatternScan
 from safety_svc.phrase_scan import PhraseScan
 from safety_svc.policy import Hit, RuleSet
 
-CHARS_PER_TURN: Final = 8_192
-"""So much of a long prompt is searched at a time (about a millisecond at worst), then answers have their turn."""
+CHARS_PER_SLICE: Final = 8_192
+"""A prompt up to this length is checked at once. A longer one is searched in slices of this length, which take about a
+millisecond at worst. Between them, the event loop serves answers."""
+
+
+def is_long(prompt: str) -> bool:
+    """Whether `check_long_prompt` should check the prompt."""
+    return len(prompt) > CHARS_PER_SLICE
 
 
 def check_prompt(rules: RuleSet, text: str) -> Hit | None:
-    """The first forbidden thing in a whole text."""
+    """Return the first forbidden text in a whole prompt."""
     hits = (
         PhraseScan(rules).push(text, is_end=True) if rules.automaton is not None else None,
         _find_pattern(rules, text),
@@ -27,8 +33,8 @@ def check_prompt(rules: RuleSet, text: str) -> Hit | None:
 
 
 async def check_long_prompt(rules: RuleSet, text: str) -> Hit | None:
-    """As `check_prompt`, without keeping the event loop."""
-    hits = [await asyncio.to_thread(_find_pattern, rules, text), await _find_phrase_in_turns(rules, text)]
+    """Do the same as `check_prompt` without blocking the event loop."""
+    hits = [await asyncio.to_thread(_find_pattern, rules, text), await _find_phrase_in_slices(rules, text)]
     return min((hit for hit in hits if hit is not None), key=lambda hit: hit.start, default=None)
 
 
@@ -36,12 +42,12 @@ def _find_pattern(rules: RuleSet, text: str) -> Hit | None:
     return PatternScan(rules).push(text, is_end=True) if rules.patterns else None
 
 
-async def _find_phrase_in_turns(rules: RuleSet, text: str) -> Hit | None:
+async def _find_phrase_in_slices(rules: RuleSet, text: str) -> Hit | None:
     if rules.automaton is None:
         return None
     scan = PhraseScan(rules)
-    for start in range(0, len(text), CHARS_PER_TURN):
-        hit = scan.push(text[start : start + CHARS_PER_TURN], is_end=False)
+    for start in range(0, len(text), CHARS_PER_SLICE):
+        hit = scan.push(text[start : start + CHARS_PER_SLICE], is_end=False)
         if hit is not None:
             return hit
         await asyncio.sleep(0)
@@ -49,8 +55,8 @@ async def _find_phrase_in_turns(rules: RuleSet, text: str) -> Hit | None:
 
 
 class AnswerScreener:
-    """One answer. After each `push`, `num_clear_chars` characters of the answer may be shown; once `hit` is set, what
-    lies behind them may not, and nothing more is to be pushed."""
+    """Screens one answer. After each `push`, the first `num_clear_chars` characters of the answer may be shown. Once
+    `hit` is set, nothing after them may be shown, and the caller must not push more text."""
 
     __slots__ = ("_num_chars", "_patterns", "_phrases", "hit", "num_clear_chars")
 
@@ -62,16 +68,16 @@ class AnswerScreener:
         self.hit: Hit | None = None
 
     def push(self, delta: str) -> None:
-        """Take in the next characters."""
+        """Judge the next characters."""
         self._judge(delta, is_end=False)
 
     @property
     def is_clear(self) -> bool:
-        """Nothing is held back."""
+        """Whether no text is withheld."""
         return self.num_clear_chars == self._num_chars
 
     def skip(self, num_chars: int, last_char: str) -> None:
-        """Text went by that cannot hold anything forbidden, nor its beginning; `is_clear` was true before it."""
+        """Account for text that contains nothing forbidden and no beginning of it. `is_clear` must be true before."""
         self._num_chars += num_chars
         self.num_clear_chars = self._num_chars
         for scan in (self._phrases, self._patterns):
@@ -79,7 +85,7 @@ class AnswerScreener:
                 scan.skip(num_chars, last_char)
 
     def close(self) -> None:
-        """The answer is complete: what was held back is judged as it stands."""
+        """Judge withheld text as it stands, because the answer is complete."""
         self._judge("", is_end=True)
 
     def _judge(self, delta: str, *, is_end: bool) -> None:
@@ -93,7 +99,7 @@ class AnswerScreener:
                 if found is not None and (hit is None or found.start < hit.start):
                     hit = found
         if hit is not None:
-            # What another rule still holds stays unseen too: it might have been an earlier hit.
+            # Text that another rule still withholds must not be shown either: it might have become an earlier hit.
             num_clear = min(num_clear, hit.start)
             self.hit = hit
         self.num_clear_chars = max(self.num_clear_chars, num_clear)

@@ -1,4 +1,4 @@
-"""The safety service: a gRPC server around the policy."""
+"""The gRPC server of the safety service."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_server import LocalServer
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from safety_svc.connection import ScreenConnection, find_in_prompt, finding
+from safety_svc.connection import ScreenConnection, finding
 from safety_svc.metrics import BLOCKS, PROMPTS, STREAMS
 from safety_svc.policy import PolicyError, Rule
 from safety_svc.policy_file import PolicyFile
+from safety_svc.screen import check_long_prompt, check_prompt, is_long
 
 log = structlog.get_logger()
 
@@ -36,18 +37,18 @@ SERVICE_NAME: Final = safety_service_pb2.DESCRIPTOR.services_by_name["SafetyServ
 MAX_PROMPT_CHARS: Final = 8 * 2**20
 STOP_GRACE_SECONDS: Final = 1.0
 TAKE_OVER_SECONDS: Final = 0.5
-"""How long a successor that was waiting for our place may take until it listens there."""
+"""How long a successor that waits for this process to stop may take until it listens on the shared port."""
 
 
 class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
-    """RPCs of SafetyService."""
+    """Implements the RPCs of SafetyService."""
 
     def __init__(self, policy_file: PolicyFile) -> None:
         self._policy_file = policy_file
         self._connections: set[ScreenConnection] = set()
 
     async def drain(self) -> None:
-        """Have all routers look for another service."""
+        """Ask all routers to connect to another safety service."""
         await asyncio.gather(*(connection.drain() for connection in self._connections))
 
     async def CheckPrompt(  # noqa: N802  (gRPC's name)
@@ -63,7 +64,8 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
             await abort(context, error)
         PROMPTS.inc()
         policy = self._policy_file.current
-        hit = await find_in_prompt(policy, request.text)
+        text = request.text
+        hit = await check_long_prompt(policy.prompt, text) if is_long(text) else check_prompt(policy.prompt, text)
         if hit is None:
             return safety_service_pb2.CheckPromptResponse(
                 decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
@@ -88,14 +90,14 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
 
 
 def audit(target: str, rule: Rule) -> None:
-    """One line and one count for everything that is blocked; never the text."""
+    """Log and count a text that was blocked. The text itself is never logged."""
     BLOCKS.labels(target, rule.name).inc()
     log.warning("blocked", target=target, rule=rule.name)
 
 
 async def serve(config: KvloomConfig, port: int, metrics_port: int | None, *, shares_port: bool = False) -> None:
-    """Until SIGTERM. `shares_port`: others may listen there, too (SO_REUSEPORT), so a successor takes over without a
-    gap. Raises StartError."""
+    """Serve until SIGTERM. With `shares_port`, other processes may listen on the same port (SO_REUSEPORT), so that a
+    successor takes over without a gap. Raises StartError."""
     try:
         policy_file = PolicyFile(config.safety.policy_file)
     except PolicyError as error:
@@ -121,14 +123,15 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None, *, sh
     stopped.cancel()
     await set_serving(health, [SERVICE_NAME], serving=False)
     grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
-    # Both take no new streams from now on; those that stand go on until the routers leave, or the grace is over.
+    # Both servers reject new streams from now on. Existing streams are served until the routers close them or the grace
+    # period ends.
     stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
     if shares_port:
         await asyncio.sleep(TAKE_OVER_SECONDS)
         await servicer.drain()
     await stopping_servers
     for task in done:
-        task.result()  # a watcher that failed ends the process with its error
+        task.result()  # if the watcher failed, its error ends the process
 
 
 def _serve_metrics(host: str, port: int) -> int:

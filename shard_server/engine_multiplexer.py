@@ -102,7 +102,7 @@ class EngineMultiplexer:
             raise protocol_violation("Only the first frame carries a hello.")
         for submit in frame.submits:
             self._intake.submit(connection, submit)
-        num_arrived = {entry.slot: entry.num_output_tokens for entry in frame.unwanted}
+        num_arrived = {entry.slot: entry.num_output_tokens for entry in frame.discarded_sequences}
         for slot in frame.cancel_slots:
             sequence = connection.by_slot.get(slot)
             if sequence is None:  # its finish is on its way, or has arrived

@@ -150,8 +150,8 @@ class SafetyStream:
             slots=list(outgoing.deltas),
             deltas=list(outgoing.deltas.values()),
             close_slots=outgoing.close_slots,
-            skips=[
-                safety_service_pb2.Skip(slot=slot, num_chars=num_chars, last_char=last_char)
+            cleared_texts=[
+                safety_service_pb2.ClearedText(slot=slot, num_chars=num_chars, last_char=last_char)
                 for slot, (num_chars, last_char) in outgoing.skips.items()
             ],
         )

@@ -242,8 +242,8 @@ class ShardLink:
         return shard_service_pb2.ShardServiceConnectRequest(
             submits=[convert.submit_to_proto(attempt, packs_token_ids=self._packs_token_ids) for attempt in taken],
             cancel_slots=cancels.keys(),
-            unwanted=[
-                shard_service_pb2.Unwanted(slot=slot, num_output_tokens=count)
+            discarded_sequences=[
+                shard_service_pb2.DiscardedSequence(slot=slot, num_output_tokens=count)
                 for slot, count in cancels.items()
                 if count is not None
             ],

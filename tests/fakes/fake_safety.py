@@ -88,9 +88,9 @@ class FakeSafety(safety_service_pb2_grpc.SafetyServiceServicer):
                 decision=safety_service_pb2.DECISION_BLOCK if blocked else safety_service_pb2.DECISION_ALLOW,
                 finding=finding if blocked else None,
             )
-        for skip in frame.skips:
-            texts[skip.slot] = texts.get(skip.slot, "") + skip.last_char * skip.num_chars
-        last_chars = {skip.slot: skip.last_char for skip in frame.skips}
+        for cleared in frame.cleared_texts:
+            texts[cleared.slot] = texts.get(cleared.slot, "") + cleared.last_char * cleared.num_chars
+        last_chars = {cleared.slot: cleared.last_char for cleared in frame.cleared_texts}
         for slot, delta in zip(frame.slots, frame.deltas, strict=True):
             self.sent.append((last_chars.get(slot, ""), delta))
             texts[slot] = texts.get(slot, "") + delta

@@ -1,4 +1,4 @@
-"""The safety service over real sockets: verdicts, halts, live reload, and a process that starts and stops properly."""
+"""The safety service over real sockets: verdicts, halts, live reload, and a process that starts and stops cleanly."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
     DECISION_BLOCK,
     CheckPromptRequest,
+    ClearedText,
     PromptCheck,
     ScreenRequest,
     ScreenResponse,
-    Skip,
 )
 from kvloom.v1.safety_service_pb2_grpc import SafetyServiceStub, add_SafetyServiceServicer_to_server
-from safety_svc.connection import MAX_INLINE_CHARS
 from safety_svc.policy_file import PolicyFile
+from safety_svc.screen import CHARS_PER_SLICE
 from safety_svc.server import SafetyServicer
 
 TIMEOUT_SECONDS = 20.0
@@ -60,7 +60,7 @@ class Rig:
 
 
 class Screen:
-    """One router's stream; the last frame that told of a policy is kept."""
+    """The stream of one router. It keeps the last policy that it has received."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[ScreenRequest, ScreenResponse]) -> None:
         self.call = call
@@ -95,7 +95,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 async def test_check_prompt_tells_the_decision_the_rule_and_the_policy(rig: Rig) -> None:
-    """People and tools ask for one prompt."""
+    """CheckPrompt judges one prompt for people and tools."""
     allowed = await rig.stub.CheckPrompt(CheckPromptRequest(text="hello"))
     blocked = await rig.stub.CheckPrompt(CheckPromptRequest(text="The LAUNCH  code?"))
     assert allowed.decision == DECISION_ALLOW
@@ -105,7 +105,7 @@ async def test_check_prompt_tells_the_decision_the_rule_and_the_policy(rig: Rig)
 
 
 async def test_an_oversize_prompt_is_refused_by_name(rig: Rig) -> None:
-    """What is searched is bounded; the error has a reason and a field."""
+    """The length of a prompt is limited, and the error has a reason and names the field."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rig.stub.CheckPrompt(CheckPromptRequest(text="x" * (8 * 2**20 + 1)))
     error = from_rpc_error(caught.value)
@@ -113,7 +113,7 @@ async def test_an_oversize_prompt_is_refused_by_name(rig: Rig) -> None:
 
 
 async def test_the_first_frame_tells_the_policy_and_every_frame_is_answered(rig: Rig) -> None:
-    """A router learns what to send, then gets one frame for each of its own, for all its requests."""
+    """A router first receives the policy state, then one response frame for each of its frames."""
     screen = await rig.screen()
     assert screen.policy is not None
     assert (screen.policy.screens_prompts, screen.policy.screens_answers) == (True, True)
@@ -124,7 +124,7 @@ async def test_the_first_frame_tells_the_policy_and_every_frame_is_answered(rig:
 
 
 async def test_an_answer_is_held_cleared_halted_and_closed(rig: Rig) -> None:
-    """The whole life of slots: what may begin a forbidden thing waits, a hit halts, closing frees the slot."""
+    """Text that may begin a forbidden phrase is withheld, a hit halts the answer, and closing frees the slot."""
     screen = await rig.screen()
     await screen.ask(slots=[1, 2], deltas=["the launch", "the launch"])
     frame = await screen.ask(slots=[1, 2], deltas=[" pad", " code "])
@@ -139,7 +139,7 @@ async def test_an_answer_is_held_cleared_halted_and_closed(rig: Rig) -> None:
 
 
 async def test_closing_judges_what_was_held(rig: Rig) -> None:
-    """A phrase at the very end is only known to be whole when the answer is."""
+    """A phrase at the very end is known to be a whole word only when the answer is complete."""
     screen = await rig.screen()
     await screen.ask(slots=[1, 2], deltas=["my launch code", "my launch cod"])
     frame = await screen.ask(close_slots=[1, 2, 3])
@@ -148,9 +148,9 @@ async def test_closing_judges_what_was_held(rig: Rig) -> None:
 
 
 async def test_a_long_prompt_does_not_hold_answers_up(rig: Rig) -> None:
-    """Its verdict comes beside the answers' frames, and is right."""
+    """A long prompt gets the right verdict while answers are screened concurrently."""
     screen = await rig.screen()
-    filler = "a perfectly harmless sentence. " * (20 * MAX_INLINE_CHARS // 31)
+    filler = "a perfectly harmless sentence. " * (20 * CHARS_PER_SLICE // 31)
     checks = [PromptCheck(check_id=1, text=filler), PromptCheck(check_id=2, text=filler + "launch code")]
     frame = await screen.ask(prompts=checks, slots=[4], deltas=["hi"])
     assert list(frame.slots) == [4]
@@ -159,7 +159,7 @@ async def test_a_long_prompt_does_not_hold_answers_up(rig: Rig) -> None:
 
 
 async def test_a_changed_policy_reaches_open_streams(rig: Rig) -> None:
-    """Live reload: new answers are judged by the new rules, running ones by those they began with."""
+    """After a reload, new answers are judged by the new rules, and running ones by the rules they began with."""
     screen = await rig.screen()
     before = screen.policy
     await screen.ask(slots=[1], deltas=["a"])
@@ -173,7 +173,7 @@ async def test_a_changed_policy_reaches_open_streams(rig: Rig) -> None:
 
 
 async def test_a_policy_without_rules_lets_everything_through(rig: Rig) -> None:
-    """What was on its way when the last rule was removed must still get its verdict."""
+    """Texts that were in flight when the last rule was removed still get their verdicts."""
     rig.path.write_text("")
     await rig.policy_file.reload_if_changed()
     screen = await rig.screen()
@@ -185,7 +185,7 @@ async def test_a_policy_without_rules_lets_everything_through(rig: Rig) -> None:
 
 
 async def test_a_frame_that_makes_no_sense_ends_its_stream_only(rig: Rig) -> None:
-    """The offender gets a reason; other routers notice nothing."""
+    """A router that violates the protocol gets a reason, and other routers are not affected."""
     bad, good = await rig.screen(), await rig.screen()
     await bad.call.write(ScreenRequest(slots=[1, 2], deltas=["x"]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -196,7 +196,7 @@ async def test_a_frame_that_makes_no_sense_ends_its_stream_only(rig: Rig) -> Non
 
 
 async def test_streams_have_slots_of_their_own(rig: Rig) -> None:
-    """Two routers use the same numbers; one that goes takes its state along."""
+    """Two routers may use the same slots, and the state of a router ends with its stream."""
     first, second = await rig.screen(), await rig.screen()
     await first.ask(slots=[1], deltas=["launch"])
     assert list((await second.ask(slots=[1], deltas=[" code "])).num_clear_chars) == [6]
@@ -217,7 +217,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def test_the_process_serves_reports_and_stops(tmp_path: Path) -> None:
-    """Ready line, health, reflection, metrics, an audit line without the text, exit status 0 on SIGTERM."""
+    """A process has a ready line, health, reflection, metrics and an audit log; SIGTERM ends it with status 0."""
     (tmp_path / "policy.toml").write_text(POLICY)
     config = tmp_path / "kvloom.json"
     config.write_text(json.dumps({"safety": {"policy_file": str(tmp_path / "policy.toml")}, "log": {"format": "json"}}))
@@ -264,7 +264,7 @@ async def scrape(address: str) -> str:
     ],
 )
 async def test_a_process_that_cannot_start_says_why(tmp_path: Path, config: dict[str, object], says: str) -> None:
-    """Exit status 1 and one readable line, no stack trace."""
+    """A failed start exits with status 1 and prints one readable line without a stack trace."""
     path = tmp_path / "kvloom.json"
     path.write_text(json.dumps(config))
     async with asyncio.timeout(TIMEOUT_SECONDS):
@@ -277,7 +277,7 @@ async def test_a_process_that_cannot_start_says_why(tmp_path: Path, config: dict
 
 
 async def test_skipped_text_counts_and_keeps_word_boundaries(rig: Rig):
-    """What a router cleared by the prefilter is not sent, but what comes behind it is judged as if it had been."""
+    """Text that a router has cleared by the prefilter is not sent, but later text is judged as if it had been."""
     screen = await rig.screen()
     assert screen.policy is not None
     assert (
@@ -287,19 +287,21 @@ async def test_skipped_text_counts_and_keeps_word_boundaries(rig: Rig):
         ["AKIA"],
         ["laun"],
     )
-    skips = [Skip(slot=1, num_chars=5, last_char="x"), Skip(slot=2, num_chars=5, last_char=" ")]
-    await screen.call.write(ScreenRequest(skips=skips, slots=[1, 2], deltas=["launch code ", "launch code "]))
+    cleared_texts = [ClearedText(slot=1, num_chars=5, last_char="x"), ClearedText(slot=2, num_chars=5, last_char=" ")]
+    await screen.call.write(
+        ScreenRequest(cleared_texts=cleared_texts, slots=[1, 2], deltas=["launch code ", "launch code "])
+    )
     frame = await screen.read()
     assert (list(frame.slots), list(frame.num_clear_chars)) == ([1], [17])
     assert [(halt.slot, halt.num_clear_chars) for halt in frame.halts] == [(2, 5)]
 
 
 async def test_held_text_cannot_be_skipped(rig: Rig):
-    """A router that passes text by while some is held would show what must not be seen: its stream ends."""
+    """The stream of a router that skips text while text is withheld ends, as it could show forbidden text."""
     screen = await rig.screen()
     await screen.call.write(ScreenRequest(slots=[1], deltas=["the launch"]))
     assert list((await screen.read()).num_clear_chars) == [4]
-    await screen.call.write(ScreenRequest(skips=[Skip(slot=1, num_chars=1, last_char=" ")]))
+    await screen.call.write(ScreenRequest(cleared_texts=[ClearedText(slot=1, num_chars=1, last_char=" ")]))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await screen.read()
     assert from_rpc_error(raised.value).reason == ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION

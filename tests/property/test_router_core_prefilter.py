@@ -10,7 +10,7 @@ from router.core.actions import Action, ScreenAnswers, SendStep, SubmitAttempt
 from router.core.events import AnswerHalt, AnswersScreened, SafetyUp
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from safety_svc.policy import Phrase, RuleSet
-from safety_svc.prefilter import prefilter
+from safety_svc.prefilter import answer_prefilter
 from tests.fakes.core_rig import CoreRig, only
 from tests.property.test_router_prefilter import RULE, Service, deltas_of, rule_sets, screen_fully
 
@@ -21,7 +21,7 @@ class Gate:
     """A core with one gated answer, its safety link and the service behind it."""
 
     def __init__(self, rules: RuleSet) -> None:
-        announced = prefilter(rules)
+        announced = answer_prefilter(rules)
         self.answers = PrefilteredAnswers()
         self.answers.prefilter = Prefilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
         self.service = Service(rules)

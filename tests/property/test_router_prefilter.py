@@ -14,7 +14,7 @@ from kvloom.v1.safety_service_pb2 import PolicyState, ScreenResponse
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from safety_svc.folding import fold
 from safety_svc.policy import Pattern, Phrase, Rule, RuleSet
-from safety_svc.prefilter import MAX_BEGINNINGS, prefilter
+from safety_svc.prefilter import MAX_BEGINNINGS, answer_prefilter
 from safety_svc.screen import AnswerScreener
 
 RULE = Rule("rule", "No.")
@@ -70,7 +70,7 @@ def screen(rules: RuleSet, deltas: list[str], delays: list[int]) -> tuple[list[i
     """Returns the characters shown after each delta and in the end, and whether the answer was halted. `delays` selects
     the deltas after which the service is slow, so that text accumulates."""
     answers, service, outgoing, shown = PrefilteredAnswers(), Service(rules), Outgoing(), 0
-    announced = prefilter(rules)
+    announced = answer_prefilter(rules)
     answers.prefilter = Prefilter.from_policy(PolicyState(answer_prefilter=announced)) if announced else None
     history: list[int] = []
     late = deque(delays)
@@ -140,7 +140,7 @@ def test_a_slow_service_changes_nothing_either(rules: RuleSet, deltas: list[str]
 def test_a_long_deny_list_has_shorter_beginnings():
     """The prefilter's size is bounded however long the list is."""
     phrases = [Phrase(RULE, f"{i:06x}", True) for i in range(5000)]
-    announced = prefilter(RuleSet([Phrase(RULE, "zebra", True), *phrases], []))
+    announced = answer_prefilter(RuleSet([Phrase(RULE, "zebra", True), *phrases], []))
     assert announced is not None
     assert len(announced.folded_beginnings) <= MAX_BEGINNINGS
     assert any("zebra".startswith(beginning) for beginning in announced.folded_beginnings)
@@ -148,4 +148,4 @@ def test_a_long_deny_list_has_shorter_beginnings():
 
 def test_a_pattern_that_can_begin_anywhere_rules_the_prefilter_out():
     """The beginnings of its matches are unknown."""
-    assert prefilter(RuleSet([], [Pattern(RULE, re2.compile("[0-9]{3}"), (), 3)])) is None
+    assert answer_prefilter(RuleSet([], [Pattern(RULE, re2.compile("[0-9]{3}"), (), 3)])) is None

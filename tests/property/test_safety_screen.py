@@ -1,4 +1,4 @@
-"""Laws of screening, for any text and any way of cutting it."""
+"""Properties of screening that hold for any text, however it is cut into pieces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rules(tmp_path_factory) -> RuleSet:
 
 
 def first_forbidden(rules: RuleSet, text: str) -> int | None:
-    """Where the first forbidden thing of the whole text begins, looked for plainly."""
+    """Return where the first forbidden passage of the whole text begins, by a naive search."""
     starts = [match.start() for p in rules.patterns if (match := p.expression.search(text)) is not None]
     folded, offsets = fold(text)
     for phrase, whole in WORDS:
@@ -71,7 +71,7 @@ def first_forbidden(rules: RuleSet, text: str) -> int | None:
 
 
 def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
-    """num_clear_chars after every push and the close, and whether it was halted."""
+    """Return num_clear_chars after every push and after the close, and whether the answer was halted."""
     screener = AnswerScreener(rules)
     clear: list[int] = []
     pushed = 0
@@ -87,8 +87,8 @@ def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
 
 
 def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factory) -> None:
-    """For every cut: halted exactly if the whole text holds something forbidden; nothing of it is ever clear, what is
-    clear never shrinks, and a clean text is clear to its end."""
+    """For every cut, the answer is halted exactly if the whole text contains a forbidden passage. No part of the passage
+    is ever clear, the clear part never shrinks, and an allowed text is clear to its end."""
     rule_set = rules(tmp_path_factory)
 
     @given(texts, cuts)
@@ -106,7 +106,7 @@ def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factor
 
 
 def test_one_character_at_a_time(tmp_path_factory) -> None:
-    """The finest cut has the most borders to get wrong."""
+    """Single characters are the cut with the most boundaries."""
     rule_set = rules(tmp_path_factory)
 
     @given(texts)

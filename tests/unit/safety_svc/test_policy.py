@@ -1,4 +1,4 @@
-"""The policy file and folding: an operator's mistake is named, and spelling tricks do not get past a deny list."""
+"""The policy file and folding: errors in the file are reported, and spelling tricks do not get past a deny list."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def rule(**fields: object) -> str:
     ],
 )
 def test_a_broken_policy_names_the_file_and_the_problem(tmp_path: Path, text: str, says: str) -> None:
-    """Whoever writes the policy reads where it is wrong."""
+    """The error message tells the author of a policy where the mistake is."""
     with pytest.raises(PolicyError, match=says) as caught:
         load_policy(write(tmp_path, text))
     assert "policy.toml: " in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """The usual mistake at the first start."""
+    """A wrong path is the usual mistake at the first start."""
     with pytest.raises(PolicyError, match="No such file"):
         load_policy(tmp_path / "policy.toml")
 
@@ -69,7 +69,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_spellings_that_look_the_same_are_found(tmp_path: Path, text: str) -> None:
-    """Case, width, spacing, invisible characters and fancy letters."""
+    """Case, width, spacing, invisible characters and fancy letters do not hide a phrase."""
     policy = load_policy(write(tmp_path, rule(phrases=["Launch Code"])))
     assert check_prompt(policy.prompt, text) is not None
 
@@ -84,7 +84,7 @@ def test_other_words_are_not(tmp_path: Path, text: str) -> None:
 
 
 def test_accents_and_syllables(tmp_path: Path) -> None:
-    """One character or two make the same é; a Hangul syllable is no part of another."""
+    """An é typed as one or as two characters folds to the same; a Hangul syllable is no part of another."""
     policy = load_policy(write(tmp_path, rule(phrases=["café", "가"], whole_words=False)))
     for text in ("caf\u00e9", "cafe\u0301", "CAFE\u0301s", "가나"):
         assert check_prompt(policy.prompt, text) is not None
@@ -93,7 +93,7 @@ def test_accents_and_syllables(tmp_path: Path) -> None:
 
 
 def test_folding_tells_where_every_character_came_from() -> None:
-    """Halts are given in characters of the original text."""
+    """The position of a hit counts characters of the original text."""
     folded, offsets = fold("ﬁ  ß\u200b A")
     assert folded == "fi ss a"
     assert list(offsets) == [0, 0, 1, 3, 3, 5, 6]
@@ -106,7 +106,7 @@ def test_parts_without_whole_words(tmp_path: Path) -> None:
 
 
 def test_rules_apply_where_they_say(tmp_path: Path) -> None:
-    """A rule for answers leaves prompts alone, and the policy tells which of them need to be sent at all."""
+    """A rule for answers does not apply to prompts, and the policy state reports which texts need to be sent."""
     policy = load_policy(write(tmp_path, rule(phrases=["secret"], applies_to=["answer"])))
     assert not policy.prompt
     assert policy.answer
@@ -115,8 +115,8 @@ def test_rules_apply_where_they_say(tmp_path: Path) -> None:
 
 
 def test_a_long_prompt_of_beginnings_is_searched_in_linear_time(tmp_path: Path) -> None:
-    """A megabyte of first characters must not keep the service busy for minutes (it did, when what may become a phrase
-    was looked for from every position to the end)."""
+    """A megabyte of first characters must not keep the service busy for minutes. It did when the search for the
+    beginning of a phrase compared the text from every position to its end."""
     policy = load_policy(write(tmp_path, rule(phrases=["launch code"], patterns=["lol{3}"], prefixes=["lol"])))
     assert check_prompt(policy.prompt, "l" * 1_000_000) is None
 
@@ -136,7 +136,7 @@ KEY = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7bq"
     ],
 )
 def test_the_built_in_policy(text: str, name: str | None) -> None:
-    """Keys are stopped, talk about keys is not."""
+    """The built-in policy blocks keys, but not text about keys."""
     hit = check_prompt(load_policy(BUILTIN_POLICY).prompt, text)
     assert (hit and hit.rule.name) == name
 
