@@ -87,8 +87,8 @@ def screen(rules: RuleSet, text: str, at: list[int]) -> tuple[list[int], bool]:
 
 
 def test_what_must_not_be_seen_is_never_released_and_the_rest_is(tmp_path_factory) -> None:
-    """For every cut, the answer is halted exactly if the whole text contains a forbidden passage. No part of the passage
-    is ever clear, the clear part never shrinks, and an allowed text is clear to its end."""
+    """For every cut, the answer is halted exactly if the whole text contains a forbidden passage. No part of the
+    passage is ever clear, the clear part never shrinks, and an allowed text is clear to its end."""
     rule_set = rules(tmp_path_factory)
 
     @given(texts, cuts)
