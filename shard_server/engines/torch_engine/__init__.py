@@ -3,6 +3,7 @@
 engine.py        TorchEngine: the Engine protocol over a compute thread
 step_loop.py     one iteration: schedule, run, draw, report
 scheduler.py     which sequences a step computes, and how many of their tokens
+drafter.py       which sequences of a step get drafts for speculation
 sequence.py      one request's tokens, KV blocks and progress
 block_pool.py    reference-counted KV blocks with a prefix cache
 speed.py         moving averages of prefill and decode speed

@@ -19,9 +19,9 @@ from shard_server.engines.base import (
     StepOutput,
     TokenLogprobs,
 )
+from shard_server.engines.torch_engine.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.sampling.batched_draws import PlainRow
-from shard_server.engines.torch_engine.sampling.drafter import Drafter, Drafts
 from shard_server.engines.torch_engine.sampling.guides import GuideError, GuideState
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 from shard_server.engines.torch_engine.scheduler import MIN_PREFILL_TOKENS_PER_STEP, Chunk, Scheduler
