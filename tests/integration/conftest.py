@@ -1,4 +1,4 @@
-"""What integration tests of more than one component need."""
+"""Fixtures for integration tests of several components."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.fakes.redis_server import redis_server
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """A real Redis-protocol server on loopback; tests keep apart by key prefix."""
+    """A real Redis-protocol server on loopback; tests use different key prefixes."""
     with redis_server() as server:
         yield server.connection_url

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, its sender gets the right status and an OpenAI error that names the field."""
+"""Whatever is wrong with a request, its client gets the right status and an OpenAI error that names the field."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ INVALID = [
 
 @pytest.mark.parametrize(("fields", "param"), INVALID)
 async def test_bad_chat_values_are_named(world: EdgeWorld, fields: dict[str, Any], param: str) -> None:
-    """Users find the field at fault without reading our code."""
+    """Users can find the faulty field without reading our code."""
     status, body = await world.chat(**fields)
     assert (status, body["error"]["param"]) == (400, param)
     assert body["error"]["type"] == "invalid_request_error"
@@ -138,14 +138,14 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("fields", "param"), UNSUPPORTED)
 async def test_unsupported_parameters_are_refused_by_name(world: EdgeWorld, fields: dict[str, Any], param: str) -> None:
-    """Ignoring what a client asks for would be a wrong answer in disguise."""
+    """Ignoring an option that a client sets would silently be a wrong answer."""
     status, body = await world.chat(**fields)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, "unsupported_parameter")
     assert not world.link.requests
 
 
 async def test_values_that_mean_off_are_accepted(world: EdgeWorld) -> None:
-    """Clients send their defaults along, and echo our messages back with all their null fields."""
+    """Clients send default values explicitly, and echo our messages back with all their null fields."""
     world.link.script = answer("x")
     echoed = {
         "role": "assistant",
@@ -195,7 +195,7 @@ async def test_values_that_mean_off_are_accepted(world: EdgeWorld) -> None:
 async def test_bad_completion_values_are_named(
     world: EdgeWorld, fields: dict[str, Any], param: str, code: str | None
 ) -> None:
-    """The same care at the other endpoint."""
+    """The same checks apply at the other endpoint."""
     status, body = await world.post("/v1/completions", {"model": "tiny", **fields})
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
 
@@ -221,13 +221,13 @@ async def test_bodies_that_are_no_json(world: EdgeWorld, raw: bytes, message: st
 
 
 async def test_unknown_model(world: EdgeWorld) -> None:
-    """404 as OpenAI says it, before anything is queued."""
+    """The client gets OpenAI's 404 before anything is queued."""
     status, body = await world.chat(model="gpt-9")
     assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
 
 
 async def test_window(world: EdgeWorld) -> None:
-    """The numbers are in the message, and the field says which side to shorten."""
+    """The message has the numbers, and the field shows which side to shorten."""
     world.link.fleet = FleetState(models=[ModelInfo(name="tiny", num_ready_shards=1, max_model_len=20)])
     status, body = await world.chat(messages=[{"role": "user", "content": "x" * 50}])
     assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "messages")
@@ -237,7 +237,7 @@ async def test_window(world: EdgeWorld) -> None:
 
 
 def test_window_boundary() -> None:
-    """Prompt plus answer may fill the window to its last token, not more."""
+    """Prompt plus answer may fill the context window exactly."""
     check_window(10, 10, 20, "messages")
     check_window(19, None, 20, "messages")
     for num_prompt_tokens, max_tokens in ((20, None), (10, 11)):
@@ -268,7 +268,7 @@ def test_window_boundary() -> None:
 async def test_wrong_path_method_and_type(
     world: EdgeWorld, method: str, path: str, headers: dict[str, str], status: int, code: str | None
 ) -> None:
-    """Every door answers in JSON."""
+    """Every endpoint answers in JSON."""
     data = b"{}" if method == "POST" else None
     async with world.http.request(method, world.url + path, data=data, headers=headers) as response:
         body = await response.json()
@@ -309,7 +309,7 @@ async def raw_exchange(world: EdgeWorld, request: bytes) -> tuple[bytes, Any]:
     ],
 )
 async def test_requests_that_are_no_http(world: EdgeWorld, request_bytes: bytes, status: bytes) -> None:
-    """Noise on the port gets a short JSON error and no stack trace."""
+    """Bytes that are not HTTP get a short JSON error and no stack trace."""
     line, body = await raw_exchange(world, request_bytes + (b"" if request_bytes.endswith(b"\r\n\r\n") else b"\r\n"))
     assert line.split(b" ")[1] == status
     assert body["error"]["type"] == "invalid_request_error"
@@ -317,7 +317,7 @@ async def test_requests_that_are_no_http(world: EdgeWorld, request_bytes: bytes,
 
 
 async def test_body_over_the_limit_is_refused_at_once() -> None:
-    """Announced or not, an oversize body is not read to its end."""
+    """An oversize body is not read to its end, whether its size is announced or not."""
     async with edge_world(EdgeConfig(max_body_bytes=1000)) as world:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         for request in (

@@ -1,4 +1,4 @@
-"""Whatever goes wrong behind the edge, its client gets the right status or an error event, and nothing leaks."""
+"""Whatever fails behind the edge, its client gets the right status or an error event, and no internals leak."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def world() -> AsyncIterator[EdgeWorld]:
 async def test_router_errors_keep_their_status_when_nothing_was_sent(
     world: EdgeWorld, stream: bool, reason: ErrorReason.ValueType, status: int, code: str
 ) -> None:
-    """A stream that fails before its first token is an HTTP error, not a 200 with bad news."""
+    """A stream that fails before its first token is an HTTP error instead of a 200 with an error event."""
     world.link.script = lambda request: request.fail(reason, "no", retry_after_seconds=1.5)
     async with world.http.post(f"{world.url}/v1/chat/completions", json=chat_body(stream=stream)) as response:
         body = await response.json()
@@ -48,7 +48,7 @@ async def test_router_errors_keep_their_status_when_nothing_was_sent(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refused_prompt(world: EdgeWorld, stream: bool) -> None:
-    """The safety policy's refusal of a prompt is a 400 with what the policy says."""
+    """A prompt that the safety policy blocks is a 400 with the policy's message."""
     error = KvloomError(ErrorReason.ERROR_REASON_CONTENT_FILTERED, "Not that.")
     world.link.script = lambda request: request.finish(CONTENT_FILTER, error=error)
     status, body = await world.chat(stream=stream)
@@ -57,7 +57,7 @@ async def test_refused_prompt(world: EdgeWorld, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answer_halted_midway(world: EdgeWorld, stream: bool) -> None:
-    """What was shown stays, and the finish reason says why it ends."""
+    """The text that was sent stays valid, and the finish reason states why the answer ends."""
     world.link.script = answer("so ", "far", reason=CONTENT_FILTER)
     async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="none", max_retries=0) as client:
         if stream:
@@ -95,7 +95,7 @@ async def test_cancelled_by_somebody_else(world: EdgeWorld) -> None:
 
 
 async def test_router_gone(world: EdgeWorld) -> None:
-    """Without a router: 503 with advice, readiness says why, and the process stays alive."""
+    """Without a router clients get 503 with advice, readiness states the reason, and the process stays alive."""
     world.link.connected = False
     world.link.fleet = FleetState()
     status, body = await world.chat()
@@ -107,7 +107,7 @@ async def test_router_gone(world: EdgeWorld) -> None:
 
 
 async def test_bug_of_ours_leaks_nothing(world: EdgeWorld) -> None:
-    """A bug is a plain 500: no stack trace, no name of a file."""
+    """A bug is a plain 500, without a stack trace or the name of a file."""
 
     class BrokenLink(FakeRouterLink):
         def submit(self, request: Any, sink: Any) -> int:
@@ -119,8 +119,8 @@ async def test_bug_of_ours_leaks_nothing(world: EdgeWorld) -> None:
     assert "secret" not in json.dumps(body)
 
 
-async def test_broken_news_ends_one_answer_only(world: EdgeWorld) -> None:
-    """A sink that cannot digest its news fails its own request and never the link that all share."""
+async def test_a_broken_frame_ends_one_answer_only(world: EdgeWorld) -> None:
+    """A sink that cannot process a frame fails its own request and never the shared link."""
 
     def play(request: FakeRequest) -> None:
         request.start()
@@ -133,7 +133,7 @@ async def test_broken_news_ends_one_answer_only(world: EdgeWorld) -> None:
 
 
 async def test_request_id_is_echoed_or_made(world: EdgeWorld) -> None:
-    """A sane id is kept for tracing; one that could forge headers or logs is replaced."""
+    """A valid id is kept for tracing, and one that could forge headers or logs is replaced."""
     world.link.script = answer("x")
     url = f"{world.url}/v1/chat/completions"
     async with world.http.post(url, json=chat_body(), headers={"x-request-id": "abc-1"}) as response:

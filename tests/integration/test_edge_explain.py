@@ -1,4 +1,4 @@
-"""What a client may ask an answer about its placement, and what it may say to influence it."""
+"""How a client learns about the placement of its answer, and how it may influence the placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def world() -> AsyncIterator[EdgeWorld]:
 
 
 async def headers_of(world: EdgeWorld, path: str, body: dict[str, Any], **more: Any) -> list[str | None]:
-    """The two headers of the explanation, once the answer has been read to its end."""
+    """Returns the two headers of the explanation, once the answer has been read to its end."""
     async with world.http.post(world.url + path, json=body, **more) as response:
         await response.read()
         return [response.headers.get(name) for name in EXPLANATION]
@@ -35,7 +35,7 @@ async def headers_of(world: EdgeWorld, path: str, body: dict[str, Any], **more: 
     ("path", "body"), [("/v1/chat/completions", chat_body()), ("/v1/completions", {"model": "tiny", "prompt": "the"})]
 )
 async def test_headers_name_shard_and_cached_tokens_when_asked_for(world: EdgeWorld, path: str, body, stream) -> None:
-    """Why was it fast? One header more asks, on all four kinds of answer; nobody else gets internals."""
+    """One request header asks for the explanation, on all four kinds of answer; other clients get no internals."""
     world.link.script = answer("x", shard_id="shard-7", num_cached_tokens=32)
     asked = {**body, "stream": stream}
     assert await headers_of(world, path, asked, headers=EXPLAIN) == ["shard-7", "32"]
@@ -45,7 +45,7 @@ async def test_headers_name_shard_and_cached_tokens_when_asked_for(world: EdgeWo
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_with_several_choices_the_first_to_start_is_named(world: EdgeWorld, stream: bool) -> None:
-    """Choices may run on different shards after a failover; there is one set of headers."""
+    """Choices may run on different shards after a failover, but there is only one set of headers."""
 
     def play(request: FakeRequest) -> None:
         request.start(1, shard_id="shard-1", num_cached_tokens=16)
@@ -60,7 +60,7 @@ async def test_with_several_choices_the_first_to_start_is_named(world: EdgeWorld
 
 
 async def test_a_streams_headers_wait_for_the_start_and_no_longer(world: EdgeWorld) -> None:
-    """The shard is known once it has begun: the client has the headers then, before there is any text."""
+    """The shard is known once the answer has started, so the client gets the headers before any text."""
     body = chat_body(stream=True)
     asked = asyncio.create_task(world.http.post(f"{world.url}/v1/chat/completions", json=body, headers=EXPLAIN))
     request = await world.link.next_request()
@@ -76,7 +76,7 @@ async def test_a_streams_headers_wait_for_the_start_and_no_longer(world: EdgeWor
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_never_started_has_no_shard_to_name(world: EdgeWorld, stream: bool) -> None:
-    """Errors and refusals keep their status; the wait for a shard is not longer than the request."""
+    """Errors and rejections keep their status, and waiting for a shard takes no longer than the request."""
     path = "/v1/chat/completions"
     world.link.script = lambda request: request.fail(ErrorReason.ERROR_REASON_QUEUE_FULL)
     async with world.http.post(world.url + path, json=chat_body(stream=stream), headers=EXPLAIN) as response:
@@ -88,7 +88,7 @@ async def test_what_never_started_has_no_shard_to_name(world: EdgeWorld, stream:
 
 
 async def test_the_wait_for_a_shard_ends_with_the_request_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that never starts the request must not hold the client for ever."""
+    """A router that never starts the request must not keep the client waiting for ever."""
     monkeypatch.setattr("edge_http.submission.ROUTER_GRACE_SECONDS", 0.0)
     async with edge_world(EdgeConfig(request_timeout_seconds=0.05)) as world:
         path = f"{world.url}/v1/chat/completions"
@@ -97,7 +97,7 @@ async def test_the_wait_for_a_shard_ends_with_the_request_timeout(monkeypatch: p
 
 
 async def test_a_strange_shard_name_cannot_break_the_headers(world: EdgeWorld) -> None:
-    """Shards name themselves; a line break in a name must not become a header of its own."""
+    """Shards choose their names, and a line break in a name must not become another header."""
     world.link.script = answer("x", shard_id="a\r\nx-evil: 1")
     for stream in (False, True):
         body = chat_body(stream=stream)
@@ -116,7 +116,8 @@ async def test_a_strange_shard_name_cannot_break_the_headers(world: EdgeWorld) -
     ],
 )
 async def test_a_session_key_goes_along(world: EdgeWorld, fields, headers, key: str) -> None:
-    """OpenAI clients name a conversation with prompt_cache_key, proxies with a header; the router may heed it."""
+    """OpenAI clients identify a conversation with prompt_cache_key and proxies with a header, and the router may use
+    it."""
     world.link.script = answer("x")
     status, _ = await world.post("/v1/chat/completions", chat_body(**fields), headers=headers)
     assert status == 200
@@ -136,7 +137,7 @@ async def test_a_session_key_goes_along(world: EdgeWorld, fields, headers, key: 
     ],
 )
 async def test_an_unusable_session_key_is_refused_by_name(world: EdgeWorld, fields, headers, param: str) -> None:
-    """It is kept and compared inside the router: its size is bounded at the door."""
+    """The router keeps and compares the key, so the edge bounds its size."""
     status, body = await world.post("/v1/chat/completions", chat_body(**fields), headers=headers)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, None)
     assert not world.link.requests

@@ -1,4 +1,4 @@
-"""Requests that are read when their clients have gone: an edge that was busy, or has just begun, finds them so."""
+"""Requests that are read after their clients have disconnected, because the edge was busy or has just started."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.fakes.resume_world import CHAT, until
 from tests.fakes.resuming_client import ResumingClient
 
 _RESET: bytes = struct.pack("ii", 1, 0)
-"""SO_LINGER of zero seconds."""
+"""An SO_LINGER of zero seconds."""
 KEY = "Idempotency-Key"
 
 
 def send_and_leave(world: EdgeWorld, request: bytes, *, by_reset: bool) -> None:
-    """Before the edge has had a chance to look at it."""
+    """The client disconnects before the edge has read its request."""
     with socket.create_connection(world.address, timeout=5.0) as connection:
         connection.sendall(request)
         if by_reset:
@@ -52,11 +52,11 @@ def _request(line: str, headers: dict[str, str], body: bytes) -> bytes:
 @pytest.mark.parametrize("by_reset", [True, False])
 @pytest.mark.parametrize("again", [get, post])
 @pytest.mark.parametrize("is_at_another", [True, False])
-async def test_who_has_come_back_keeps_the_stream(
+async def test_a_client_that_has_reconnected_keeps_the_stream(
     redis_url: str, is_at_another: bool, again: Callable[[ResumingClient], bytes], by_reset: bool
 ) -> None:
-    """A client whose connection broke is back by another one when the request that it had sent over the first is read:
-    that must not take the stream from it. (`kvloom chaos` found it.)"""
+    """A client has reconnected when the request that it had sent over its broken connection is read. That request must
+    not take the stream from it. (`kvloom chaos` found it.)"""
     async with edges(redis_url) as ((first, peers), (second, _)):
         streamed = ResumingClient(first.url + CHAT, {"Authorization": "Bearer secret", KEY: "k"})
         reading = asyncio.create_task(streamed.begin(chat_body(stream=True)))
@@ -70,7 +70,7 @@ async def test_who_has_come_back_keeps_the_stream(
         send_and_leave(late, again(streamed), by_reset=by_reset)
         async with late.http.get(f"{late.url}/v1/models") as response:
             assert response.status == 200
-        await until(lambda: num_connections(late) == num_before + 1)  # which was accepted behind the other
+        await until(lambda: num_connections(late) == num_before + 1)  # The other one was accepted before it.
         request.tokens("b")
         request.finish()
         await reading

@@ -1,5 +1,5 @@
-"""Guided decoding over HTTP: what a body asks for reaches the fabric unchanged; what only the engine can judge comes
-back under the body's own field."""
+"""Guided decoding over HTTP: a body's guide reaches the fabric unchanged, and errors that only the engine can find name
+the body's field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GIVEN = [
 
 @pytest.mark.parametrize(("fields", "guide"), GIVEN)
 async def test_every_form_reaches_the_fabric(world: EdgeWorld, fields: dict[str, Any], guide: Guide | None) -> None:
-    """OpenAI's field and vLLM's extension say the same things."""
+    """OpenAI's field and vLLM's extensions have the same meaning."""
     world.link.script = answer("x")
     status, _ = await world.chat(**fields)
     assert status == 200
@@ -49,7 +49,7 @@ async def test_every_form_reaches_the_fabric(world: EdgeWorld, fields: dict[str,
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_schema_keeps_the_order_of_its_properties(world: EdgeWorld, path: str) -> None:
-    """The engine writes properties in the schema's order: re-encoding must not change it."""
+    """The engine generates properties in the schema's order, which re-encoding must not change."""
     world.link.script = answer("x")
     body: dict[str, Any] = {
         "model": "tiny",
@@ -65,7 +65,7 @@ async def test_a_schema_keeps_the_order_of_its_properties(world: EdgeWorld, path
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_compiler_refuses_names_the_bodys_field(world: EdgeWorld, stream: bool) -> None:
-    """The client knows nothing of sampling.guide; and a stream that has not begun has its real status."""
+    """The client does not know sampling.guide, and a stream that has not begun can still have an error status."""
 
     def refuse(request: FakeRequest) -> None:
         request.fail(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "The guide cannot be followed: x.", field=GUIDE_FIELD)

@@ -1,4 +1,4 @@
-"""Clients that go away, read too slowly or come in numbers; a server that starts, drains and stops."""
+"""Clients that disconnect, read too slowly or are too many; a server that starts, drains and stops."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ async def world() -> AsyncIterator[EdgeWorld]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until the condition holds."""
+    """Runs the event loop until the condition holds."""
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110  (there is no event for what a peer has noticed)
             await asyncio.sleep(0.001)
 
 
 async def connect(world: EdgeWorld, *, receive_buffer_bytes: int = 0, **fields: Any) -> socket.socket:
-    """A raw client that has sent a chat request and reads nothing by itself."""
+    """Returns a raw client that has sent a chat request and reads nothing by itself."""
     raw = socket.socket()
     if receive_buffer_bytes:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
@@ -56,7 +56,7 @@ async def connect(world: EdgeWorld, *, receive_buffer_bytes: int = 0, **fields: 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 async def test_client_that_goes_away_cancels(world: EdgeWorld, stream: bool, started: bool) -> None:
-    """Queued or running, streamed or not: the engine must not work for nobody."""
+    """Whether the request is queued or running, streamed or not, it must be cancelled in the engine."""
     raw = await connect(world, stream=stream)
     request = await world.link.next_request()
     if started:
@@ -71,7 +71,7 @@ async def test_client_that_goes_away_cancels(world: EdgeWorld, stream: bool, sta
 
 
 async def test_client_that_goes_away_cancels_all_prompts(world: EdgeWorld) -> None:
-    """A request with several prompts is several requests to the router: none may stay behind."""
+    """A request with several prompts is several requests to the router, which must all be cancelled."""
     post = asyncio.create_task(world.post("/v1/completions", {"model": "tiny", "prompt": ["a", "b", "c"]}))
     requests = [await world.link.next_request() for _ in range(3)]
     requests[1].finish()
@@ -82,7 +82,7 @@ async def test_client_that_goes_away_cancels_all_prompts(world: EdgeWorld) -> No
 
 
 async def test_finished_request_is_not_cancelled(world: EdgeWorld) -> None:
-    """Each needless cancel would be a frame to the router."""
+    """Each unnecessary cancel would be a frame to the router."""
     world.link.script = answer("x")
     await world.chat()
     await world.chat(stream=False, n=2)
@@ -90,7 +90,7 @@ async def test_finished_request_is_not_cancelled(world: EdgeWorld) -> None:
 
 
 async def test_error_of_one_prompt_cancels_the_others(world: EdgeWorld) -> None:
-    """The answer is an error, so the other prompts' work is for nothing."""
+    """The answer is an error, so the other prompts' answers are not needed."""
     post = asyncio.create_task(world.post("/v1/completions", {"model": "tiny", "prompt": ["a", "b"]}))
     first, second = [await world.link.next_request() for _ in range(2)]
     first.start()
@@ -101,7 +101,7 @@ async def test_error_of_one_prompt_cancels_the_others(world: EdgeWorld) -> None:
 
 
 async def test_slow_reader_is_bounded_and_cut_off() -> None:
-    """A reader that stalls costs a bounded buffer, then its request; the others stream on."""
+    """A reader that stalls first fills a bounded buffer and then loses its request; others continue to stream."""
     async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
         raw = await connect(world, receive_buffer_bytes=4096, stream=True)
         slow = await world.link.next_request()
@@ -113,11 +113,11 @@ async def test_slow_reader_is_bounded_and_cut_off() -> None:
             num_sent += 1
             assert num_sent < 50_000, "the slow reader was never cut off"
             if num_sent % 10 == 0:
-                await asyncio.sleep(0)  # as in life, frames come in different turns of the loop
+                await asyncio.sleep(0)  # As in reality, frames arrive in different turns of the event loop.
         world.link.script = answer("fine")
         status, _ = await world.chat(stream=False)
         assert status == 200
-        # The slow one sees, once it reads, whole events, then the error and the end of the connection.
+        # When the slow reader reads again it gets complete events, then the error and the end of the connection.
         received = b""
         async with asyncio.timeout(5):
             while piece := await asyncio.get_running_loop().sock_recv(raw, 1 << 16):
@@ -131,7 +131,7 @@ async def test_slow_reader_is_bounded_and_cut_off() -> None:
 
 
 async def test_stuck_reader_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that never reads again may not hold its connection for ever."""
+    """A reader that never reads again must not hold its connection for ever."""
     monkeypatch.setattr("edge_http.answers.streamed_answer.SLOW_CLIENT_LINGER_SECONDS", 0.05)
     async with edge_world(EdgeConfig(max_buffered_bytes=64 * 1024)) as world:
         raw = await connect(world, receive_buffer_bytes=4096, stream=True)
@@ -146,7 +146,7 @@ async def test_stuck_reader_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_requests_over_the_limit_are_refused() -> None:
-    """Beyond max_concurrent_requests a client is told at once, and when to come again."""
+    """Beyond max_concurrent_requests a client is rejected at once, with the time after which to retry."""
     async with edge_world(EdgeConfig(max_concurrent_requests=1)) as world:
         first = asyncio.create_task(world.chat())
         request = await world.link.next_request()
@@ -161,7 +161,7 @@ async def test_requests_over_the_limit_are_refused() -> None:
 
 
 async def test_router_that_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every wait has a deadline: the edge ends a request that the router forgot."""
+    """Every wait has a deadline, so the edge ends a request that the router has forgotten."""
     monkeypatch.setattr("edge_http.submission.ROUTER_GRACE_SECONDS", 0.01)
     async with edge_world(EdgeConfig(request_timeout_seconds=0.05)) as world:
         status, body = await world.chat()
@@ -187,7 +187,7 @@ async def test_readiness_follows_the_fleet(world: EdgeWorld) -> None:
 
 
 async def test_drain_finishes_what_runs_and_refuses_what_comes(world: EdgeWorld) -> None:
-    """A deployment loses no answer: running streams end, new requests go elsewhere."""
+    """A deployment loses no answer: running streams are finished, and new requests are served elsewhere."""
     running = asyncio.create_task(world.chat())
     request = await world.link.next_request()
     drain = asyncio.create_task(world.server.drain())
@@ -205,9 +205,9 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(world: EdgeWorld)
         await drain
 
 
-async def test_who_was_answered_while_the_edge_left_may_ask_once_more() -> None:
-    """The answer began before, and said that its connection stays open: the next request comes over it, and must not be
-    refused because the answer took longer than idle connections are waited for. Nor does it then stay open."""
+async def test_a_client_answered_during_the_drain_may_ask_once_more() -> None:
+    """The answer began before the drain and announced that its connection stays open. The next request over it must not
+    be rejected because the answer took longer than idle connections are waited for. Then the connection closes."""
     loop = asyncio.get_running_loop()
     link = FakeRouterLink()
     edge = Edge(EdgeConfig(), link, {"tiny": ServedModel("tiny", model_tokenizer(), 1, "fp")})
@@ -255,7 +255,7 @@ async def test_port_that_is_taken(world: EdgeWorld) -> None:
 
 
 async def test_tokens_leave_without_delay(world: EdgeWorld) -> None:
-    """Nagle's algorithm would hold small events back for 40 ms."""
+    """Nagle's algorithm would delay small events by 40 ms."""
     raw = await connect(world, stream=True)
     await world.link.next_request()
     runner = world.server._runner.server
@@ -268,7 +268,7 @@ async def test_tokens_leave_without_delay(world: EdgeWorld) -> None:
 
 
 async def test_metrics_count_requests_with_bounded_labels(world: EdgeWorld) -> None:
-    """Paths and models that clients make up must not become labels."""
+    """Unknown paths and models that clients send must not become labels."""
     world.link.script = answer("a", "b")
     await world.chat()
     await world.chat(model="made-up")
@@ -325,7 +325,7 @@ async def edge_process(tmp_path: Path, *arguments: str) -> AsyncIterator[asyncio
 
 
 async def test_process_announces_itself_and_stops_on_sigterm(world: EdgeWorld, tmp_path: Path) -> None:
-    """`kvloom up` reads the ready line and ends processes with SIGTERM; a clean end is status 0."""
+    """`kvloom up` reads the ready line and ends processes with SIGTERM, after which they exit with status 0."""
     async with edge_process(tmp_path, "--port", "0") as process, asyncio.timeout(20):
         assert process.stdout is not None
         line = json.loads(await process.stdout.readline())
@@ -336,8 +336,8 @@ async def test_process_announces_itself_and_stops_on_sigterm(world: EdgeWorld, t
         assert await process.wait() == 0
 
 
-async def test_process_with_a_taken_port_says_so(world: EdgeWorld, tmp_path: Path) -> None:
-    """Status 1 and one line for the operator, no stack trace."""
+async def test_process_with_a_taken_port_reports_it(world: EdgeWorld, tmp_path: Path) -> None:
+    """It exits with status 1 and prints one line for the operator, without a stack trace."""
     async with edge_process(tmp_path, "--port", str(world.address[1])) as process, asyncio.timeout(20):
         _, stderr = await process.communicate()
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""A router dies under an edge: the official client of OpenAI notices nothing, or gets the error that says so."""
+"""A router dies under an edge: OpenAI's official client notices nothing, or gets an error that states the reason."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
 from kvloom.router_link.group import RouterGroup
 from tests.fakes.router_processes import MODEL, TIMEOUT_SECONDS, RouterProcess, RouterProcesses, router_processes
+from tests.fakes.router_world import eventually
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,14 +65,14 @@ async def fabric(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterat
 
 
 def serving_router(fabric: Fabric) -> RouterProcess:
-    """The one that has a request of the edge's."""
+    """Returns the router that serves a request of the edge."""
     (address,) = {member.address for _, member in fabric.link._attached.values()}
     return next(router for router in fabric.routers if router.address == address)
 
 
 @dataclasses.dataclass
 class Seen:
-    """What a stream's chunks add up to."""
+    """The content of a stream's chunks."""
 
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     tokens: dict[int, list[tuple[str, float]]] = dataclasses.field(default_factory=dict)
@@ -93,7 +94,7 @@ class Seen:
 
 
 async def test_stream_n_and_logprobs_across_a_kill(fabric: Fabric) -> None:
-    """Two choices with logprobs and usage: chunk by chunk the same as in an undisturbed stream."""
+    """Two choices with logprobs and usage are chunk by chunk the same as in an undisturbed stream."""
     undisturbed, seen = Seen(), Seen()
     async for chunk in fabric.stream(n=2, seed=5, temperature=1.0):
         undisturbed.take(chunk)
@@ -110,13 +111,12 @@ async def test_stream_n_and_logprobs_across_a_kill(fabric: Fabric) -> None:
 
 
 async def test_whole_answer_across_a_kill(fabric: Fabric) -> None:
-    """An answer that is not streamed is not lost either, and new requests go to the router that is left."""
+    """An answer that is not streamed is not lost either, and new requests are sent to the remaining router."""
     async with fabric.client() as client:
         undisturbed = await client.chat.completions.create(**OPTIONS, seed=6)
         asked = asyncio.create_task(client.chat.completions.create(**OPTIONS, seed=6))
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            while not any(tracked.choices[0].token_ids for tracked, _ in fabric.link._attached.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        attached = fabric.link._attached
+        await eventually(lambda: any(tracked.choices[0].token_ids for tracked, _ in attached.values()), "a token")
         await serving_router(fabric).kill()
         answer = await asked
         assert answer.choices == undisturbed.choices

@@ -33,7 +33,7 @@ def ids_of(text: str) -> list[int]:
 
 
 async def events_of(world: EdgeWorld, path: str, body: dict[str, Any], **more: Any) -> list[Any]:
-    """The data of all events; checks the ids on the way."""
+    """Returns the data of all events, and checks their ids."""
     async with world.http.post(world.url + path, json=body, **more) as response:
         assert response.status == 200
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -75,7 +75,7 @@ async def test_chat_body_has_openai_shape(world: EdgeWorld) -> None:
 
 
 async def test_chat_stream_has_openai_shape(world: EdgeWorld) -> None:
-    """Role first, a chunk per delta, the finish reason, then usage without choices, then [DONE]."""
+    """The role comes first, then a chunk per delta, the finish reason, usage without choices, and [DONE]."""
     world.link.script = answer("Hel", "", 'l"o\n🙂', reason=LENGTH)
     body = chat_body(stream=True, stream_options={"include_usage": True})
     chunks = await events_of(world, "/v1/chat/completions", body)
@@ -94,14 +94,14 @@ async def test_chat_stream_has_openai_shape(world: EdgeWorld) -> None:
 
 
 async def test_stream_without_include_usage_never_mentions_usage(world: EdgeWorld) -> None:
-    """Clients that did not ask for usage must not trip over a chunk without choices."""
+    """Clients that did not ask for usage must not get a chunk without choices."""
     world.link.script = answer("a", "b")
     chunks = await events_of(world, "/v1/chat/completions", chat_body(stream=True))
     assert all("usage" not in chunk and len(chunk["choices"]) == 1 for chunk in chunks)
 
 
 async def test_completion_stream_and_body(world: EdgeWorld) -> None:
-    """Plain completions have text_completion objects with `text`, in chunks and in whole."""
+    """Plain completions have text_completion objects with `text`, streamed or not."""
     world.link.script = answer(" jumps", " over")
     prompt = {"model": "tiny", "prompt": "the fox"}
     status, body = await world.post("/v1/completions", prompt)
@@ -128,7 +128,8 @@ async def test_completion_stream_and_body(world: EdgeWorld) -> None:
 async def test_completion_takes_all_four_kinds_of_prompt(
     world: EdgeWorld, prompt: Any, token_ids: list[list[int]]
 ) -> None:
-    """A string, ids, a list of strings, a list of lists; answers are numbered prompt by prompt, usage is the sum."""
+    """A prompt may be a string, ids, a list of strings or a list of lists. Choices are numbered prompt by prompt, and
+    usage is the sum."""
     world.link.script = answer("x")
     status, body = await world.post("/v1/completions", {"model": "tiny", "prompt": prompt, "n": 2})
     assert status == 200
@@ -140,7 +141,7 @@ async def test_completion_takes_all_four_kinds_of_prompt(
 
 
 async def test_choices_of_a_stream_may_interleave(world: EdgeWorld) -> None:
-    """n > 1: every choice has its own opening, deltas and finish, told apart by index."""
+    """With n > 1 every choice has its own first chunk, deltas and finish, with its index."""
 
     def play(request: FakeRequest) -> None:
         request.start(1)
@@ -164,7 +165,7 @@ async def test_choices_of_a_stream_may_interleave(world: EdgeWorld) -> None:
 
 
 def with_logprobs(request: FakeRequest) -> None:
-    """Two tokens of which the first is half of é, then the end token."""
+    """Sends two tokens, of which the first is half of é, and then the end token."""
     first, second, end = *ids_of("é")[:1], ids_of("the")[0], byte_level_tokenizer().token_to_id("<|im_end|>")
     entries = [
         TokenLogprobs(logprob=-0.5, top_token_ids=[first, second], top_logprobs=[-0.5, -1.5]),
@@ -177,7 +178,7 @@ def with_logprobs(request: FakeRequest) -> None:
 
 
 async def test_chat_logprobs(world: EdgeWorld) -> None:
-    """Every token has its text, exact bytes and alternatives; infinities become numbers that JSON knows."""
+    """Every token has its text, exact bytes and alternatives, and infinities become numbers that JSON can represent."""
     world.link.script = with_logprobs
     _, body = await world.chat(logprobs=True, top_logprobs=2)
     content = body["choices"][0]["logprobs"]["content"]
@@ -208,7 +209,7 @@ async def test_completion_logprobs(world: EdgeWorld) -> None:
 
 
 async def test_parameters_reach_the_router(world: EdgeWorld) -> None:
-    """Nothing that the client asks for is lost on the way, and what it does not ask for stays absent."""
+    """Options that the client sets reach the router, and others stay unset."""
     world.link.script = answer("x")
     headers = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
     await world.post(
@@ -247,7 +248,7 @@ async def test_parameters_reach_the_router(world: EdgeWorld) -> None:
 
 
 async def test_details_come_with_the_last_chunk_when_asked_for(world: EdgeWorld) -> None:
-    """The chat page shows which shard answered and how much it had cached; other clients see nothing of it."""
+    """The chat page shows which shard answered and how much it had cached; other clients do not get this."""
     world.link.script = answer("x", shard_id="shard-7", num_cached_tokens=32, queue_time_seconds=0.25)
     headers = {"x-kvloom-details": "true"}
     expected = {"shard_id": "shard-7", "num_cached_tokens": 32, "queue_time_seconds": 0.25}
@@ -259,7 +260,7 @@ async def test_details_come_with_the_last_chunk_when_asked_for(world: EdgeWorld)
 
 
 async def test_models(world: EdgeWorld) -> None:
-    """Clients list models before they ask; the page learns from it what is ready."""
+    """Clients list models before they send requests, and the chat page shows which are ready."""
     async with client(world) as openai_client:
         models = [model async for model in await openai_client.models.list()]
         assert [model.id for model in models] == ["tiny"]
@@ -293,7 +294,7 @@ async def test_openai_client_async(world: EdgeWorld) -> None:
 
 
 async def test_openai_client_sync(world: EdgeWorld) -> None:
-    """So does its blocking variant."""
+    """The blocking official client reads our streams and bodies, too."""
     world.link.script = answer("Par", "is")
 
     def ask() -> tuple[str | None, str]:
@@ -308,7 +309,7 @@ async def test_openai_client_sync(world: EdgeWorld) -> None:
 
 
 async def test_openai_client_logprobs(world: EdgeWorld) -> None:
-    """Its types accept our log-probabilities."""
+    """The official client's types accept our logprobs."""
     world.link.script = with_logprobs
     async with client(world) as openai_client:
         completion = await openai_client.chat.completions.create(
@@ -337,11 +338,11 @@ def raw_request(version: str, body: dict[str, Any]) -> bytes:
 
 
 async def test_stream_bytes_over_http_1_1(world: EdgeWorld) -> None:
-    """We frame the chunks ourselves: every chunk is one event, its size is right, and the connection lives on."""
+    """The edge frames chunks itself: every chunk is one event, its size is right, and the connection stays open."""
     world.link.script = answer("é", "b")
     request = raw_request("1.1", chat_body(stream=True))
     reader, writer = await asyncio.open_connection(*world.address)
-    for _ in range(2):  # twice over one connection
+    for _ in range(2):  # This is repeated over the same connection.
         writer.write(request)
         async with asyncio.timeout(5):
             raw = await reader.readuntil(b"\r\n0\r\n\r\n")
@@ -367,7 +368,7 @@ async def test_stream_bytes_over_http_1_1(world: EdgeWorld) -> None:
 
 
 async def test_stream_bytes_over_http_1_0(world: EdgeWorld) -> None:
-    """Old clients know no chunks: plain events until the connection closes."""
+    """HTTP/1.0 clients do not know chunks and get plain events until the connection closes."""
     world.link.script = answer("a")
     raw = await read_raw(world, raw_request("1.0", chat_body(stream=True)), until_eof=True)
     head, _, rest = raw.partition(b"\r\n\r\n")

@@ -1,5 +1,5 @@
-"""An edge that starts while clients wait at its door: a supervisor keeps the socket (`--listen-fd`), and what came to
-it meanwhile is served first."""
+"""An edge that starts while clients wait: a supervisor keeps the socket (`--listen-fd`), and connections that it
+received meanwhile are served first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_WAITING = 16
 async def edge_process(
     redis: RedisConfig, listen_options: EdgeListenOptions, link: FakeRouterLink | None = None
 ) -> AsyncIterator[asyncio.Future[tuple[str, str]]]:
-    """All of it but its router; where it can be reached, once it can."""
+    """Runs all of an edge's process except its router, and yields its address once it can be reached."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
     config = KvloomConfig(redis=redis)
@@ -48,9 +48,11 @@ async def edge_process(
 
 
 @pytest.mark.parametrize("peer_port", [None, 0])
-async def test_who_waits_at_the_door_finds_what_a_dead_edge_left(redis_url: str, peer_port: int | None) -> None:
-    """Requests that are there before the edge is must not meet one that does not know of the others yet: to it every
-    answer but its own is unknown (404), which clients take as final."""
+async def test_clients_that_wait_for_the_start_find_the_answers_of_a_dead_edge(
+    redis_url: str, peer_port: int | None
+) -> None:
+    """Requests that wait for the edge must not be served before it knows the other edges: until then every answer but
+    its own is unknown to it (404), which clients take as final."""
     redis = RedisConfig(url=redis_url, key_prefix=f"edge-start-{peer_port}")
     whole, _ = await left_by_a_dead_edge(redis)
     headers = ("Host: edge", "Authorization: Bearer secret", "Connection: close")
@@ -77,11 +79,11 @@ def chat_request() -> bytes:
 
 
 @pytest.mark.parametrize("peer_port", [None, 0])
-async def test_who_waits_at_the_door_is_served_by_the_shards_that_come(
+async def test_clients_that_wait_for_the_start_are_served_by_shards_that_appear(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, peer_port: int | None
 ) -> None:
-    """A new edge has its way to a router and its shards some milliseconds later: who came before that would be turned
-    away with an error, though nothing is wrong."""
+    """A new edge finds its router and shards some milliseconds later. Earlier requests would be rejected although
+    nothing is wrong."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 60.0)
     link = FakeRouterLink()
     link.script = answer("yes")
@@ -105,8 +107,8 @@ async def test_who_waits_at_the_door_is_served_by_the_shards_that_come(
     assert text.startswith(b"HTTP/1.1 200 OK")
 
 
-async def test_a_door_opens_without_a_router_too(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later than with one; whoever comes is told why it is of no use."""
+async def test_an_edge_opens_without_a_router_too(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens later than with a router, and clients get the reason why it cannot serve."""
     monkeypatch.setattr(service, "OPEN_SECONDS", 0.01)
     link = FakeRouterLink()
     link.tell(FleetState(), connected=False)

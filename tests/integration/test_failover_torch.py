@@ -1,6 +1,6 @@
-"""Faults in the middle of real answers: on the built-in model, tokens, text and logprobs are what they would have been.
+"""Faults in the middle of the built-in model's answers do not change tokens, text and logprobs.
 
-The smaller brother of test_failover_exactness: what only a real model has, guides and speculation, is here.
+This complements test_failover_exactness with what only a real model has: guides and speculation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.fakes.int8_products import skip_unless_exact
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
-# Some hundred steps of a real model; beside other work on two cores they have taken more than two minutes.
+# Several hundred steps of a real model have taken more than two minutes on two busy cores.
 pytestmark = pytest.mark.timeout(360)
 
 SCHEMA = (
@@ -84,7 +84,8 @@ async def world(
 ) -> AsyncIterator[FailoverWorld]:
     if request.param == "int8":
         skip_unless_exact()
-    # A start computes the largest portion of a prompt several times: a small one, longer than the prompts here.
+    # The engine computes the largest chunk several times when it starts, so the chunks are small here, though longer
+    # than the prompts.
     config = ShardConfig(num_blocks=256, max_batch=32, max_prefill_tokens_per_step=64, torch=TORCH[request.param])
     async with failover_world(router_redis_url, tokenizer) as started:
         await started.start_router()
@@ -112,7 +113,7 @@ def at_first_attempt(position: int, request: EngineRequest) -> int | None:
 
 
 async def test_real_answers_go_on_as_they_would_have(world: FailoverWorld) -> None:
-    """The engine fails each request behind some tokens, then a connection is reset while all run."""
+    """The engine fails each request after some tokens, and then a connection is reset while all of them run."""
     expected = await all_ended({name: begin(world, case) for name, case in CASES.items()})
     assert expected["guide and utf-8"][0].text == EMOJI
     assert expected["stop string"][0].stop_string

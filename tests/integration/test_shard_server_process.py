@@ -25,10 +25,10 @@ from tests.fakes.shard_world import RouterEnd, shard_world, sim_config
 PROMPT = list(range(100, 140))
 
 
-async def eventually(look: Callable[[], Awaitable[bool]], timeout_seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_seconds
-    while not await look():
-        assert time.monotonic() < deadline, "did not happen"
+    while not await condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
         await asyncio.sleep(0.02)
 
 
@@ -39,7 +39,7 @@ def with_registry(config: KvloomConfig, url: str) -> ShardRegistry:
 
 
 async def test_a_shard_announces_itself_and_withdraws(redis_url: str) -> None:
-    """Routers find it, and hear at once when it stops."""
+    """Routers find the shard, and are notified at once when it stops."""
     config = sim_config()
     registry = with_registry(config, redis_url)
     try:
@@ -58,7 +58,7 @@ async def test_a_shard_announces_itself_and_withdraws(redis_url: str) -> None:
 
 
 async def test_a_shard_outlives_its_registry() -> None:
-    """It serves while Redis is away, and announces itself again when Redis is back, empty."""
+    """The shard serves while Redis is unreachable, and announces itself again when Redis is back and empty."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,7 +68,7 @@ async def test_a_shard_outlives_its_registry() -> None:
     async def is_there() -> bool:
         try:
             return bool(await registry.list_shards())
-        except RedisError:  # a connection of the server before
+        except RedisError:  # This is a connection to the earlier server.
             return False
 
     try:
@@ -93,7 +93,7 @@ async def start_process(config_file: Path, *arguments: str) -> asyncio.subproces
 
 
 async def test_the_process_serves_and_on_sigterm_finishes_what_runs(tmp_path: Path, model_dir: Path) -> None:
-    """With the real tokenizer: the simulated answer reads like words."""
+    """The process uses the real tokenizer, so the simulated answer consists of words."""
     config = sim_config(step_ms=2)
     config.model.path = str(model_dir)
     dump_config(config, tmp_path / "config.json")
@@ -117,8 +117,8 @@ async def test_the_process_serves_and_on_sigterm_finishes_what_runs(tmp_path: Pa
             await process.wait()
 
 
-async def test_a_process_that_cannot_start_says_why(tmp_path: Path, model_dir: Path) -> None:
-    """Exit status 1 and one line for the operator."""
+async def test_a_process_that_cannot_start_reports_why(tmp_path: Path, model_dir: Path) -> None:
+    """It exits with status 1 and prints one line for the operator."""
     config = sim_config()
     config.model.path = str(model_dir)
     dump_config(config, tmp_path / "good.json")
@@ -142,8 +142,8 @@ async def test_a_process_that_cannot_start_says_why(tmp_path: Path, model_dir: P
 
 
 async def test_a_shard_whose_model_cannot_be_loaded_stays_out_of_the_fleet(tmp_path: Path, redis_url: str) -> None:
-    """Damaged weights, other weights than those registered, a window beyond the model's: it says why, ends with status
-    1, and no router ever hears of it."""
+    """The weights are damaged, differ from the registered ones, or the context window exceeds the model's: the shard
+    reports why, exits with status 1, and is never registered."""
     from tests.fakes.tiny_llama import tiny_weights, write_tiny_gguf, write_tiny_llama  # torch: only where it is needed
 
     write_tiny_gguf(tmp_path / "tiny.gguf", tiny_weights(write_tiny_llama(tmp_path / "original")))

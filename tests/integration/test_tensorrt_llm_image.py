@@ -1,4 +1,4 @@
-"""The parts of the TensorRT-LLM image that can be tried without NVIDIA's: stubs, configuration, health check."""
+"""The parts of the TensorRT-LLM image that can be tested without NVIDIA's image: stubs, configuration, health check."""
 
 from __future__ import annotations
 
@@ -66,26 +66,26 @@ def test_stubs_of_the_old_generator_load_with_old_protobufs(tmp_path: Path):
 
 
 def test_the_generator_and_its_companions_are_of_one_version():
-    """Stubs of a newer generator refuse an older runtime."""
+    """Stubs of a newer generator do not load with an older runtime."""
     companions = re.findall(r"^grpcio-\S+==(\S+)$", (DEPLOY / "requirements.txt").read_text(), re.MULTILINE)
     assert len(companions) == 3
     assert set(companions) == {generator_version()}
 
 
 def test_the_protos_are_of_a_syntax_that_old_generators_know():
-    """Editions came with protoc 27."""
+    """Protobuf editions need protoc 27 or newer."""
     for path in (REPOSITORY / "protos").rglob("*.proto"):
         assert 'syntax = "proto3";' in path.read_text()
 
 
 def test_the_configuration_loads():
-    """An operator starts from it."""
+    """Operators use it as their starting point."""
     config = load_config(DEPLOY / "kvloom.toml")
     assert config.shard.engine == "tensorrt_llm"
 
 
-def test_the_image_runs_as_nobody_special_and_copies_only_what_is_there():
-    """A typing error would show after minutes of building; root in a container is root on the GPU's driver."""
+def test_the_image_runs_unprivileged_and_copies_only_existing_files():
+    """A mistake would show only after minutes of building, and root in a container is root for the GPU's driver."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     user = lines.index("USER kvloom")
     entry = next(index for index, line in enumerate(lines) if line.startswith("ENTRYPOINT"))

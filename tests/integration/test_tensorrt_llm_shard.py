@@ -1,4 +1,4 @@
-"""The shard server over the TensorRT-LLM adapter, over sockets, as a router sees it. The library is the fake."""
+"""The shard server with the TensorRT-LLM adapter and a fake library, over sockets, as a router sees it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def world_of(**shard_fields: Any) -> AsyncIterator[ShardWorld]:
 
 @pytest.mark.usefixtures("library")
 async def test_an_answer_comes_with_its_text_and_its_blocks():
-    """The blocks are the tenant's own."""
+    """The blocks' hashes are specific to the tenant."""
     async with world_of() as world:
         router = await world.router()
         prompt = prompt_of(1, 40)
@@ -56,7 +56,7 @@ async def test_an_answer_comes_with_its_text_and_its_blocks():
 
 
 async def test_a_cancelled_answer_is_aborted_in_the_library(library: FakeTensorRtLlm):
-    """The finish comes at once, the GPU is free soon after."""
+    """The finish is sent at once, and the GPU is free soon after."""
     async with world_of() as world:
         router = await world.router()
         await router.submit(1, prompt_of(1, 40), max_tokens=3000)
@@ -69,7 +69,7 @@ async def test_a_cancelled_answer_is_aborted_in_the_library(library: FakeTensorR
 
 
 async def test_the_librarys_death_fails_the_answers_and_ends_the_shard(library: FakeTensorRtLlm):
-    """Routers fail over, and the process exits."""
+    """Routers then fail over, and the process exits."""
     async with world_of() as world:
         router = await world.router()
         await router.submit(1, prompt_of(1, 40), max_tokens=3000)

@@ -1,4 +1,4 @@
-"""Load clients of `kvloom bench data-plane`: what a workload is measured beside is there from first to last."""
+"""Load clients of `kvloom bench data-plane`: the background load runs during the whole measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = msgspec.structs.replace(MEASURED, name="others", num_requests=50_000, p
 
 
 class Gateway:
-    """Answers with one word, or not; notes whose requests came."""
+    """Answers with one word, or not at all, and records the clients of the requests."""
 
     def __init__(self, status: int = 200) -> None:
         self.status = status
@@ -56,13 +56,13 @@ async def test_others_send_before_and_between_the_measured_requests(model_dir: P
 
 
 async def test_others_that_end_too_early_are_an_error(model_dir: Path) -> None:
-    """The figure would be that of a stream alone."""
+    """Otherwise the figure would be that of a stream without background load."""
     with pytest.raises(CommandError, match=r"others: they were over \(or failed\) before"):
         await measure(Gateway(), model_dir, msgspec.structs.replace(OTHERS, num_requests=1))
 
 
-async def test_others_that_nobody_answers_are_an_error(model_dir: Path) -> None:
-    """A gateway that refuses long prompts is not measured beside them."""
+async def test_other_clients_without_answers_are_an_error(model_dir: Path) -> None:
+    """A gateway that rejects long prompts cannot be measured with them."""
     gateway = Gateway(status=503)
     with pytest.raises(CommandError, match="others: none was answered"):
         await measure(gateway, model_dir, OTHERS)

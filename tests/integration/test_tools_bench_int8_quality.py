@@ -1,4 +1,4 @@
-"""What int8 weights change is measured on a real tokenizer and model; the figures must hang together."""
+"""The effect of int8 weights is measured on a real tokenizer and model, and the figures must be consistent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.bench.engine.int8_quality import measure_int8_quality
 
 
 def test_int8_is_close_and_not_the_same(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement that compared a model with itself would find no difference at all."""
+    """A measurement that compared a model with itself would find no difference."""
     skip_unless_exact()
     monkeypatch.setattr(int8_quality, "_NUM_WINDOWS", 2)
     monkeypatch.setattr(int8_quality, "_WINDOW_TOKENS", 96)

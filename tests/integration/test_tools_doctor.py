@@ -1,4 +1,4 @@
-"""`kvloom doctor engine`: says what is well, and finds what is not."""
+"""`kvloom doctor engine` reports which parts of an engine work and which do not."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tools.doctor.command import Result, doctor_engine, examine
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """The command sets it for its process, which is this one."""
+    """Restores the logging configuration, which the command sets for its process, here the tests'."""
     yield
     structlog.reset_defaults()
 
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver, as far as one can tell by asking it."""
+    """Fakes a driver that answers queries."""
     script = tmp_path / "nvidia-smi"
     script.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 580.65'\n")
     script.chmod(0o755)
@@ -43,7 +43,7 @@ def outcomes(report: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_simulated_engine_is_well(model_dir: Path):
-    """Every check runs or says why not; what an engine does not offer is skipped."""
+    """Every check runs or states why it does not; features that an engine does not offer are skipped."""
     status, report = doctor(model_dir, "--engine", "sim")
     assert status == 0
     assert report["ok"]
@@ -57,7 +57,7 @@ def test_the_simulated_engine_is_well(model_dir: Path):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("variant", [Variant(), Variant(is_new=True, window_sizes=(4096, 512), rank=0)])
 def test_tensorrt_llm_is_well_where_it_behaves(model_dir: Path, variant: Variant):
-    """What an operator should see on a GPU machine."""
+    """This is what an operator should see on a GPU machine."""
     with installed_tensorrt_llm(variant):
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
     assert [check for check in report["checks"] if check["outcome"] == "failed"] == []
@@ -68,7 +68,7 @@ def test_tensorrt_llm_is_well_where_it_behaves(model_dir: Path, variant: Variant
 
 @pytest.mark.usefixtures("gpu")
 def test_missing_kv_events_are_found(model_dir: Path):
-    """Routing would be blind, and nothing else would tell."""
+    """Without KV events routing ignores caches, which would be hard to notice otherwise."""
     with installed_tensorrt_llm(Variant(has_events=False)):
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
     assert status == 1
@@ -78,8 +78,8 @@ def test_missing_kv_events_are_found(model_dir: Path):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_an_engine_that_cannot_start_is_told_in_one_line(model_dir: Path):
-    """With the reason."""
+def test_an_engine_that_cannot_start_is_reported_in_one_line(model_dir: Path):
+    """The line has the reason."""
     with installed_tensorrt_llm(Variant(has_stats=False)):
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
     assert status == 1
@@ -88,7 +88,7 @@ def test_an_engine_that_cannot_start_is_told_in_one_line(model_dir: Path):
 
 
 def test_a_machine_without_a_driver_is_no_place_for_tensorrt_llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    """The commonest fault: a container that was started without --gpus."""
+    """The most common mistake is a container that was started without --gpus."""
     monkeypatch.setenv("PATH", "")
     with installed_tensorrt_llm():
         status, report = doctor(model_dir, "--engine", "tensorrt_llm")
@@ -97,7 +97,7 @@ def test_a_machine_without_a_driver_is_no_place_for_tensorrt_llm(model_dir: Path
 
 
 async def test_an_engine_that_dies_under_examination_ends_it(model_dir: Path):
-    """Every further check would say the same."""
+    """Every further check would fail in the same way."""
     config = KvloomConfig()
     config.shard.engine = "tensorrt_llm"
     config.model.path = str(model_dir)
@@ -115,13 +115,13 @@ async def test_an_engine_that_dies_under_examination_ends_it(model_dir: Path):
 
 
 def test_tensorrt_llm_wants_a_directory():
-    """It converts nothing."""
+    """TensorRT-LLM does not convert checkpoints here."""
     result = CliRunner().invoke(doctor_engine, ["--engine", "tensorrt_llm", "--model", "smollm2-135m-instruct"])
     assert result.exit_code == 1
 
 
 def test_people_get_signs(model_dir: Path):
-    """One line a check, and the verdict last."""
+    """The text output has one line per check, and the verdict comes last."""
     result = CliRunner().invoke(doctor_engine, ["--model", str(model_dir), "--engine", "sim"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()

@@ -1,5 +1,5 @@
-"""The accelerator's runner, on the CPU: plans, static buffers and batches are the same code there; only the attention
-kernel of single rows is the plain one, and no step is recorded."""
+"""The accelerator's runner, on the CPU. Plans, static buffers and batches use the same code there; only the attention
+kernel of single rows is the plain one, and no step is recorded as a graph."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cpu_runner(model_dir: Path) -> ModelRunner:
 
 
 def random_steps(seed: int) -> list[list[ScheduledSequence]]:
-    """Six sequences through prompts in portions, decoding, drafts and steps of everything at once."""
+    """Returns steps of six sequences: prompts in chunks, decoding, drafts, and all of these in one step."""
     chooser = random.Random(seed)
     blocks = chooser.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     tables = [blocks[10 * i : 10 * i + 10] for i in range(6)]
@@ -68,15 +68,15 @@ def random_steps(seed: int) -> list[list[ScheduledSequence]]:
 @pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_step_gives_the_logits_of_the_cpu_engine(tmp_path: Path, shape: str, invariant: bool):
-    """Paging, chunks, drafts, windows and padding rows through static buffers of fixed sizes: one wrong slot shows."""
+    """Paging, chunks, drafts, windows and padding rows use static buffers of fixed sizes, so any wrong slot shows."""
     model_dir = write_tiny_llama(tmp_path, **SHAPES[shape])
     runner, reference = device_runner(model_dir, wants_batch_invariance=invariant), cpu_runner(model_dir)
     for batch in random_steps(1):
         torch.testing.assert_close(runner.run(batch), reference.run(batch), rtol=1e-4, atol=1e-4)
 
 
-def test_more_rows_than_the_largest_step_are_taken_in_turns(tmp_path: Path):
-    """Sequences and their drafts together may be more than were planned for."""
+def test_more_rows_than_the_largest_step_are_split(tmp_path: Path):
+    """Sequences and their drafts together may have more rows than the largest step."""
     model_dir = write_tiny_llama(tmp_path)
     runner, reference = device_runner(model_dir), cpu_runner(model_dir)
     batch = [ScheduledSequence([i + 1], 0, [i], True) for i in range(50)]
@@ -85,7 +85,7 @@ def test_more_rows_than_the_largest_step_are_taken_in_turns(tmp_path: Path):
 
 
 def test_invariance_is_claimed_only_where_it_was_measured(tmp_path: Path):
-    """Failover rests on the claim."""
+    """Failover relies on this claim."""
     model_dir = write_tiny_llama(tmp_path)
     runner = device_runner(model_dir, wants_batch_invariance=True)
     ids = random.Random(2).choices(range(320), k=90)
@@ -102,8 +102,8 @@ def test_invariance_is_claimed_only_where_it_was_measured(tmp_path: Path):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_without_cuda_the_error_says_what_to_install(tmp_path: Path):
-    """And not a stack trace out of torch."""
+def test_without_cuda_the_error_names_what_to_install(tmp_path: Path):
+    """There is no stack trace of torch."""
     assert find_device("cpu").type == "cpu"
     with pytest.raises(EngineError, match="built without CUDA: install the CUDA build of torch 2"):
         find_device("cuda")

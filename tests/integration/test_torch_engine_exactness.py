@@ -1,6 +1,6 @@
-"""The real model: one sequence's tokens and logprobs are the same, bit for bit, however its work is cut up.
+"""The real model computes a sequence's tokens and logprobs bit for bit the same, however its work is divided.
 
-Failover, preemption and prefix reuse rest on this; the scheduler's own share is tested on a fake model in tests/unit.
+Failover, preemption and prefix reuse rely on this. The scheduler itself is tested with a fake model in tests/unit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def runner(model_dir: Path) -> ModelRunner:
-    # One thread: two that wait for one another on busy cores take minutes for what takes seconds.
+    # Only one thread is used: on busy cores two threads that wait for each other take minutes instead of seconds.
     return ModelRunner(
         model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=2048, num_threads=1
     )
@@ -55,14 +55,14 @@ def requests(model_dir: Path) -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def expected(runner: ModelRunner, requests: list[EngineRequest]) -> dict[str, Answer]:
-    """Each one alone, on an empty cache, its prompt in one piece."""
+    """Returns the answers of the requests when each runs alone, on an empty cache, with its prompt in one chunk."""
     if not runner.batch_invariant:
         pytest.skip("this machine's kernels are not batch invariant, and the engine does not promise it here")
     return {request.request_id: bench(runner).run(request)[request.request_id] for request in requests}
 
 
 def bench(runner: ModelRunner, **options: int) -> StepBench:
-    """An empty cache over the same KV memory."""
+    """Returns a bench with an empty cache over the same KV memory."""
     return StepBench(runner, **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS} | options)
 
 
@@ -74,12 +74,12 @@ def differing(answers: dict[str, Answer], expected: dict[str, Answer]) -> list[s
 def test_batched_and_chunked(
     runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer], budget: int
 ) -> None:
-    """Ragged lengths in one batch, prefill beside decode, chunks that end anywhere in a block."""
+    """A batch mixes ragged lengths, prefill and decode, and chunks that end anywhere in a block."""
     assert differing(bench(runner, budget=budget).run(*requests), expected) == []
 
 
 def test_prefix_reused(runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer]) -> None:
-    """The second time everything but the end of each prompt comes from the cache."""
+    """The second time everything except the end of each prompt is cached."""
     warm = bench(runner)
     warm.run(*requests)
     answers = warm.run(*requests)
@@ -91,9 +91,9 @@ def test_prefix_reused(runner: ModelRunner, requests: list[EngineRequest], expec
 
 
 def test_preempted(runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer]) -> None:
-    """So few blocks that sequences lose theirs in the middle of their answers and are computed again."""
-    # Without a common beginning nothing is shared, so that memory runs out: every sequence needs another block, and
-    # there is one less than that.
+    """There are so few blocks that sequences are preempted in the middle of their answers and recomputed."""
+    # Without a common prefix no blocks are shared, so memory runs out: every sequence needs another block, and there is
+    # one block too few.
     apart = [dataclasses.replace(request, root_hash=index) for index, request in enumerate(requests)]
     num_prompt_blocks = sum(-(-len(request.prompt_token_ids) // BLOCK_SIZE) for request in requests)
     tight = bench(runner, num_blocks=num_prompt_blocks + len(requests) - 1)
@@ -105,7 +105,7 @@ def test_preempted(runner: ModelRunner, requests: list[EngineRequest], expected:
 def test_resumed(
     runner: ModelRunner, requests: list[EngineRequest], expected: dict[str, Answer], num_emitted: int
 ) -> None:
-    """On another shard: prompt and emitted tokens are prefilled together, and the rest follows as it would have."""
+    """On another shard prompt and delivered tokens are prefilled together, and the rest of the answer is the same."""
     resumed = [
         dataclasses.replace(request, output_token_ids=expected[request.request_id].token_ids[:num_emitted])
         for request in requests
@@ -118,7 +118,7 @@ def test_resumed(
 
 
 async def test_the_engine_answers_a_question(model_dir: Path) -> None:
-    """TorchEngine as the shard server uses it, on the built-in model: the answer is right and ends by itself."""
+    """TorchEngine is used as the shard server does, on the built-in model; the answer is right and ends by itself."""
     tokenizer = ModelTokenizer.load(model_dir)
     engine = TorchEngine(
         model_dir, "smollm2-135m-instruct", ShardConfig(num_blocks=64, torch=TorchConfig(num_threads=1))

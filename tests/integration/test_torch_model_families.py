@@ -1,4 +1,4 @@
-"""Every family, from safetensors and from GGUF, computes what transformers computes: random shapes, float32."""
+"""Every model family, from safetensors and from GGUF, computes what transformers computes: random shapes, float32."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 NUM_TOKENS = 90
 MAX_ERROR = 1e-4
-"""Of a logit; logits here are about 1 to 5, and float32 sums are taken in another order."""
+"""The largest difference of a logit. Logits here are about 1 to 5, and float32 sums are taken in another order."""
 
 
 def random_shape(family: str, seed: int) -> dict[str, Any]:
-    """Head counts, sizes, bases: what a loader might take from the wrong place. Qwen2 knows no head_dim of its own."""
+    """Returns random head counts, sizes and bases, which a loader might read from the wrong place. Qwen2 has no
+    head_dim."""
     rng = random.Random(f"{family}{seed}")
     num_kv_heads = rng.choice([1, 2, 3])
     num_heads = num_kv_heads * rng.choice([1, 2, 4])
@@ -62,7 +63,7 @@ def random_shape(family: str, seed: int) -> dict[str, Any]:
 
 
 def our_logits(model_dir: Path, token_ids: list[int]) -> torch.Tensor:
-    """Of the last half of the positions: a prefill in two chunks, then one by one."""
+    """Returns the logits of the last half of the positions: a prefill in two chunks, then decoding one by one."""
     runner = ModelRunner(model_dir, dtype="float32", block_size=16, num_blocks=16, max_model_len=96, num_threads=1)
     half = len(token_ids) // 2
     table = list(range(15, 0, -1))
@@ -76,7 +77,7 @@ def our_logits(model_dir: Path, token_ids: list[int]) -> torch.Tensor:
 
 
 def parity_error(model_dir: Path) -> float:
-    """The largest difference of a logit from transformers', both in float32."""
+    """Returns the largest difference of a logit from transformers', both in float32."""
     token_ids = torch.randint(0, 320, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
@@ -87,12 +88,12 @@ def parity_error(model_dir: Path) -> float:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_safetensors_of_every_family_compute_what_transformers_computes(tmp_path: Path, family: str, seed: int):
-    """A wrong rotation, a missing bias or norm, a head too many: in float32 nothing hides in rounding."""
+    """In float32 a wrong rotation, a missing bias or norm, or an extra head exceeds any rounding error."""
     assert parity_error(write_tiny_llama(tmp_path, **random_shape(family, seed))) < MAX_ERROR
 
 
 def gguf_of(tmp_path: Path, family: str, seed: int, **options: Any) -> tuple[Path, Path]:
-    """A random model's directory, and the same model as a GGUF file."""
+    """Returns a random model's directory, and the same model as a GGUF file."""
     shape = random_shape(family, seed) | {key: options[key] for key in options.keys() & {"hidden_size"}}
     original = write_tiny_llama(tmp_path / "original", **shape)
     changes = {key: value for key, value in shape.items() if key not in ("model_type", "architectures", "rope_scaling")}
@@ -109,7 +110,7 @@ def gguf_of(tmp_path: Path, family: str, seed: int, **options: Any) -> tuple[Pat
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_of_every_family_is_the_same_model(tmp_path: Path, family: str, seed: int):
-    """Metadata names, tensor names and row order differ by architecture; one mistaken for another answers nonsense."""
+    """Metadata names, tensor names and row order differ by architecture, and mixing them up yields nonsense."""
     original, path = gguf_of(tmp_path, family, seed)
     converted = ensure_converted_model(path, tmp_path / "cache")
     expected, actual = load_file(original / "model.safetensors"), load_file(converted / "model.safetensors")
@@ -149,7 +150,7 @@ def test_large_models_are_converted_file_by_file(tmp_path: Path, monkeypatch: py
 
 
 def test_a_sharded_directory_computes_the_same(tmp_path: Path):
-    """Which file a tensor lies in is the index's affair alone."""
+    """Only the index decides which file has a tensor."""
     model_dir = write_tiny_llama(tmp_path, **random_shape("qwen3", 0))
     weights = load_file(model_dir / "model.safetensors")
     (model_dir / "model.safetensors").unlink()
@@ -162,7 +163,7 @@ def test_a_sharded_directory_computes_the_same(tmp_path: Path):
 
 
 def test_rope_factors_of_an_unknown_kind_are_refused(tmp_path: Path):
-    """Better no model than another one."""
+    """Failing is better than loading another model."""
     _, path = gguf_of(tmp_path, "llama", 0, rope_factors=[1.0, 3.0])
     with pytest.raises(EngineError, match="factors of an unknown kind"):
         convert_gguf(path, tmp_path / "out")

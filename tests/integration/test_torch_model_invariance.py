@@ -1,4 +1,5 @@
-"""A sequence's logits are the same bits alone or in a batch, in any chunks, on reused KV: failover rests on it."""
+"""A sequence's logits are bit for bit the same alone or in a batch, in any chunks, on reused KV. Failover relies on
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from shard_server.engines.torch_engine.model_runner import ModelRunner, Schedule
 from tests.fakes.int8_products import skip_unless_exact
 
 pytestmark = pytest.mark.timeout(400)
-"""CPUs without bf16 arithmetic take two minutes for one of these."""
+"""CPUs without bf16 arithmetic take two minutes for one of these tests."""
 
 NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
@@ -38,7 +39,7 @@ def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
 
 
 class PagedSequence:
-    """Token ids and a random block table."""
+    """Returns token ids and a random block table."""
 
     def __init__(self, seed: int, num_tokens: int, blocks: list[int]) -> None:
         chooser = random.Random(seed)
@@ -59,14 +60,14 @@ def scattered_blocks(count: int) -> list[list[int]]:
 
 
 def test_this_machine_was_found_invariant(runner: ModelRunner):
-    """The other tests hold where the engine claims so; on the machines we test on it must claim so."""
+    """The other tests apply where the engine claims invariance, and on our test machines it must claim it."""
     assert runner.batch_invariant
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 31, 100, 129, 333])
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one(runner: ModelRunner, chunk: int):
-    """Chunk borders depend on who else is being served. Chunks of 1 are decoding: a resumed sequence prefills what
-    the lost one decoded."""
+    """Chunk borders depend on the other requests. Chunks of 1 are decoding: a resumed sequence prefills what the lost
+    one decoded."""
     num_tokens = 530 if chunk >= 100 else 45
     first, second, *_ = scattered_blocks(2)
     whole, chunked = PagedSequence(1, num_tokens, first), PagedSequence(1, num_tokens, second)
@@ -77,7 +78,7 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one(runner: ModelRunner,
 
 
 def test_every_decoded_position_has_the_bits_of_its_prefill(runner: ModelRunner):
-    """Around the borders of blocks and of the kernel's 512 keys."""
+    """The lengths lie around the borders of blocks and of the kernel's 512 keys."""
     blocks = scattered_blocks(2)
     sequence, prefix = PagedSequence(2, 530, blocks[0]), PagedSequence(2, 530, blocks[1])
     runner.run([sequence.part(0, 505)])
@@ -88,7 +89,7 @@ def test_every_decoded_position_has_the_bits_of_its_prefill(runner: ModelRunner)
 
 
 def test_a_batch_of_everything_gives_each_the_bits_it_has_alone(runner: ModelRunner):
-    """Prefills, chunks and decodes of ragged lengths in one step, in any order."""
+    """One step has prefills, chunks and decodes of ragged lengths, in any order."""
     lengths = [5, 17, 64, 200, 301, 513, 600]
     sequences = [
         PagedSequence(seed, n, table) for seed, (n, table) in enumerate(zip(lengths, scattered_blocks(7), strict=True))
@@ -105,7 +106,7 @@ def test_a_batch_of_everything_gives_each_the_bits_it_has_alone(runner: ModelRun
 
 @pytest.mark.parametrize("num_sequences", [2, 3, 7, 31, 32, 33, 64])
 def test_decoding_does_not_depend_on_the_number_of_sequences(runner: ModelRunner, num_sequences: int):
-    """Matrix libraries choose their code by the number of rows."""
+    """Matrix libraries choose their kernels by the number of rows."""
     sequences = [PagedSequence(9, 24 + seed, [seed * 6 + block for block in range(6)]) for seed in range(num_sequences)]
     for sequence in sequences[:2]:
         runner.run([sequence.part(0, len(sequence.token_ids) - 1)])
@@ -115,7 +116,7 @@ def test_decoding_does_not_depend_on_the_number_of_sequences(runner: ModelRunner
 
 
 def test_only_sequences_that_want_logits_get_them(runner: ModelRunner):
-    """The output head is a fifth of the work; a chunk in the middle of a prompt has no use for it."""
+    """The output head is a fifth of the work, and a chunk in the middle of a prompt does not need it."""
     first, second, third = (PagedSequence(seed, 20, table) for seed, table in enumerate(scattered_blocks(3)))
     expected = runner.run([third.whole()])
     middle = ScheduledSequence(first.token_ids, 0, first.block_table, False)
@@ -126,7 +127,7 @@ def test_only_sequences_that_want_logits_get_them(runner: ModelRunner):
 
 
 def test_float32_and_uneven_blocks_are_invariant_too(model_dir: Path):
-    """float32 is the reference mode; a block size that divides nothing finds hidden assumptions."""
+    """float32 is the reference mode, and a block size that divides nothing reveals hidden assumptions."""
     runner = ModelRunner(model_dir, dtype="float32", block_size=5, num_blocks=80, max_model_len=200, num_threads=1)
     assert runner.batch_invariant
     blocks = list(range(80))

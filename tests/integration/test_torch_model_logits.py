@@ -23,7 +23,7 @@ LLAMA3_SCALING = {
 
 
 def our_logits(model_dir: Path, token_ids: list[int], dtype: str) -> torch.Tensor:
-    """Of every position, by decoding the tokens one by one behind a prefilled half."""
+    """Returns the logits of every position: half of the tokens are prefilled and the others decoded one by one."""
     runner = ModelRunner(model_dir, dtype=dtype, block_size=16, num_blocks=16, max_model_len=128, num_threads=1)
     half = len(token_ids) // 2
     block_table = list(range(15, 0, -1))
@@ -55,7 +55,7 @@ def reference_logits(model_dir: Path, token_ids: list[int]) -> torch.Tensor:
     ids=["gqa", "mha-untied", "mqa", "llama3-rope-biases", "linear-rope", "qwen2", "mistral"],
 )
 def test_float32_logits_of_every_family_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any]):
-    """In float32 nothing hides in rounding: a wrong rotation or a missing bias shows."""
+    """In float32 a wrong rotation or a missing bias exceeds any rounding error."""
     model_dir = write_tiny_llama(tmp_path, **changes)
     token_ids = torch.randint(0, 320, (70,), generator=torch.Generator().manual_seed(1)).tolist()
     torch.testing.assert_close(
@@ -71,8 +71,8 @@ CONVERSATION = (
 
 
 def test_logits_of_the_built_in_model_are_those_of_transformers(model_dir: Path):
-    """30 layers: in float32 nothing may differ, in bf16 rounding must not add up (transformers' own bf16 logits have
-    a mean cosine of 0.9996 with its float32 ones here)."""
+    """Over 30 layers nothing may differ in float32, and rounding must not accumulate in bf16 (transformers' own bf16
+    logits have a mean cosine of 0.9996 with its float32 ones here)."""
     token_ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(CONVERSATION).ids
     reference = reference_logits(model_dir, token_ids)
     exact = torch.cosine_similarity(our_logits(model_dir, token_ids, "float32"), reference)

@@ -1,4 +1,5 @@
-"""Triton's attention of single rows against the plain one. On a GPU, or anywhere with Triton and TRITON_INTERPRET=1."""
+"""The Triton attention kernel of single rows equals the plain one. These tests need a GPU, or Triton and
+TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def inputs(config: Any, dtype: torch.dtype, width: int) -> tuple[torch.Tensor, t
     chooser = random.Random(2)
     tables = [[chooser.randrange(NUM_BLOCKS) for _ in range(width)] for _ in LENGTHS]
     generator = torch.Generator().manual_seed(3)
-    # As in the model: a part of wider rows.
+    # As in the model, this is a part of wider rows.
     queries = torch.randn(len(LENGTHS), 2 * config.query_size, generator=generator).to(DEVICE, dtype)
     return (
         queries[:, : config.query_size],
@@ -65,7 +66,7 @@ def inputs(config: Any, dtype: torch.dtype, width: int) -> tuple[torch.Tensor, t
 def test_the_kernels_compute_attention_over_paged_keys(
     tmp_path: Path, dtype: torch.dtype, block_size: int, changes: dict[str, Any], window: int | None
 ):
-    """Around the borders of tiles, segments and blocks, and with head counts and sizes that fill no tile."""
+    """The lengths lie around the borders of tiles, segments and blocks, and some head counts and sizes fill no tile."""
     config, cache, attend, width = kernels(tmp_path, dtype, block_size, **changes)
     queries, tables, lengths = inputs(config, dtype, width)
     expected = gathering_rows(config, cache)(queries, 1, tables, lengths, window)
@@ -75,20 +76,20 @@ def test_the_kernels_compute_attention_over_paged_keys(
 
 
 def test_a_row_gets_the_same_bits_in_any_company(tmp_path: Path):
-    """What batch invariance on a GPU rests on."""
+    """Batch invariance on a GPU relies on this."""
     config, _, attend, width = kernels(tmp_path, torch.float32, 16)
     queries, tables, lengths = inputs(config, torch.float32, width)
     together = attend(queries, 0, tables, lengths, None)
     order = random.Random(4).sample(range(len(LENGTHS)), 5)
     assert torch.equal(attend(queries[order], 0, tables[order], lengths[order], None), together[order])
-    # Nor does it matter how long a table may grow.
+    # The longest possible table does not matter either.
     shortest = lengths <= 256
     alone = attend(queries[shortest], 0, tables[shortest][:, :16].contiguous(), lengths[shortest], None)
     assert torch.equal(alone, together[shortest])
 
 
 def test_more_rows_than_have_room_are_taken_in_turns(tmp_path: Path):
-    """Prompts whose rows attend by themselves have hundreds."""
+    """Prompts whose rows are computed one by one have hundreds of them."""
     config, _, attend, width = kernels(tmp_path, torch.float32, 16)
     queries, tables, lengths = (part.repeat(25, 1) for part in _columns(inputs(config, torch.float32, width)))
     out = attend(queries, 1, tables, lengths[:, 0].contiguous(), None)

@@ -1,4 +1,4 @@
-"""The real model: with speculation every token and logprob is what it is without, bit for bit, guides included."""
+"""On the real model speculation changes no token and no logprob, bit for bit, also with guides."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def requests(model_dir: Path) -> list[EngineRequest]:
             tokenizer.encode_now(tokenizer.render_chat([ChatMessage("user", job.question)])),
             job.sampling,
             60,
-            stop_token_ids=frozenset({0, 2}) if job.guide else frozenset(),  # the others are to be long
+            stop_token_ids=frozenset({0, 2}) if job.guide else frozenset(),  # The other answers shall be long.
             guide=job.guide,
         )
         for index, job in enumerate(JOBS)
@@ -103,11 +103,11 @@ def run(
     return bench.run(), bench
 
 
-@pytest.mark.timeout(400)  # of which CPUs without bf16 arithmetic take a quarter
+@pytest.mark.timeout(400)  # CPUs without bf16 arithmetic need a quarter of it.
 def test_answers_are_the_same_alone_together_preempted_and_resumed(
     runner: ModelRunner, compiler: GuideCompiler, requests: list[EngineRequest]
 ) -> None:
-    """Right drafts leave the KV that decoding would have left; wrong ones leave nothing."""
+    """Accepted drafts leave the same KV as decoding, and rejected ones leave none."""
     expected, _ = run(runner, compiler, requests, None)
     speculation = SpeculationConfig(max_draft_tokens=8)
     together, bench = run(runner, compiler, requests, speculation)
@@ -115,7 +115,7 @@ def test_answers_are_the_same_alone_together_preempted_and_resumed(
         assert same(together[name], answer), name
     load = bench.loop._load()
     assert load.num_accepted_tokens > 30
-    # Without a common beginning nothing is shared: some sequences must give their blocks to others.
+    # Without a common prefix no blocks are shared, so some sequences are preempted.
     apart = [dataclasses.replace(request, root_hash=index) for index, request in enumerate(requests)]
     tight, bench = run(runner, compiler, apart, speculation, num_blocks=20)
     assert bench.scheduler.num_preemptions > 0

@@ -1,4 +1,4 @@
-"""Layers with a sliding window: the model that transformers computes, and the same bits in every batch."""
+"""Layers with a sliding window compute what transformers computes, and bit for bit the same in every batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen3-layer-types": QWEN3 | {"sliding_window": 40, "num_hidden_layers": 3, "layer_types": KINDS},
 }
 MAX_ERROR = 1e-4
-"""Of a logit, as for models without windows."""
+"""The largest difference of a logit, as for models without windows."""
 NUM_BLOCKS = 400
 
 
@@ -50,7 +50,7 @@ def load(
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_windowed_layers_compute_what_transformers_computes(tmp_path: Path, name: str):
-    """Which layers have one, and to the token where it ends: a prefill in chunks, then tokens one by one."""
+    """This depends on which layers have a window and on its exact end: a prefill in chunks, then tokens one by one."""
     model_dir = write_tiny_llama(tmp_path, **WINDOWED[name])
     token_ids = random_tokens(90, 1)
     runner = load(model_dir)
@@ -65,15 +65,15 @@ def test_windowed_layers_compute_what_transformers_computes(tmp_path: Path, name
 
 
 def test_keys_that_no_row_sees_are_left_out_unnoticed(tmp_path: Path):
-    """Far behind the window whole runs of keys are not gathered: the first that are must be the right ones, also when
-    the blocks of everything before them hold something else by now."""
+    """Whole runs of keys far before the window are not gathered. The first gathered ones must be right, also when the
+    blocks before them have been reused meanwhile."""
     model_dir = write_tiny_llama(tmp_path, **MISTRAL, sliding_window=100)
     token_ids = random_tokens(1300, 2)
     runner = load(model_dir)
     table = random.Random(3).sample(range(1, NUM_BLOCKS), 90)
     for start in range(0, 1298, 270):
         rows = runner.run([ScheduledSequence(token_ids[start : min(start + 270, 1298)], start, table, True)])
-    # Every layer sees 100 tokens, so from here on nothing depends on tokens before 1,024.
+    # Every layer attends to 100 tokens, so from here on nothing depends on tokens before 1,024.
     forgotten = [0] * 64 + table[64:]
     rows = [rows, *(runner.run([ScheduledSequence([token_ids[i]], i, forgotten, True)]) for i in (1298, 1299))]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -89,8 +89,8 @@ def test_keys_that_no_row_sees_are_left_out_unnoticed(tmp_path: Path):
 def test_windowed_results_do_not_depend_on_batch_chunks_or_reuse(
     tmp_path: Path, dtype: str, block_size: int, compiled_kernels: bool
 ):
-    """As without windows: chunks end anywhere, decoding starts at other keys than the prefill did, and blocks of a
-    prefix are another sequence's."""
+    """As without windows, chunks end anywhere, decoding starts at other keys than the prefill did, and prefix blocks
+    belong to another sequence."""
     model_dir = write_tiny_llama(
         tmp_path, **QWEN3, sliding_window=70, max_window_layers=1, num_hidden_layers=3, head_dim=64
     )
@@ -107,10 +107,10 @@ def test_windowed_results_do_not_depend_on_batch_chunks_or_reuse(
     for token_ids in sequences:
         own = -(-len(token_ids) // block_size) - len(shared)
         tables.append(shared + blocks[taken : taken + own])
-        # The blocks behind the prefix are used again and again: what lies in them is overwritten.
+        # The blocks behind the prefix are reused again and again, so their content is overwritten.
         alone.append(runner.run([ScheduledSequence(token_ids, 0, tables[-1], True)]))
         taken += own if block_size > 5 else 0
-    if block_size == 5:  # few blocks: one sequence at a time
+    if block_size == 5:  # There are few blocks, so only one sequence runs at a time.
         return _check_chunks(runner, sequences[-1], tables[-1], alone[-1])
     chooser = random.Random(6)
     for _ in range(5):
