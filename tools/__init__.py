@@ -12,6 +12,7 @@ simulate/            `kvloom simulate`: traces through the real router and model
 dst/                 `kvloom dst`: deterministic simulation tests of the router core
 chaos/               `kvloom chaos`: a live fabric under faults
 bench/               `kvloom bench`: benches
+stable_hash.py       a hash that is the same in every process
 interpreter.py       the Python that runs
 process_counters.py  CPU time, context switches and memory of processes
 """

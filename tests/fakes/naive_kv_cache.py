@@ -1,5 +1,4 @@
-"""A prefix cache that keeps its books block by block: what tools.simulate.fleet.kv_cache must be indistinguishable
-from."""
+"""A prefix cache that tracks every block. tools.simulate.fleet.kv_cache must behave exactly like it."""
 
 from __future__ import annotations
 

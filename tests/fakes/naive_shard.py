@@ -1,4 +1,4 @@
-"""A modelled shard that takes every step by itself: what tools.simulate.fleet.shard must be indistinguishable from."""
+"""A modelled shard that simulates every step. tools.simulate.fleet.shard must behave exactly like it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NaiveSequence:
 
 
 class NaiveShard:
-    """First come, first served only."""
+    """Serves sequences first come, first served only."""
 
     def __init__(self, profile: Profile, block_size: int, num_blocks: int) -> None:
         self.profile = profile
@@ -43,7 +43,7 @@ class NaiveShard:
         self.step_ends_at = math.inf
         self.chunks: list[tuple[NaiveSequence, int]] = []
         self.kv_changes: list[tuple[list[int], list[int]]] = []
-        """Stored and removed hashes of each step that changed the cache."""
+        """The stored and removed hashes of each step that changed the cache."""
         self.decode_step_seconds = 0.0
 
     def submit(self, sequence: NaiveSequence, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The simulator's cache of runs against one that keeps its books per block."""
+"""Compares the cache of runs in the simulator with a cache that tracks every block."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OPERATIONS = st.lists(
 
 
 def _chain(symbols: list[int], known: dict[tuple[int, ...], int]) -> list[int]:
-    """Hashes of which each stands for its whole prefix."""
+    """Hashes, each of which stands for its whole prefix."""
     return [known.setdefault(tuple(symbols[: end + 1]), 1000 + len(known)) for end in range(len(symbols))]
 
 
 @settings(max_examples=300, deadline=None)
 @given(num_blocks=st.integers(4, 40), operations=_OPERATIONS)
 def test_runs_of_blocks_behave_like_single_blocks(num_blocks, operations) -> None:
-    """Otherwise the simulator's hit rates are those of no real shard."""
+    """Otherwise the hit rates of the simulator would not be those of a real shard."""
     cache, naive = KvCache(num_blocks), NaiveKvCache(num_blocks)
     known: dict[tuple[int, ...], int] = {}
     leases = []

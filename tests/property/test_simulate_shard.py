@@ -1,4 +1,4 @@
-"""The modelled shard, which skips over steps, against one that takes every step."""
+"""Compares the modelled shard, which skips steps, with one that simulates every step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Both:
         self.naive.run_until(now)
 
     def settle(self, now: float) -> None:
-        """What was submitted to an idle shard begins at once."""
+        """A sequence submitted to an idle shard starts at once."""
         if self.shard.busy_until == now:
             self._end_and_begin(now)
 
@@ -80,7 +80,7 @@ class _Both:
 @settings(max_examples=300, deadline=None)
 @given(num_blocks=st.integers(24, 60), calls=st.lists(_CALL, min_size=1, max_size=14))
 def test_skipping_over_steps_changes_nothing(num_blocks, calls) -> None:
-    """The same first tokens, ends, reuse, KV events and load reports as when every step is taken by itself."""
+    """First tokens, ends, reuse, KV events and load reports are the same as when every step is simulated."""
     both = _Both(num_blocks)
     hashes_of: dict[tuple[int, ...], int] = {}
     naive_sequences: list[NaiveSequence] = []

@@ -1,6 +1,6 @@
-"""`kvloom doctor`: examines whether this machine does what kvloom needs.
+"""`kvloom doctor`: checks that an engine works on this machine.
 
-command.py  the command, and the report that it prints
-checks.py   the checks of an engine, each a sentence
-session.py  one engine under examination, and what its steps brought
+command.py  the command
+checks.py   the checks
+session.py  records the steps of the engine under test
 """

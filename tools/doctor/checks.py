@@ -1,4 +1,4 @@
-"""What `kvloom doctor engine` proves about an engine on this machine: each check a sentence, in the order they run."""
+"""The checks of `kvloom doctor engine`, in the order in which they run. Each docstring states what it proves."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shard_server.engines.base import Capability, EngineError, FinishReason, Gui
 from tools.doctor.session import EngineSession, Observed
 
 Check = Callable[[EngineSession], Awaitable[str]]
-"""Returns what was found. Raises CheckFailedError, CheckSkippedError, or whatever went wrong."""
+"""Returns what it found. Raises CheckFailedError, CheckSkippedError, or any exception of the engine."""
 
 CONCURRENT: Final = 32
 TEXT: Final = "Write three sentences about the sea, and one about the sky above it."
 
 
 class CheckFailedError(Exception):
-    """The engine does not do what kvloom relies on; the message says what it did."""
+    """The engine does not do what kvloom relies on. The message has what it did instead."""
 
 
 class CheckSkippedError(Exception):
-    """It does not apply; the message says why."""
+    """The check does not apply. The message has the reason."""
 
 
 def need(held: bool, message: str) -> None:
@@ -38,7 +38,7 @@ def need_capability(session: EngineSession, capability: Capability, why: str) ->
 
 
 async def greedy_request(session: EngineSession) -> str:
-    """A prompt of text, answered greedily, of exactly max_tokens tokens."""
+    """A greedy answer to a text prompt has exactly max_tokens tokens."""
     prompt = session.tokenizer.encode_now(TEXT)
     begin = time.perf_counter()
     observed = await session.run(prompt, 16)
@@ -50,7 +50,7 @@ async def greedy_request(session: EngineSession) -> str:
 
 
 async def streaming_text(session: EngineSession) -> str:
-    """The deltas of a stream, joined, are the text of all its tokens, and it comes in several steps."""
+    """The deltas of a stream add up to the text of all its tokens, and they arrive in several steps."""
     observed = await session.run(session.tokenizer.encode_now(TEXT), 32, Sampling(temperature=1.0, seed=1))
     _need_whole(observed, 32)
     detokenizer = IncrementalDetokenizer(session.tokenizer)
@@ -70,14 +70,14 @@ async def stop_token(session: EngineSession) -> str:
     observed = await session.run(prompt, 64, stop_token_ids=frozenset({stop}))
     assert observed.end is not None
     found = observed.token_ids
-    need(stop in found, f"token {stop} did not come again (is the engine greedy?): {observed.end}")
+    need(stop in found, f"token {stop} was not generated again (is the engine greedy?): {observed.end}")
     need(observed.end.reason is FinishReason.STOP, f"it ended with {observed.end.reason.value}")
-    need(found.index(stop) == len(found) - 1, "tokens came behind the stop token")
+    need(found.index(stop) == len(found) - 1, "there are tokens after the stop token")
     return f"stopped after {len(found)} tokens"
 
 
 async def cancellation(session: EngineSession) -> str:
-    """A cancelled sequence ends soon, as cancelled, and its blocks are free again."""
+    """A cancelled sequence ends soon with the reason `cancelled`, and its blocks are free again."""
     info = session.engine.info
     prompt = session.prompt_of(4 * info.block_size, seed=1)
     max_tokens = info.max_model_len - len(prompt)
@@ -98,7 +98,7 @@ async def cancellation(session: EngineSession) -> str:
 
 
 async def prefix_reuse(session: EngineSession) -> str:
-    """A prompt that was served before is found in the cache, by its own tenant only."""
+    """A repeated prompt is found in the cache, but only by its own tenant."""
     need_capability(session, Capability.PREFIX_CACHING, "prefix caching is off")
     mine, other = _roots(session)
     prompt = session.prompt_of(6 * session.engine.info.block_size + 3, seed=2)
@@ -111,7 +111,7 @@ async def prefix_reuse(session: EngineSession) -> str:
 
 
 async def kv_events(session: EngineSession) -> str:
-    """KV events come, and name the prompt's blocks as a router does."""
+    """KV events arrive and have the same block hashes that a router computes."""
     need_capability(session, Capability.PREFIX_CACHING, "prefix caching is off")
     mine, _ = _roots(session)
     size = session.engine.info.block_size
@@ -122,13 +122,15 @@ async def kv_events(session: EngineSession) -> str:
         await session.until(lambda: wanted <= session.cached_hashes, "the events of a prompt's blocks", 10)
     except TimeoutError:
         found = len(wanted & session.cached_hashes)
-        message = f"{found} of {len(wanted)} blocks match what a router computes; {session.num_kv_events} events came"
+        message = (
+            f"{found} of {len(wanted)} blocks match those of a router; {session.num_kv_events} events arrived"
+        )
         raise CheckFailedError(message) from None
     return f"{len(wanted)} of {len(wanted)} blocks match"
 
 
 async def load_figures(session: EngineSession) -> str:
-    """Free blocks and speeds are told: placement reckons with them."""
+    """Free blocks and speeds are reported, because placement needs them."""
     load, info = session.load, session.engine.info
     need(0 <= load.num_available_blocks <= info.num_blocks, f"{load.num_available_blocks} blocks are free?")
     need(load.decode_step_seconds > 0, "the time of a decode step is not known after several requests")
@@ -139,7 +141,7 @@ async def load_figures(session: EngineSession) -> str:
 
 
 async def logprobs(session: EngineSession) -> str:
-    """One entry per token, likeliest first; greedy decoding picks the likeliest."""
+    """There is one entry per token, the likeliest first, and greedy decoding picks the likeliest."""
     need_capability(session, Capability.LOGPROBS, "the engine has none")
     observed = await session.run(session.prompt_of(20, seed=4), 8, Sampling(temperature=0.0, num_logprobs=3))
     need(len(observed.logprobs) == 8, f"{len(observed.logprobs)} entries for 8 tokens")
@@ -155,7 +157,7 @@ async def logprobs(session: EngineSession) -> str:
 
 
 async def penalties(session: EngineSession) -> str:
-    """Penalties change the answer: some samplers ignore them."""
+    """Penalties change the answer. Some samplers ignore them."""
     need_capability(session, Capability.PENALTIES, "the engine does not offer them")
     prompt = session.prompt_of(8, seed=5)
     plain = await session.run(prompt, 64)
@@ -168,7 +170,7 @@ async def penalties(session: EngineSession) -> str:
 
 
 async def guides(session: EngineSession) -> str:
-    """A guided answer is what the guide allows."""
+    """A guided answer obeys its guide."""
     need_capability(session, Capability.GUIDED, "no guided decoding here")
     choices = ["yes", "no"]
     observed = await session.run(
@@ -183,20 +185,20 @@ async def guides(session: EngineSession) -> str:
 
 
 async def resumption(session: EngineSession) -> str:
-    """A sequence goes on behind the tokens that another shard has delivered."""
+    """A sequence continues after the tokens that another shard has delivered."""
     prompt = session.prompt_of(20, seed=6)
     sampling = Sampling(temperature=1.0, seed=7)
     whole = (await session.run(prompt, 16, sampling)).token_ids
     rest = (await session.run(prompt, 16, sampling, output_token_ids=whole[:6])).token_ids
-    need(len(rest) == 10, f"10 tokens were left, {len(rest)} came")
+    need(len(rest) == 10, f"10 tokens were left, but {len(rest)} arrived")
     same = whole[:6] + rest == whole
     if Capability.SEEDED_RESUME in session.engine.info.capabilities:
-        need(same, "it promises to go on identically and does not")
+        need(same, "the engine promises an identical continuation, but it differs")
     return "identically" if same else "not identically, which is not promised"
 
 
 async def refusal(session: EngineSession) -> str:
-    """What can never run is refused at once, and the engine serves on."""
+    """A request that can never run is rejected at once, and the engine continues to work."""
     info = session.engine.info
     try:
         session.submit(session.prompt_of(info.max_model_len, seed=8), 8)
@@ -204,11 +206,11 @@ async def refusal(session: EngineSession) -> str:
         observed = await session.run(session.prompt_of(8, seed=9), 4)
         _need_whole(observed, 4)
         return str(error)
-    raise CheckFailedError(f"a prompt of {info.max_model_len} tokens with 8 to come was taken")
+    raise CheckFailedError(f"a prompt of {info.max_model_len} tokens with 8 to come was accepted")
 
 
 async def concurrency(session: EngineSession) -> str:
-    """Many ragged sequences at once lose and double nothing."""
+    """Many concurrent sequences of different lengths lose and repeat no token."""
     wanted = [8 + 5 * number % 25 for number in range(CONCURRENT)]
     begin = time.perf_counter()
     observed = [
@@ -243,7 +245,7 @@ def _need_whole(observed: Observed, max_tokens: int) -> None:
     assert observed.end is not None
     need(
         observed.end.reason is FinishReason.LENGTH and len(observed.token_ids) == max_tokens,
-        f"{max_tokens} tokens were asked for; {len(observed.token_ids)} came, ended by {observed.end.reason.value} "
+        f"{max_tokens} tokens were asked for; {len(observed.token_ids)} arrived, ended by {observed.end.reason.value} "
         f"{observed.end.error}".rstrip(),
     )
 

@@ -1,4 +1,4 @@
-"""`kvloom doctor`: does this machine do what kvloom needs? Run by operators, on the machine in question."""
+"""`kvloom doctor`: checks that an engine works on this machine. Operators run it on the machine in question."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Result:
 
 
 async def examine(config: KvloomConfig, report: Report) -> list[Result]:
-    """All checks on the engine that `config` names, told one after another. Never raises for what the engine does."""
+    """Run all checks on the engine in `config` and report one after another. Never raises for an error of the
+    engine."""
     results: list[Result] = []
 
     def add(name: str, outcome: Literal["ok", "failed", "skipped"], detail: str, begin: float) -> None:
@@ -80,7 +81,7 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
             except Exception as error:
                 add(name, "failed", _reason(error), begin)
                 if isinstance(error, EngineError):
-                    break  # it is dead, or takes nothing: the other checks would say the same
+                    break  # the engine is dead or accepts nothing, so that the other checks would fail too
     await _close(engine, add)
     tokenizer.close()
     return results
@@ -133,15 +134,25 @@ def is_healthy(results: list[Result]) -> bool:
 
 
 @click.command("engine")
-@option("--engine", "engine_name", scope="doctor", type=click.Choice(ENGINES), help="Default: the --config file's.")
-@option("--model", scope="doctor", help="Name, directory or .gguf file.  [default: the --config file's]")
+@option(
+    "--engine",
+    "engine_name",
+    scope="doctor",
+    type=click.Choice(ENGINES),
+    help="The engine.  [default: that of the --config file]",
+)
+@option(
+    "--model",
+    scope="doctor",
+    help="The name of a model, its directory or a .gguf file.  [default: that of the --config file]",
+)
 @config_option
 @data_dir_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_engine(
     engine_name: str | None, model: str | None, config_file: Path | None, data_dir: Path | None, as_json: bool
 ) -> None:
-    """Prove that an engine does on this machine what kvloom relies on. Status 1 when a check fails."""
+    """Check that an engine does on this machine what kvloom relies on. The exit status is 1 if a check fails."""
     config = load_config_file(config_file)
     if engine_name is not None:
         config.shard.engine = engine_name  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +179,7 @@ def doctor_engine(
 
 
 def _log_to_stderr() -> None:
-    """What the engine has to complain about; stdout is the report's."""
+    """Log warnings of the engine to stderr, because stdout is for the report."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.__stderr__),
@@ -176,7 +187,7 @@ def _log_to_stderr() -> None:
 
 
 def _choose_model(config: KvloomConfig, model: str | None, data_dir: Path) -> None:
-    """Set config.model. A directory needs nothing of the torch engine, which a GPU image may not have."""
+    """Set config.model. A directory does not need the torch engine, which a GPU image may not have."""
     if model is None and config.model.path:
         return
     if model is not None and Path(model).expanduser().is_dir():
@@ -184,7 +195,7 @@ def _choose_model(config: KvloomConfig, model: str | None, data_dir: Path) -> No
         config.model.name, config.model.path = path.name.lower(), str(path)
         return
     if config.shard.engine == "tensorrt_llm":
-        raise CommandError("--model must be a model's directory for TensorRT-LLM")
+        raise CommandError("--model must be the directory of a model for TensorRT-LLM")
     from tools.models.registry import ModelRegistry
     from tools.models.resolve import resolve_model
 

@@ -1,4 +1,4 @@
-"""One engine under examination: its steps are read all the time, and what they said is kept by sequence."""
+"""A session with an engine under test: its steps are read continuously and recorded by sequence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY: Final = Sampling(temperature=0.0)
 
 @dataclasses.dataclass(slots=True)
 class Observed:
-    """A sequence as its news told it."""
+    """A sequence as recorded from the steps of the engine."""
 
     request: EngineRequest
     chunks: list[list[int]] = dataclasses.field(default_factory=list)
@@ -51,7 +51,7 @@ class Observed:
 
 
 class EngineSession:
-    """`async with` it around a started engine. What the reader raises is raised by whoever waits."""
+    """Use `async with` around a started engine. An exception of the engine is raised by the waiting methods."""
 
     def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
         self.engine = engine
@@ -77,7 +77,7 @@ class EngineSession:
                 await self._reader
 
     def prompt_of(self, num_tokens: int, seed: int) -> list[int]:
-        """Plain tokens, different for every seed."""
+        """Ordinary tokens, which differ for every seed."""
         ends = self.engine.info.eos_token_ids
         ids = [token for token in range(min(self.engine.info.vocab_size, 4000)) if token not in ends]
         return random.Random(seed).choices(ids[len(ids) // 4 :], k=num_tokens)
@@ -95,7 +95,8 @@ class EngineSession:
         return observed
 
     async def until(self, reached: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
-        """One at a time. Raises TimeoutError that names `what`, or the engine's death."""
+        """Wait for a condition. There may be one waiter at a time. Raises TimeoutError with `what`, or the exception of
+        the engine."""
         assert self._reader is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -106,7 +107,7 @@ class EngineSession:
             return
         if self._reader.done():
             self._reader.result()
-        raise TimeoutError(f"{what} did not come within {seconds:g} s")
+        raise TimeoutError(f"{what} did not arrive within {seconds:g} s")
 
     async def _read(self) -> None:
         async for output in self.engine.steps():

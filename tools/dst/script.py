@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import xxhash
+from tools.stable_hash import stable_hash
 
 BLOCKED_WORD = "blocked"
 """The safety service blocks a prompt with this word."""
@@ -23,17 +23,13 @@ class Sampling:
     wants_logprobs: bool = False
 
 
-def number(*parts: object) -> int:
-    return xxhash.xxh3_64_intdigest("\0".join(map(str, parts)).encode())
-
-
 @functools.lru_cache(maxsize=4096)
 def answer(script_key: str, index: int) -> tuple[int, ...]:
     """The whole answer if no limit cuts it off. Its tokens are below 100."""
-    length = 1 + number(script_key, index, "length") % MAX_ANSWER_TOKENS
+    length = 1 + stable_hash(script_key, index, "length") % MAX_ANSWER_TOKENS
     tokens: list[int] = []
     for part in range(-(-length // 8)):
-        tokens += (byte * 100 >> 8 for byte in number(script_key, index, part).to_bytes(8, "little"))
+        tokens += (byte * 100 >> 8 for byte in stable_hash(script_key, index, part).to_bytes(8, "little"))
     return tuple(tokens[:length])
 
 

@@ -1,4 +1,4 @@
-"""The command's face: flags with their twins, documentation that lists them, settings in their order."""
+"""The interface of the command: flags, their environment variables, their documentation and precedence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leaf_commands(command: click.Command, path: str) -> list[tuple[str, click.Co
 
 @pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
 def test_every_flag_is_in_the_documentation(path: str, command: click.Command):
-    """A flag that the page does not name is a flag that nobody finds; the same for its environment twin."""
+    """Users do not find flags or environment variables that the page does not list."""
     section = next((part for part in PAGE.split("\n## ") if part.startswith(" ".join(path.split()[:2]))), "")
     assert section, f"docs/cli.md has no section on {path}"
     for parameter in command.params:
@@ -44,15 +44,15 @@ def test_every_flag_is_in_the_documentation(path: str, command: click.Command):
 
 @pytest.mark.parametrize(("path", "command"), leaf_commands(main, "kvloom"))
 def test_flags_are_kebab_case_and_explained(path: str, command: click.Command):
-    """One style throughout, and a --help that answers."""
+    """All flags have one style, and --help explains them."""
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert re.fullmatch(r"--[a-z]+(-[a-z]+)*", parameter.opts[0])
     assert command.help
 
 
-def test_flags_go_over_the_file(tmp_path: Path):
-    """Who types a flag means it, also when a file says otherwise; what is not given stays as in the file."""
+def test_flags_override_the_file(tmp_path: Path):
+    """A flag overrides the file, and settings without a flag keep the value in the file."""
     path = tmp_path / "kvloom.toml"
     path.write_text("[edge]\nport = 1000\n[shard]\nnum_shards = 5\nengine = 'sim'\n")
     config = load_config_file(path)
@@ -77,7 +77,7 @@ def test_flags_go_over_the_file(tmp_path: Path):
 
 
 def test_paths_in_a_file_are_relative_to_it(tmp_path: Path):
-    """A configuration that lies beside its policy must work from any working directory."""
+    """A configuration next to its policy file must work from any working directory."""
     path = tmp_path / "kvloom.toml"
     path.write_text(
         "[safety]\npolicy_file = 'policy.toml'\n[model]\npath = '/models/x'\n[router.decision_log]\npath = 'a.jsonl'\n"
@@ -98,7 +98,7 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
 
 @pytest.mark.parametrize("args", [[], ["bench"]])
 def test_without_a_command_the_help_is_shown(args: list[str], capsys: pytest.CaptureFixture[str]):
-    """What everybody types first is no mistake to be reported as one."""
+    """The command without arguments is what users try first, and is not an error."""
     with pytest.raises(SystemExit) as exit_info:
         main.main(args, prog_name="kvloom")
     assert exit_info.value.code == 2
@@ -108,7 +108,7 @@ def test_without_a_command_the_help_is_shown(args: list[str], capsys: pytest.Cap
     assert "error" not in shown.splitlines()[-1]
 
 
-def test_what_is_not_installed_is_told_with_the_extra_that_brings_it(
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """`pip install kvloom` brings the SDK alone: whoever then runs a command is told what is missing, in one line. A
@@ -153,7 +153,7 @@ def test_a_model_directory_is_served_under_its_own_name(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [b"", b"GGUF\x03\x00\x00\x00 and then nothing"])
 def test_a_damaged_gguf_file_is_refused_with_its_name(tmp_path: Path, content: bytes):
-    """A download that broke off is the commonest bad model file."""
+    """An interrupted download is the most common bad model file."""
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
     with pytest.raises(CommandError, match=r"could not be prepared: .*broken\.gguf"):
@@ -170,7 +170,7 @@ def test_a_path_given_to_up_survives_the_change_of_directory(tmp_path: Path, mon
 
 
 def test_a_port_in_use_is_noticed_and_a_fresh_one_is_free():
-    """A claim that another process's listener does not stop would put two fabrics behind one port."""
+    """Otherwise two fabrics could share one port by mistake."""
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError):
         SharedPort("127.0.0.1", server.getsockname()[1])
     ports = pick_free_ports(4)
@@ -179,8 +179,8 @@ def test_a_port_in_use_is_noticed_and_a_fresh_one_is_free():
         SharedPort("127.0.0.1", port).close()
 
 
-def test_a_claimed_port_is_open_to_those_who_were_told_and_to_no_other_fabric():
-    """SO_REUSEPORT alone would let a second fabric join in silently, and take half of the first one's traffic."""
+def test_a_claimed_port_is_open_to_children_and_to_no_other_fabric():
+    """With SO_REUSEPORT alone a second fabric could join silently and get half of the traffic."""
     claimed = SharedPort("127.0.0.1", 0)
     try:
         with pytest.raises(OSError):
@@ -217,8 +217,8 @@ def test_only_one_socket_of_a_port_listens_for_a_process_that_is_not_there_yet()
         claimed.close()
 
 
-def test_connections_that_wait_in_a_socket_outlive_the_process_that_served_it():
-    """This is what a restart rests on: the supervisor keeps the socket, the successor takes what waits."""
+def test_connections_in_the_queue_of_a_socket_outlive_its_process():
+    """A restart relies on this: the supervisor keeps the socket, and the successor accepts the waiting connections."""
     claimed = SharedPort("127.0.0.1", 0)
     try:
         with claimed.listener() as listener:
@@ -234,7 +234,7 @@ def test_connections_that_wait_in_a_socket_outlive_the_process_that_served_it():
 
 
 def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
-    """Shards announce themselves in Redis, so it must be there; an external one is not ours to start."""
+    """Shards register in Redis, so that it must be up. An external Redis is not started."""
     config = KvloomConfig()
     config.redis.url = "redis://127.0.0.1:7000/0"
     config.shard.num_shards = 3
@@ -261,7 +261,7 @@ def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
 def test_several_edges_and_routers_are_numbered_and_colocated_routers_are_no_processes(
     tmp_path: Path, num_edges: int, num_routers: int, colocate: bool, expected: list[str]
 ):
-    """Logs and commands go by these names; an only one keeps the name that it always had."""
+    """Logs and commands use these names. A single process is named after its role."""
     config = KvloomConfig()
     config.shard.num_shards = 1
     config.edge.num_edges, config.edge.colocate, config.router.num_routers = num_edges, colocate, num_routers

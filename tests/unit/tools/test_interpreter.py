@@ -1,4 +1,4 @@
-"""Figures of tables that were measured with interpreters of different build must not be compared unawares."""
+"""Figures that were measured with different builds of Python must be recognisable as such."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ VERSION = f"Python {platform.python_version()}"
         ("/opt/python", None, VERSION),
     ],
 )
-def test_an_interpreter_that_was_not_optimized_says_so(prefix: str, configure_arguments: str | None, name: str) -> None:
-    """Distributions optimize theirs by other means; where nothing is known, nothing is said."""
+def test_a_python_without_optimizations_is_marked(prefix: str, configure_arguments: str | None, name: str) -> None:
+    """Distributions optimize their Python in another way. Nothing is added if the build is unknown."""
     assert interpreter_name(prefix, configure_arguments) == name

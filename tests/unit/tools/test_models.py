@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_checksum_is_what_sha256sum_gives(model: Path):
-    """Whoever publishes a model must be able to say its checksum without kvloom."""
+    """A publisher must be able to compute the checksum of a model without kvloom."""
     listing = subprocess.run(
         "sha256sum config.json model.safetensors tokenizer.json | sha256sum",
         shell=True,
@@ -45,7 +45,7 @@ def test_the_checksum_is_what_sha256sum_gives(model: Path):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_any_change_of_a_file_that_matters_is_noticed(model: Path, name: str):
-    """A flipped bit in the weights answers slightly wrong for ever."""
+    """With a flipped bit in the weights all answers would be slightly wrong."""
     sha256 = model_checksum(model)
     (model / "README.md").write_text("other words")
     check_model(model, sha256)
@@ -63,7 +63,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path):
         model_checksum(tmp_path)
 
 
-def test_a_shard_refuses_other_files_than_the_registered_ones(model: Path):
+def test_a_shard_rejects_files_other_than_the_registered_ones(model: Path):
     """It must not join the fleet and answer with another model."""
     config = KvloomConfig()
     config.model.path, config.model.sha256 = str(model), "0" * 64
@@ -72,7 +72,7 @@ def test_a_shard_refuses_other_files_than_the_registered_ones(model: Path):
 
 
 def test_a_name_resolves_to_the_latest_version_or_the_one_that_is_named(model: Path, tmp_path: Path):
-    """Both `llama` and `llama@1` are what people type."""
+    """Users type both `llama` and `llama@1`."""
     registry = ModelRegistry(tmp_path / "models.json")
     other = tmp_path / "other"
     model.rename(other)
@@ -91,7 +91,7 @@ def test_a_name_resolves_to_the_latest_version_or_the_one_that_is_named(model: P
 
 
 def test_a_gguf_file_is_checked_before_it_is_converted(tmp_path: Path):
-    """The shards see only what came of it."""
+    """The shards see only the converted model."""
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF")
     registry = ModelRegistry(tmp_path / "models.json")
@@ -103,14 +103,14 @@ def test_a_gguf_file_is_checked_before_it_is_converted(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [b"{", b'[{"name": "x"}]', b'[{"name": "x", "path": "y", "sha256": 3}]'])
 def test_a_damaged_registry_is_named(tmp_path: Path, content: bytes):
-    """It is a file that people edit."""
+    """Users may edit the file."""
     (tmp_path / "models.json").write_bytes(content)
     with pytest.raises(CommandError, match=r"models\.json"):
         ModelRegistry(tmp_path / "models.json").models()
 
 
 def test_the_command_adds_lists_verifies_and_removes(model: Path, tmp_path: Path):
-    """The whole life of an entry, as a user goes through it."""
+    """All steps that a user takes with a model."""
 
     def kvloom(*args: str) -> tuple[int, str]:
         result = CliRunner().invoke(main, ["models", *args, "--data-dir", str(tmp_path / "data")])

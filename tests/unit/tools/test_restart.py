@@ -1,4 +1,4 @@
-"""Planned restarts: which processes, in which order, and what one replacement does (with stand-in processes)."""
+"""Planned restarts: their processes, their order, and single replacements (with stand-in processes)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_processes_are_restarted_from_the_inside_to_the_edges_and_redis_only_by_
     assert plan_restart(RUNNING, wanted) == expected
 
 
-def test_a_name_that_nobody_has_is_refused_before_anything_is_restarted():
-    """Half a restart because of a typing error is worse than none."""
+def test_an_unknown_name_is_rejected_before_anything_is_restarted():
+    """A partial restart because of a typing error is worse than none."""
     with pytest.raises(CommandError, match=r"no process called shard-7; there are redis, safety"):
         plan_restart(RUNNING, ["shard-0", "shard-7"])
 
@@ -51,7 +51,7 @@ def with_successor(spec: ChildSpec) -> ChildSpec:
 
 @pytest.mark.parametrize("starts_first", [True, False])
 async def test_a_replaced_process_has_ended_by_sigterm_and_its_successor_serves(tmp_path: Path, starts_first: bool):
-    """It must finish what it runs, and nobody must be counted as crashed."""
+    """The old process must finish its requests, and no crash must be counted."""
     record = tmp_path / "stopped"
     spec = stand_in("a", "--record", str(record))
     world = World(tmp_path, [with_successor(spec) if starts_first else spec])
@@ -71,8 +71,8 @@ async def test_a_replaced_process_has_ended_by_sigterm_and_its_successor_serves(
         await world.supervisor.stop()
 
 
-async def test_a_successor_that_does_not_come_up_leaves_the_old_process_alone(tmp_path: Path):
-    """A broken upgrade must not take down what works."""
+async def test_a_successor_that_fails_to_start_leaves_the_old_process_running(tmp_path: Path):
+    """A broken upgrade must not stop a working process."""
     flag = tmp_path / "broken"
     world = World(tmp_path, [breakable(flag, starts_first=True)])
     await world.supervisor.start()
@@ -90,7 +90,7 @@ async def test_a_successor_that_does_not_come_up_leaves_the_old_process_alone(tm
 
 
 async def test_a_process_stopped_from_outside_gets_a_successor_before_it_has_exited(tmp_path: Path):
-    """Somebody has sent it a SIGTERM, and what it runs may take long; it counts as a restart, which nobody planned."""
+    """It got a SIGTERM from another process, and its requests may take long. This counts as an unplanned restart."""
     leave = tmp_path / "leave"
     world = World(tmp_path, [with_successor(stand_in("a", "--leave", str(leave)))])
     await world.supervisor.start()
@@ -114,7 +114,7 @@ async def test_a_process_stopped_from_outside_gets_a_successor_before_it_has_exi
 
 
 async def test_one_that_leaves_when_no_successor_can_start_is_started_again_as_after_a_crash(tmp_path: Path):
-    """The attempt to be quicker must not be the last one."""
+    """The early attempt must not be the last one."""
     flag = tmp_path / "broken"
     leaves = 'signal.signal(signal.SIGTERM, lambda *_: print(\'{"event":"leaving"}\', flush=True) or sys.exit(0))'
     world = World(tmp_path, [breakable(flag, leaves, starts_first=True)])

@@ -1,4 +1,4 @@
-"""The state file and the logs: what commands see of a fabric that another process runs, or that was killed."""
+"""The state file and the logs, as commands see them while another process runs the fabric or after it was killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state(**changes: float) -> FabricState:
 
 
 def test_what_was_written_is_read(tmp_path: Path):
-    """The file is the only way from the supervisor to the other commands."""
+    """The file is how other commands learn about the fabric."""
     folder = RunFolder(tmp_path)
     with folder.locked():
         folder.write(state())
@@ -36,7 +36,7 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 
 def test_a_pid_that_passed_to_another_process_is_not_a_running_fabric(tmp_path: Path):
-    """After a crash and a reboot, `down` must not end a stranger."""
+    """After a crash and a reboot, `down` must not stop an unrelated process."""
     folder = RunFolder(tmp_path)
     with folder.locked():
         folder.write(state(supervisor_started=own_start_time() - 1))
@@ -75,7 +75,7 @@ def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path):
 
 
 def test_following_a_log_continues_across_rotations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """`logs --follow` must not fall silent, or repeat itself, when the file it reads is moved away."""
+    """`logs --follow` must neither stop nor repeat lines when the file is renamed."""
     path = tmp_path / "x.log"
     log = BoundedLog(path, max_bytes=40)
     log.write(b"one\ntwo\nthree\n")
@@ -92,8 +92,8 @@ def test_following_a_log_continues_across_rotations(tmp_path: Path, capsys: pyte
     ]
 
 
-def test_half_a_line_is_shown_once_it_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Pipes deliver pieces of lines; readers want lines."""
+def test_an_incomplete_line_is_shown_when_it_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Pipes deliver pieces of lines, but readers need whole lines."""
     path = tmp_path / "x.log"
     log = BoundedLog(path)
     tail = LogTail(path, "")

@@ -1,4 +1,4 @@
-"""The supervisor against stand-in processes: real ones, without the weight of the services."""
+"""The supervisor with stand-in processes, which are real but much lighter than the services."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stand_in(name: str, *args: str, role: str = "shard", stop_timeout_seconds: f
 
 
 def breakable(flag: Path, more_code: str = "", *, starts_first: bool = False) -> ChildSpec:
-    """A process that cannot start while there is such a file."""
+    """A process that cannot start while the file `flag` exists."""
     code = (
         "import pathlib, signal, sys, time\n"
         f"if pathlib.Path({str(flag)!r}).exists(): sys.exit('error: broken')\n"
@@ -64,7 +64,7 @@ class World:
 
 
 def assert_gone(pid: int) -> None:
-    """SIGKILL and reaping take the kernel a moment."""
+    """Wait a little, because SIGKILL and reaping take the kernel a moment."""
     try:
         process = psutil.Process(pid)
         if process.status() != psutil.STATUS_ZOMBIE:
@@ -77,8 +77,8 @@ def file_sizes(folder: Path, pattern: str) -> list[int]:
     return [file.stat().st_size for file in folder.glob(pattern)]
 
 
-async def test_start_returns_once_all_have_announced_themselves(tmp_path: Path):
-    """`ready` must mean that every process serves, and status must know where."""
+async def test_start_returns_when_all_processes_are_ready(tmp_path: Path):
+    """`ready` must mean that every process is ready, and status must have its address."""
     world = World(tmp_path, [stand_in("a"), stand_in("b")])
     await world.supervisor.start()
     try:
@@ -95,7 +95,7 @@ async def test_start_returns_once_all_have_announced_themselves(tmp_path: Path):
         assert_gone(status.pid)
 
 
-async def test_a_process_that_cannot_start_fails_the_start_with_its_own_words(tmp_path: Path):
+async def test_a_process_that_cannot_start_fails_the_start_with_its_own_message(tmp_path: Path):
     """The user must read why, not that "something" failed."""
     world = World(tmp_path, [stand_in("good"), stand_in("bad", "--fail", "the model file is damaged")])
     with pytest.raises(ChildFailedError, match=r"^bad ended with status 1: the model file is damaged$"):
@@ -123,7 +123,7 @@ async def test_a_command_that_does_not_exist_fails_the_start(tmp_path: Path):
 
 
 async def test_a_killed_process_is_reported_and_started_again(tmp_path: Path):
-    """One crash must not take the fabric down, nor pass unseen; a second one is treated alike."""
+    """A crash must neither stop the fabric nor go unnoticed, and a second one is treated in the same way."""
     world = World(tmp_path, [stand_in("a")])
     await world.supervisor.start()
     try:
@@ -138,8 +138,8 @@ async def test_a_killed_process_is_reported_and_started_again(tmp_path: Path):
         await world.supervisor.stop()
 
 
-async def test_a_process_that_fails_after_a_crash_is_tried_again_and_again(tmp_path: Path):
-    """Whatever made the restart fail may pass: giving up would need a person."""
+async def test_a_process_that_fails_after_a_crash_is_restarted_again_and_again(tmp_path: Path):
+    """The cause of the failure may disappear, whereas giving up would require an operator."""
     flag = tmp_path / "broken"
     world = World(tmp_path, [breakable(flag)])
     await world.supervisor.start()
@@ -157,7 +157,7 @@ async def test_a_process_that_fails_after_a_crash_is_tried_again_and_again(tmp_p
 
 
 async def test_roles_stop_one_after_another_in_the_given_order(tmp_path: Path):
-    """The door closes before the rooms behind it, so that running requests can end."""
+    """The edges stop before the processes behind them, so that running requests can end."""
     record = tmp_path / "order"
     roles = ("edge", "router", "shard", "redis")
     specs = [stand_in(role, "--record", str(record), role=role) for role in reversed(roles)]
@@ -167,7 +167,7 @@ async def test_roles_stop_one_after_another_in_the_given_order(tmp_path: Path):
     assert record.read_text().split() == list(roles)
 
 
-async def test_a_process_that_ignores_sigterm_is_killed_after_its_bound(tmp_path: Path):
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_stop_timeout(tmp_path: Path):
     """A hung process must not make Ctrl-C hang."""
     world = World(tmp_path, [stand_in("deaf", "--ignore-sigterm", stop_timeout_seconds=0.3)])
     await world.supervisor.start()
@@ -177,7 +177,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_bound(tmp_path
 
 
 async def test_a_second_ctrl_c_kills_what_is_still_stopping(tmp_path: Path):
-    """The user must be able to say: now."""
+    """The user must be able to stop everything at once."""
     world = World(tmp_path, [stand_in("deaf", "--ignore-sigterm", stop_timeout_seconds=300)])
     await world.supervisor.start()
     stopping = asyncio.create_task(world.supervisor.stop())
@@ -188,7 +188,7 @@ async def test_a_second_ctrl_c_kills_what_is_still_stopping(tmp_path: Path):
 
 
 async def test_grandchildren_end_with_their_process(tmp_path: Path):
-    """`down` leaves no process, also none that a service started and forgot."""
+    """`down` leaves no process behind, including those that a service has started."""
     pid_file = tmp_path / "grandchild.pid"
     world = World(tmp_path, [stand_in("a", "--grandchild", str(pid_file))])
     await world.supervisor.start()
@@ -224,7 +224,7 @@ asyncio.run(main())
 
 
 async def test_a_flood_of_output_is_kept_bounded_and_does_not_block_the_process(tmp_path: Path):
-    """A process must never hang on a full pipe, nor the supervisor keep all it says."""
+    """A process must never block on a full pipe, and the supervisor must not keep all output."""
     started = time.monotonic()
     world = World(tmp_path, [stand_in("loud", "--print-bytes", str(25 * 2**20))])
     await world.supervisor.start()

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Literal, Protocol, overload
 
-import xxhash
-
 from tools.simulate.workload import Workload
+from tools.stable_hash import stable_hash
 
 TraceFormat = Literal["mooncake", "weka", "azure"]
 _BASE_MASK = (1 << 62) - 1
@@ -44,7 +43,7 @@ class Trace(Protocol):
 def hash_base(*names: object) -> int:
     """The first block hash of a namespace, in which id i has the hash base + i. Two namespaces of a million ids each
     overlap with a probability of 1 in 10^12."""
-    return 1 + (xxhash.xxh3_64_intdigest("\0".join(map(str, names)).encode()) & _BASE_MASK)
+    return 1 + (stable_hash(*names) & _BASE_MASK)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

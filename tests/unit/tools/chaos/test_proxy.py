@@ -1,4 +1,4 @@
-"""The proxy of `kvloom chaos`: what does not really stall or reset anything would let every run pass."""
+"""The proxy of `kvloom chaos`. If it did not really stall and reset connections, every run would pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.chaos.fabric.proxy import FaultProxy
 
 @pytest.fixture
 async def proxy() -> AsyncIterator[FaultProxy]:
-    """Before a server that sends back what it gets."""
+    """A proxy in front of an echo server."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -34,7 +34,7 @@ async def proxy() -> AsyncIterator[FaultProxy]:
 
 
 async def test_bytes_pass_in_both_directions_to_the_end(proxy: FaultProxy):
-    """Without a fault it must not be noticed; a side that has nothing more to say still gets its answer."""
+    """Without faults the proxy must not be noticed, and a side that has closed its half still gets an answer."""
     async with asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(b"x" * 300_000)
@@ -60,7 +60,7 @@ async def test_a_stall_holds_everything_and_loses_nothing(proxy: FaultProxy):
 
 
 async def test_a_reset_breaks_what_is_open_and_nothing_later(proxy: FaultProxy):
-    """As when a machine on the way goes: an error, not an end."""
+    """As when a machine disappears, the peers get an error instead of the end of the stream."""
     async with asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(b"one")

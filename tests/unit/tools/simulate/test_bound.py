@@ -26,7 +26,7 @@ PROFILE = Profile(
 
 
 def test_prefill_costs_what_its_steps_cost():
-    """Chunk for chunk as the fleet model has it; the last, short one is still a step."""
+    """The time is that of the fleet model chunk by chunk, and the short last chunk is still a step."""
 
     def by_hand(position: int, chunks: list[int]) -> float:
         seconds = 0.0
@@ -41,14 +41,14 @@ def test_prefill_costs_what_its_steps_cost():
 
 
 def test_decoding_costs_what_its_steps_cost():
-    """The first token comes with prefill."""
+    """The first token is part of prefill."""
     assert decode_seconds(PROFILE, 100, 1) == 0
     by_hand = math.fsum(0.6 + 0.002 * (100 + index) for index in range(1, 4))
     assert decode_seconds(PROFILE, 100, 4) == pytest.approx(by_hand)
 
 
 def test_one_queue_and_one_cache_for_all_servers():
-    """Whoever is free takes the next call and knows all that was computed anywhere."""
+    """A free server takes the next call and has all blocks that any server has computed."""
     calls = [
         (0.0, Call(0, 100, 1, (1, 2))),
         (0.0, Call(1, 100, 1, (3, 4))),
@@ -66,8 +66,8 @@ def test_one_queue_and_one_cache_for_all_servers():
     assert ends == sorted(ends)
 
 
-def test_sessions_go_on_when_their_answers_end(tmp_path):
-    """Closed loop: the next call follows the end of the one before, and finds its prefix."""
+def test_sessions_continue_when_their_answers_end(tmp_path):
+    """In a closed loop the next call follows the end of the previous one and finds its prefix."""
     lines = [session([turn(0, [1, 2]), turn(9, [1, 2, 3], think=5.0)])]
     trace = read_trace(write_lines(tmp_path / "t.jsonl", lines), "weka")
     first, second = simulate_bound(trace.workload(1, 0), PROFILE, num_shards=3).outcomes[:2]

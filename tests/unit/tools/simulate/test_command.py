@@ -77,7 +77,7 @@ def test_all_policies_and_the_bound_in_json(mooncake: Path):
 
 
 def test_the_same_seed_gives_the_same_figures(mooncake: Path):
-    """A figure that cannot be had again proves nothing. Only the router's CPU time is of this machine."""
+    """A figure that cannot be reproduced proves nothing. Only the CPU time of the router depends on the machine."""
 
     def figures(seed: str) -> list[dict[str, Any]]:
         found = rows("--trace", mooncake, "--shards", "2", "--policy", "ect,round_robin", "--seed", seed)
@@ -104,8 +104,8 @@ def test_a_closed_loop_has_users(weka: Path):
     assert 0.3 < ect["hit_rate"] <= bound["hit_rate"]
 
 
-def test_every_option_of_the_fleet_is_passed_on(mooncake: Path):
-    """A flag that changes nothing is a lie: each of these must change the figures or be felt."""
+def test_every_option_of_the_fleet_has_an_effect(mooncake: Path):
+    """Each of these flags must change the figures or have another visible effect."""
     base = ["--trace", mooncake, "--shards", "2", "--rate", "8", "--policy", "gaie"]
 
     def ttft(*flags: str) -> float:
@@ -125,7 +125,7 @@ def test_every_option_of_the_fleet_is_passed_on(mooncake: Path):
     ttft("--engine-order", "shortest_prefill", "--peer-fetch", "100")
 
 
-def test_capacity_is_a_rate_that_is_borne(mooncake: Path):
+def test_capacity_is_a_rate_that_is_sustained(mooncake: Path):
     """The row shows the figures at that rate."""
     flags = ["--trace", mooncake, "--shards", "2", "--policy", "least_requests", "--capacity"]
     row, bound = rows(*flags)
@@ -138,7 +138,7 @@ def test_capacity_is_a_rate_that_is_borne(mooncake: Path):
     assert bound["capacity"] > row["capacity"] / 2
 
 
-def test_the_table_shows_what_a_reader_looks_for(mooncake: Path):
+def test_the_table_has_one_line_per_policy(mooncake: Path):
     """Without --json: one line for each policy, and nothing but the table."""
     result = invoke("--trace", mooncake, "--shards", "2", "--policy", "round_robin")
     assert result.exit_code == 0
@@ -234,7 +234,7 @@ def test_a_study_is_resumed_where_it_stopped(mooncake: Path, weka: Path, tmp_pat
     assert render(table, StudyResults(tmp_path / "r")) in written
 
 
-def test_results_of_another_trace_are_not_taken(mooncake: Path, weka: Path, tmp_path: Path):
+def test_results_of_another_trace_are_not_used(mooncake: Path, weka: Path, tmp_path: Path):
     """A table must be of the trace that it names."""
     plan = StudyPlan(str(mooncake), str(weka))
     table = plan.table("mooncake", None)
@@ -255,8 +255,8 @@ def test_every_table_of_the_study_can_be_planned():
         assert plan.table(name, 3.0).jobs(), name
 
 
-def test_a_page_without_the_place_is_refused(tmp_path: Path):
-    """Before the simulations; and never by writing into another table."""
+def test_a_page_without_the_markers_is_rejected(tmp_path: Path):
+    """The page is checked before the simulations, and another table is never overwritten."""
     page = tmp_path / "page.md"
     page.write_text("<!-- table: a -->\n<!-- table: b -->\n<!-- end table -->\n")
     write_table(page, "b", "| x |")

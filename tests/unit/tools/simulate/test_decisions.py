@@ -1,4 +1,4 @@
-"""`kvloom simulate --decisions`: what is read out of a router's decision file, and what is said when it will not do."""
+"""`kvloom simulate --decisions`: reading the decision file of a router, and the errors for unusable files."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def rows(*arguments: str | Path) -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
-def test_requests_come_back_as_they_were(tmp_path: Path):
+def test_requests_are_read_as_recorded(tmp_path: Path):
     """The replay has the arrivals, lengths, hashes and sessions of the file, whose lines are in the order of ends."""
     replay = read(tmp_path, fleet(), request(2), request(0), request(1, session=""))
     assert replay.trace.timestamps == pytest.approx([0.0, 0.1, 0.2], abs=1e-6)
@@ -115,7 +115,7 @@ def test_requests_come_back_as_they_were(tmp_path: Path):
     assert not replay.notes
 
 
-def test_what_is_recorded_is_what_the_outcomes_say(tmp_path: Path):
+def test_the_recorded_row_has_the_recorded_outcomes(tmp_path: Path):
     """The first row must be no estimate: hit rate and TTFT are those of the lines."""
     lines = [request(index, outcome={"ttft_seconds": 0.01 * (index + 1)}) for index in range(5)]
     recorded = read(tmp_path, fleet(), *lines).recorded(Slo(ttft_seconds=0.035, tpot_seconds=1.0))
@@ -124,8 +124,9 @@ def test_what_is_recorded_is_what_the_outcomes_say(tmp_path: Path):
     assert (recorded.goodput, recorded.requests, recorded.failed) == (0.6, 5, 0)
 
 
-def test_cancelled_ones_count_by_what_they_got(tmp_path: Path):
-    """Who left after 2 tokens loaded a shard for 2 tokens; a request without a token loaded none, and failed."""
+def test_cancelled_requests_count_with_the_tokens_that_they_got(tmp_path: Path):
+    """A request cancelled after 2 tokens loaded a shard for 2 tokens. A request without a token loaded none and
+    failed."""
     left = request(0, outcome={"reason": "cancelled", "num_output_tokens": 2})
     left_at_once = request(1, outcome={"reason": "cancelled", "num_output_tokens": 0, "ttft_seconds": None})
     lost = request(2, outcome={"reason": "error", "num_output_tokens": 0, "ttft_seconds": None})
@@ -153,7 +154,7 @@ def test_a_usual_request_takes_what_the_router_has_learned(tmp_path: Path):
 
 
 def test_slow_shards_stay_slow(tmp_path: Path):
-    """On a mixed fleet a policy is to be judged with the mixture; noise of the learned speeds is no mixture."""
+    """A policy must be evaluated with the mixture of speeds of a fleet, but noise in learned speeds is no mixture."""
     slow = {name: 3 * seconds for name, seconds in SPEED.items()}
     noisy = {name: 1.1 * seconds for name, seconds in SPEED.items()}
     mixed = read(tmp_path, fleet(shard("s0"), shard("s1", prefill_seconds=slow)), request(0)).fleet
@@ -162,7 +163,8 @@ def test_slow_shards_stay_slow(tmp_path: Path):
 
 
 def test_unknown_speeds_are_taken_from_the_rest_of_the_file(tmp_path: Path):
-    """A shard that has just restarted has measured nothing: the lines before tell, or else the answers' pace."""
+    """A shard that has just restarted has measured nothing. Earlier lines are used, or else the speed of the
+    answers."""
     unknown = shard("s0", decode_step_seconds=0.0)
     restarted = read(tmp_path, fleet(shard("s0", decode_step_seconds=0.05)), request(0), fleet(unknown), request(1))
     assert restarted.fleet.profile.step_floor_seconds == 0.05
@@ -171,7 +173,7 @@ def test_unknown_speeds_are_taken_from_the_rest_of_the_file(tmp_path: Path):
 
 
 def test_the_last_fleet_is_replayed_without_shards_that_drain(tmp_path: Path):
-    """A file lives longer than its fleet: one of them must be chosen, and that must be told."""
+    """A file may have several fleets. One of them must be chosen, and a note must say so."""
     later = fleet(shard("s0", draining=True), shard("s1"), shard("s2"), shard("s3"), policy="gaie")
     replay = read(tmp_path, fleet(), request(0), later, request(1), fleet(shard("x", model="other")))
     assert replay.fleet.shard_ids == ("s1", "s2", "s3")
@@ -197,7 +199,7 @@ def test_missing_load_is_noticed(tmp_path: Path):
     assert not read(tmp_path, fleet(), *whole).notes
 
 
-def test_hits_out_of_nowhere_are_noticed(tmp_path: Path):
+def test_unexplained_hits_are_noticed(tmp_path: Path):
     """Of a conversation whose first turns were not sampled the replay finds nothing cached, whatever the policy."""
     lines = [request(index, outcome={"num_cached_tokens": 64 if index > 3 else 0}) for index in range(8)]
     assert not read(tmp_path, fleet(), *lines).notes
@@ -219,7 +221,7 @@ def test_the_rotated_file_is_read_first(tmp_path: Path):
     assert replay.trace.num_calls == kept > path.read_bytes().count(b'"type":"request"')
 
 
-def test_a_torn_line_is_passed_over(tmp_path: Path):
+def test_a_torn_line_is_skipped(tmp_path: Path):
     """A killed router leaves half a line; the rest of the file is good."""
     path = write(tmp_path / "log", [fleet(), request(0)])
     path.write_bytes(path.read_bytes() + b'{"type":"request","requ\n' + msgspec.json.encode(request(1)))
@@ -250,7 +252,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path: Path, lines: list[FleetLine
     assert message in raised.value.message
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path):
+def test_another_kind_of_file_is_rejected(tmp_path: Path):
     """A trace given as decisions is a slip that must not end in a stack trace."""
     path = tmp_path / "mooncake.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5}\n')
@@ -258,8 +260,8 @@ def test_another_kind_of_file_is_refused(tmp_path: Path):
         read_decision_log(path)
 
 
-def test_rows_begin_with_what_was_and_the_policy_of_then(log: Path):
-    """Both stand first and whatever was asked for, so that one sees how far the model can be trusted."""
+def test_the_first_rows_are_the_recorded_run_and_its_policy(log: Path):
+    """Both are always shown first, so that a reader sees how far the model can be trusted."""
     found = rows("--decisions", log, "--policy", "round_robin")
     assert [row["policy"] for row in found] == ["recorded", "ect", "round_robin", "bound"]
     assert [row["in_force"] for row in found] == [False, True, False, False]
@@ -271,7 +273,7 @@ def test_rows_begin_with_what_was_and_the_policy_of_then(log: Path):
     assert [{**row, "router_microseconds": 0} for row in found] == [{**row, "router_microseconds": 0} for row in again]
 
 
-def test_what_is_given_goes_before_what_was_recorded(log: Path):
+def test_flags_override_what_was_recorded(log: Path):
     """The what-if: another fleet, another rate, fewer requests."""
     result = invoke("--decisions", log, "--shards", "5", "--rate", "2", "--profile", "8b", "--max-requests", "20")
     assert result.exit_code == 0, result.output
@@ -283,7 +285,7 @@ def test_what_is_given_goes_before_what_was_recorded(log: Path):
     assert rows("--decisions", log, "--max-requests", "20")[0]["requests"] == 18
 
 
-def test_a_policy_that_is_gone_is_told(tmp_path: Path):
+def test_a_removed_policy_is_reported(tmp_path: Path):
     """The file of an older kvloom can still be replayed, without the row that would judge the model."""
     path = write(tmp_path / "log", [fleet(policy="retired"), *(request(index) for index in range(10))])
     result = invoke("--decisions", path, "--policy", "gaie")
@@ -309,8 +311,8 @@ def test_capacity_of_recorded_requests(log: Path):
         (["--block-size", "16"], "--block-size is for azure"),
     ],
 )
-def test_flags_of_traces_do_not_go_with_decisions(log: Path, flags: list[str], message: str):
-    """A flag that would be ignored is refused."""
+def test_flags_of_traces_are_rejected_with_decisions(log: Path, flags: list[str], message: str):
+    """A flag that would be ignored is rejected."""
     result = invoke("--decisions", log, *(str(log) if flag == "LOG" else flag for flag in flags))
     assert result.exit_code != 0
     assert message in result.output

@@ -35,7 +35,7 @@ def test_blocks_are_not_reusable_before_they_are_computed() -> None:
     assert second.num_cached == 2
 
 
-def test_twins_of_blocks_computed_twice_are_freed() -> None:
+def test_copies_of_blocks_computed_twice_are_freed() -> None:
     """Two sequences that computed one prefix at once share it from then on."""
     cache = KvCache(10)
     first, second = cache.admit([1, 2], 2, 2), cache.admit([1, 2], 2, 2)
@@ -58,7 +58,7 @@ def test_the_least_recently_used_tail_goes_first() -> None:
     assert cache.count_cached([1, 2, 3], 3) == 1
 
 
-def test_reuse_makes_young_again() -> None:
+def test_reuse_makes_a_prompt_recently_used() -> None:
     """A prompt used again outlives one that was stored after it."""
     cache = KvCache(4)
     _run_to_end(cache, [1, 2])
@@ -69,7 +69,7 @@ def test_reuse_makes_young_again() -> None:
 
 
 def test_held_blocks_are_never_evicted() -> None:
-    """A sequence is refused rather than given blocks that somebody computes with."""
+    """A sequence is rejected rather than given blocks that another one uses."""
     cache = KvCache(4)
     lease = cache.admit([1, 2], 2, 3)
     assert lease is not None

@@ -82,7 +82,7 @@ def test_one_prompt_in_two_chunks_then_decode() -> None:
 
 
 def test_an_answer_of_one_token_ends_with_its_first() -> None:
-    """There is nothing to decode behind it."""
+    """There is nothing to decode after it."""
     bench = _bench()
     bench.submit(0, 100, 1)
     bench.run_until()
@@ -98,7 +98,7 @@ def test_a_short_prompt_takes_the_floor() -> None:
     assert bench.starts[0] == pytest.approx(FLOOR + PER_PAIR * 5 * 2.5)
 
 
-def test_what_comes_during_decode_waits_for_the_end_of_the_step() -> None:
+def test_a_sequence_submitted_during_decode_waits_for_the_end_of_the_step() -> None:
     """Continuous batching: the newcomer's prefill shares the next step with the decode of the other."""
     bench = _bench()
     bench.submit(0, 50, 100)
@@ -156,7 +156,7 @@ def test_load_counts_what_waits_in_full_and_what_runs_by_what_is_left() -> None:
 
 
 def test_a_shard_knows_what_fits() -> None:
-    """What exceeds the whole cache is to be refused rather than to wait for ever."""
+    """A sequence larger than the whole cache must be rejected instead of waiting forever."""
     bench = _bench(num_blocks=20)
     assert bench.shard.can_hold(150, 50)
     assert not bench.shard.can_hold(150, 51)
@@ -186,7 +186,7 @@ def _shortest_first_bench() -> _Bench:
 
 
 def test_shortest_prefill_overtakes_a_long_one_that_has_begun() -> None:
-    """A question to a long prompt's neighbour need not wait until the long prompt is through."""
+    """A short prompt need not wait until the long prompt is computed."""
     bench = _shortest_first_bench()
     bench.submit(0, 2000, 1)
     bench.submit(1, 50, 1, at=0.05)

@@ -57,7 +57,7 @@ def test_quantiles_lie_between_values():
     assert quantile([], 0.5) is None
 
 
-def test_goodput_wants_both_limits_met():
+def test_goodput_requires_both_limits():
     """A quick first token with a crawling rest is no good answer, nor is the reverse; a failed one is none."""
     outcomes = [
         outcome(0, ttft=2.0, output=11, decode=1.0),
@@ -77,7 +77,7 @@ def test_answers_of_one_token_have_no_time_per_token():
     assert summary([outcome(0, output=1)]).tpot_mean is None
 
 
-def test_calls_behind_the_measured_ones_do_not_count():
+def test_calls_after_the_measured_ones_do_not_count():
     """In a closed loop the users leave one by one at the end."""
     outcomes = [outcome(index, ttft=1.0 if index < 10 else 50.0) for index in range(12)]
     assert summary(outcomes, measured=10).ttft_mean == 1.0

@@ -1,4 +1,4 @@
-"""Trace files become workloads: what is read, what is refused, when calls come."""
+"""Trace files become workloads: how they are read, which are rejected, and when calls arrive."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def turn(t: float, ids: list[int], think: float | None = None, **fields: Any) ->
 
 
 def play(trace: Trace, users: int, num_calls: int, seconds: float = 1.0) -> list[tuple[float, Call]]:
-    """As a fleet that answers everything in `seconds` would."""
+    """Play a workload as a fleet that answers every call in `seconds`."""
     workload = trace.workload(users, 0, num_calls)
     waiting = list(workload.first_calls())
     played: list[tuple[float, Call]] = []
@@ -148,7 +148,7 @@ def test_weka_calls_follow_their_think_time(tmp_path: Path):
 
 
 def test_long_think_times_are_cut(tmp_path: Path):
-    """Who comes back after a night was no user at work meanwhile; how long is too long is the caller's choice."""
+    """A user who returns after a night was not at work. The caller chooses the limit."""
     requests = [turn(0, [1]), turn(9999, [1, 2], think=9990.0)]
     path = write_lines(tmp_path / "t.jsonl", [session(requests)])
     for limit, think in ((300.0, 300.0), (float("inf"), 9990.0)):
@@ -201,7 +201,7 @@ def test_all_users_are_there_while_calls_count(tmp_path: Path):
     ],
 )
 def test_a_bad_mooncake_line_is_named(tmp_path: Path, line: Any, field: str):
-    """Whoever prepared the file must find the place: file, line, field."""
+    """The author of the file must find the place: file, line and field."""
     path = write_lines(tmp_path / "bad.jsonl", [MOONCAKE[0], line])
     with pytest.raises(CommandError, match=rf"bad\.jsonl: line 2: .*{field}"):
         read_trace(path, "mooncake")
@@ -271,8 +271,8 @@ def test_lines_that_are_not_json_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "expected"), [("mooncake_x.jsonl", "mooncake"), ("weka.jsonl.gz", "weka"), ("x.csv", "azure")]
 )
-def test_the_format_is_told_by_the_name(name: str, expected: str):
-    """Nobody should have to say what the file's name says."""
+def test_the_format_is_derived_from_the_name(name: str, expected: str):
+    """Users need not repeat what the name of the file has."""
     assert guess_format(Path(name)) == expected
     with pytest.raises(CommandError, match="--format"):
         guess_format(Path("trace.jsonl"))

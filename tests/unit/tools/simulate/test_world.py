@@ -49,7 +49,7 @@ def _options(**changes) -> FleetOptions:
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_every_call_has_one_outcome_and_all_its_tokens(changes) -> None:
-    """Whatever the fleet is made of: nothing is lost, nothing counted twice, nothing billed but what was delivered."""
+    """Whatever the fleet is made of: nothing is lost, nothing counted twice, and only delivered tokens are metered."""
     workload = _workload()
     ended, delivered = Counter(), Counter()
 
@@ -113,7 +113,7 @@ def test_a_slow_shard_takes_so_many_times_longer() -> None:
     assert outcomes[1].finished_at == pytest.approx(3 * outcomes[0].finished_at)
 
 
-def test_the_router_knows_what_lies_where() -> None:
+def test_the_router_knows_which_blocks_are_cached_where() -> None:
     """With calls one by one, the overlap that a placement was based on is what the shard then finds in its cache."""
     workload = conversations(6, 20, block_size=16, calls_per_second=0.05)
     overlaps: dict[int, int] = {}
@@ -140,7 +140,7 @@ def test_a_prompt_that_no_cache_can_hold_fails() -> None:
     assert second.arrived_at == 1.0
 
 
-def test_a_closed_loop_goes_on_after_each_end() -> None:
+def test_a_closed_loop_continues_after_each_end() -> None:
     """The next call comes a think time after the end of the one before."""
     calls = [Call(n, 200, 20, ()) for n in range(5)]
     workload = ListedWorkload([(0.0, calls[0])], 16, followers={n: (2.5, calls[n + 1]) for n in range(4)})
@@ -150,7 +150,7 @@ def test_a_closed_loop_goes_on_after_each_end() -> None:
         assert after.arrived_at == pytest.approx(before.finished_at + 2.5)
 
 
-def test_call_i_goes_to_router_i_modulo_their_number() -> None:
+def test_call_i_is_sent_to_router_i_modulo_their_number() -> None:
     """With even calls only, the second of two routers places nothing, and the first decides as if it were alone."""
     workload = _workload()
     even = [(at, call) for at, call in workload.first_calls() if call.call_id % 2 == 0]
@@ -200,7 +200,7 @@ def test_samples_show_every_shard_at_every_interval() -> None:
     assert sum(sample.num_running for sample in samples if sample.at == 0.5) == 1
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     """Now and then, and at the end the whole number."""
     told: list[int] = []
     simulate(_workload(), _options(), told.append)
@@ -208,7 +208,7 @@ def test_progress_is_told() -> None:
     assert told[-1] == 144
 
 
-def test_impossible_fleets_are_refused() -> None:
+def test_impossible_fleets_are_rejected() -> None:
     """Before anything runs, with the reason."""
     for changes in (
         {"num_shards": 0},
