@@ -107,11 +107,11 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     """Shards store and remove blocks; their batches and snapshots are lost, doubled or reordered on the way, shards
     restart. The index knows exactly the state behind the last batch that it can know."""
 
-    portions: ClassVar = IndexStepSizes(run_blocks=5, sweep_runs=1, sweep_share=0.0)
+    step_sizes: ClassVar = IndexStepSizes(run_blocks=5, sweep_runs=1, sweep_share=0.0)
 
     @initialize()
     def start(self) -> None:
-        self.index = PrefixIndex(self.portions)
+        self.index = PrefixIndex(self.step_sizes)
         self.now = 0.0
         self.shards: dict[str, NaiveShard] = {}
         self.delayed: list[Batch] = []
@@ -265,12 +265,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         return ids[pick % len(ids)]
 
 
-class PortionsMachine(PrefixIndexMachine):
+class SmallStepsMachine(PrefixIndexMachine):
     """The same with snapshots that are read block by block while everything else goes on: never more is believed than
     is known or was promised by a placement, and all that is known once everything is settled. (A block that was placed
     before it was read counts as placed until it is, even if it is removed meanwhile.)"""
 
-    portions: ClassVar = IndexStepSizes(run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0)
+    step_sizes: ClassVar = IndexStepSizes(
+        run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0
+    )
 
     @rule(prompt=st.one_of(chains, st.lists(hashes, max_size=8)))
     def look_up(self, prompt: list[int]) -> None:
@@ -295,5 +297,5 @@ class PortionsMachine(PrefixIndexMachine):
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
 TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestPrefixIndexPortions = PortionsMachine.TestCase
-TestPrefixIndexPortions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixIndexSmallSteps = SmallStepsMachine.TestCase
+TestPrefixIndexSmallSteps.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

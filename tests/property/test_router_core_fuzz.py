@@ -20,7 +20,7 @@ from router import convert
 from router.core import events as ev
 from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
-from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadSettings
 
 NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(
@@ -204,7 +204,7 @@ CONFIGS = st.builds(
     max_held_tokens=st.integers(1, 4),
     decision_sample_share=st.just(1.0),
     overload=st.builds(
-        OverloadConfig,
+        OverloadSettings,
         sheds_early=st.booleans(),
         outage_patience_seconds=st.sampled_from([0.0, 0.5]),
         ramp_start_requests=st.sampled_from([None, 1, 4]),

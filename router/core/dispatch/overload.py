@@ -43,7 +43,7 @@ _WELL: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OverloadConfig:
+class OverloadSettings:
     sheds_early: bool = False
     """Refuse and drop by prediction. Otherwise only when the queue is full, and by the clock."""
     outage_patience_seconds: float = 0.0
@@ -153,7 +153,7 @@ class _Model:
 class OverloadGuard:
     """Pure, like all of the core; measures per model."""
 
-    def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
+    def __init__(self, config: OverloadSettings, queue: DispatchQueue, max_queue_seconds: float) -> None:
         self._config = config
         self._queue = queue
         self._queues = queue.queues

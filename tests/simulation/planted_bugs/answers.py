@@ -141,7 +141,7 @@ def bills_given_tokens_again(patch: Patch) -> None:
     original = lifecycle.request_ended
 
     def request_ended(live: Any, now: float) -> RequestEnded:
-        given = sum(choice.num_given_tokens for choice in live.choices)
+        given = sum(choice.num_resumed_tokens for choice in live.choices)
         end = original(live, now)
         return msgspec.structs.replace(end, num_output_tokens=end.num_output_tokens + given)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvloom.config import HealthConfig
 from kvloom.router_link.deferred_token_log import MAX_FRAMES
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep, SubmitAttempt
@@ -33,7 +34,6 @@ from router.core.events import (
     Tick,
     TokensOnlyFrame,
 )
-from router.core.fleet.shard_health import HealthSettings
 from router.core.frames import Finish, Start, Step
 from router.links.prefilter import Prefilter
 from tests.fakes.core_rig import CoreRig, only, sent, submitted
@@ -143,7 +143,7 @@ class Script:
     def __init__(self, seed: int, clients: Sequence[str]) -> None:
         self.draw = random.Random(seed)
         self.clients = clients
-        config = CoreConfig(health=HealthSettings(), max_queued_requests=20)
+        config = CoreConfig(health=HealthConfig(), max_queued_requests=20)
         self.cores = [RouterCore(config, seed=1), RouterCore(config, seed=1)]
         self.now = 1.0
         self.kv_numbers = {"s0": 0, "s1": 0}

@@ -7,11 +7,11 @@ from typing import Any
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
-from router.core.dispatch.overload import DrainRate, OverloadConfig, retry_after_seconds
+from router.core.dispatch.overload import DrainRate, OverloadSettings, retry_after_seconds
 from router.core.events import ClientGone, RequestCancelled, ShardDown, Tick, Tier
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
-SHEDS = OverloadConfig(sheds_early=True)
+SHEDS = OverloadSettings(sheds_early=True)
 
 
 def saturated(seconds_per_request: float, **config: Any) -> CoreRig:
@@ -59,7 +59,7 @@ def test_the_bound_on_waiting_holds_by_prediction_too() -> None:
 
 def test_without_early_shedding_only_the_bound_counts() -> None:
     """It can be turned off."""
-    rig = CoreRig(overload=OverloadConfig(), policy="least_requests", max_queued_requests=3)
+    rig = CoreRig(overload=OverloadSettings(), policy="least_requests", max_queued_requests=3)
     rig.add_shard(max_batch=1)
     for i in range(5):
         assert not has(rig.submit(f"r{i}", slots=(i,), timeout_seconds=0.001), RequestEnded)
@@ -208,7 +208,7 @@ def test_the_lower_tier_is_told_that_it_waits_for_the_higher() -> None:
 
 
 def outage(ramp_start_requests: int | None = 4) -> CoreRig:
-    overload = OverloadConfig(outage_patience_seconds=3.0, ramp_start_requests=ramp_start_requests)
+    overload = OverloadSettings(outage_patience_seconds=3.0, ramp_start_requests=ramp_start_requests)
     rig = CoreRig(policy="least_requests", overload=overload)
     rig.add_shard(max_batch=16)
     for i in range(40):
@@ -260,7 +260,7 @@ def test_a_shard_that_is_back_before_anybody_looked_at_the_clock_is_waited_for()
 def test_who_is_given_up_late_keeps_nobody_from_a_free_shard() -> None:
     """A router that stood still finds a request overdue for which there is no shard, by the arrival of one that can
     wait: that one must not wait behind it for the next event, which may be its own deadline."""
-    rig = CoreRig(policy="least_requests", overload=OverloadConfig(outage_patience_seconds=3.0))
+    rig = CoreRig(policy="least_requests", overload=OverloadSettings(outage_patience_seconds=3.0))
     rig.add_shard("wide", max_model_len=200)
     rig.submit("long", slots=(1,), max_tokens=150)
     rig.add_shard("narrow", max_model_len=100)
@@ -291,7 +291,7 @@ def test_a_shard_that_comes_back_is_not_run_over() -> None:
 
 def test_a_shard_that_nobody_waits_for_needs_no_ramp() -> None:
     """At the start, and when a fleet grows in peace, there is no herd."""
-    rig = CoreRig(policy="least_requests", overload=OverloadConfig(ramp_start_requests=1))
+    rig = CoreRig(policy="least_requests", overload=OverloadSettings(ramp_start_requests=1))
     rig.add_shard(max_batch=4)
     assert sum(has(rig.submit(f"r{i}", slots=(i,)), SubmitAttempt) for i in range(10)) == 8
 

@@ -157,7 +157,7 @@ def test_held_batches_are_bounded():
     order = EventOrder(100, 0.0)
     order.skip_to(0)
     for number in range(2, 5000):
-        assert not order.take_in(number, [KvChange(stored=[number])])
+        assert not order.push(number, [KvChange(stored=[number])])
         order.check_integrity()
     order.skip_to(4950)
     assert [change[0].stored for change in order.take()] == [[number] for number in range(4951, 5000)]
