@@ -323,7 +323,7 @@ class RouterCore:
         queue = self._attempt_sender.queue
         if queue.queues.num_requests:
             if queue.check_unschedulable:
-                self._outage.look(now)
+                self._outage.find_unschedulable(now)
             queue.serve(now)
 
     def _note_fleet_change(self) -> None:

@@ -145,7 +145,7 @@ class Choice:
         self.prefilter: TextFilter | None = None
         """The prefilter of the policy in force when its text was first sent to be screened; None before."""
         self.num_skipped_chars = 0
-        """Text that was cleared here and that the safety service has not been told about."""
+        """Text that was cleared here and that the safety service has not been notified of."""
         self.last_skipped_char = ""
 
     def record_forwarded(self, token_ids: Sequence[int], text: str) -> None:

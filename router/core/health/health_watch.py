@@ -18,7 +18,7 @@ from router.core.load.load_ledger import LoadLedger
 
 PREDICTION_SLACK: Final = 2.0
 """How many times its predicted prefill a first token may take before silence counts."""
-MAX_LOOKING_SHARE: Final = 2.0
+MAX_COUNTED_INTERVALS: Final = 2.0
 """Limit on the counted time, in intervals between two checks: beyond that this router was not running itself, and what
 shards had sent is unread."""
 MAX_REMEMBERED: Final = 1024
@@ -104,7 +104,7 @@ class HealthWatch:
     def on_tick(self, now: float) -> None:
         if now < self.next_deadline():
             return
-        seconds = min(now - self._checked_at, MAX_LOOKING_SHARE * self._check_seconds)
+        seconds = min(now - self._checked_at, MAX_COUNTED_INTERVALS * self._check_seconds)
         self._checked_at = now
         shards = list(self._fleet.shards.values())
         for shard in shards:

@@ -105,7 +105,7 @@ class Screening:
         return True
 
     def send(self, choice: Choice, delta: str) -> None:
-        """Have text screened; the first text opens the slot. The service is told how much text it was not shown before.
+        """Have text screened; the first text opens the slot. The service is notified of the amount of skipped text.
         While it is away nothing is sent: withheld text goes to its successor (`resend`)."""
         if not self.is_up:
             return
