@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from kvloom.errors import KvloomError
 from kvloom.text.token_ids import prompt_fields
 from kvloom.v1 import generation_pb2, kv_event_pb2, router_service_pb2, safety_service_pb2, shard_service_pb2
-from router.core.actions import FleetChanged, ModelState, SubmitAttempt
+from router.core.actions import FleetChanged, SubmitAttempt
 from router.core.events import (
     AnswerHalt,
     AnswersScreened,
@@ -23,6 +23,7 @@ from router.core.events import (
     ShardDescription,
     ShardLoad,
 )
+from router.core.fleet.fleet import ModelState
 from router.core.frames import Finish, Start, Step
 
 M = TypeVar("M")

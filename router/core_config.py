@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvloom.config import HealthConfig, KvloomConfig
+from kvloom.config import KvloomConfig
 from router.core.core import CoreConfig
-from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.fleet.shard_health import HealthSettings
 
 MAX_HELD_TOKENS: Final = 4096
 """The most tokens of one sequence that are held while its text waits for the safety service."""
@@ -28,23 +27,10 @@ def core_config(config: KvloomConfig) -> CoreConfig:
         safety_patience_seconds=config.safety.patience_seconds,
         max_held_tokens=MAX_HELD_TOKENS,
         decision_sample_share=router.decision_log.sample_share,
-        health=_health_settings(router.health) if router.health.enabled else None,
-        overload=OverloadConfig(
+        health=router.health if router.health.enabled else None,
+        overload=OverloadSettings(
             sheds_early=router.overload.sheds_early,
             outage_patience_seconds=router.overload.outage_patience_seconds,
             ramp_start_requests=router.overload.ramp_start_requests,
         ),
-    )
-
-
-def _health_settings(health: HealthConfig) -> HealthSettings:
-    return HealthSettings(
-        stall_seconds=health.stall_seconds,
-        slow_factor=health.slow_factor,
-        slow_seconds=health.slow_seconds,
-        max_failures=health.max_failures,
-        max_suspected_share=health.max_suspected_share,
-        probe_seconds=health.probe_seconds,
-        max_probe_seconds=health.max_probe_seconds,
-        num_probes=health.num_probes,
     )

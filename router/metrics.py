@@ -13,9 +13,9 @@ from prometheus_client.registry import Collector
 from kvloom.errors import KvloomError, reason_name
 from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
 from kvloom.v1.generation_pb2 import FinishReason
-from router.core.actions import ModelState, RequestEnded, RequestsMoved, ShardHealthChanged
+from router.core.actions import RequestEnded, RequestsMoved, ShardHealthChanged
+from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
-from router.core.fleet.shard_state import ShardState
 from router.usage_records import Credit
 
 log = structlog.get_logger()

@@ -1,0 +1,26 @@
+"""The router core: it places, relays and ends requests, as a pure function of events and time to actions.
+
+It has no I/O, no clock and no randomness of its own, so the service, the simulator and the tests run the same code.
+
+core.py                  RouterCore, the entry point: takes an event, returns actions
+core_config.py           its settings
+events.py                what can happen: requests, shard frames, verdicts, ticks
+actions.py               what the core wants done
+frames.py                one engine step as it enters and leaves the core
+live.py                  clients, live requests, their choices and their attempts
+withheld_output.py       output of a choice that its client must not see yet
+action_buffer.py         collects the actions of one event
+shard_event_handler.py   handles the events of shards
+integrity.py             the invariants of the whole core, asserted by tests and simulations
+
+A package imports only packages above it in this list; all of them use the modules above.
+
+load/                    how much work each shard has, and how fast it prefills
+prefix_index/            which shard holds which KV block
+fleet/                   the connected shards, their slots, their health, and their fast paths
+placement/               which shard a request is placed on, and why
+dispatch/                the queue in the router, and sending attempts to shards
+relay/                   tokens on their path to clients, screening, failover, and the end of requests
+admission/               new requests, cancellations and deadlines
+health/                  suspecting and probing shards, and moving requests off them
+"""

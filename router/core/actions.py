@@ -9,10 +9,10 @@ import msgspec
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.events import ChoiceSpec, Request
+from router.core.fleet.fleet import FleetChanged
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Step
-from router.core.placement.pick import Pick
-from router.core.placement.plan import PlacementPlan
+from router.core.placement.plan import Pick, PlacementPlan
 
 
 class SubmitAttempt(msgspec.Struct, frozen=True):
@@ -85,20 +85,6 @@ class ScreenAnswers(msgspec.Struct, frozen=True):
     skips: Sequence[tuple[int, int, str]] = ()
     """(slot, number of characters, the last of them): text that was cleared without the service and precedes the slot's
     delta."""
-
-
-class ModelState(msgspec.Struct, frozen=True):
-    name: str
-    num_ready_shards: int
-    max_model_len: int
-    capabilities: frozenset[str]
-
-
-class FleetChanged(msgspec.Struct, frozen=True):
-    """The fleet's new state, to be sent to every client."""
-
-    models: Sequence[ModelState]
-    draining: bool
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

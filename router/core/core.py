@@ -28,9 +28,8 @@ from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_shard, draining, queue_timeout
 from router.core.events import Event, Request
-from router.core.fleet.fleet import Fleet, Shard
+from router.core.fleet.fleet import Fleet, Shard, ShardState
 from router.core.fleet.shard_health import HealthState
-from router.core.fleet.shard_state import ShardState
 from router.core.health.health_watch import HealthWatch
 from router.core.health.migrator import Migrator
 from router.core.live import Client, LiveRequest
@@ -114,7 +113,7 @@ class RouterCore:
             note_fleet_change=self._note_fleet_change,
         )
         self._deferred = DeferredFrames(
-            self._fleet, self._attempt_sender.queue, self._overload, relay, shard_events.take_in
+            self._fleet, self._attempt_sender.queue, self._overload, relay, shard_events.handle_part
         )
         self.deadlines_stand = False
         """Whether the last event left `next_deadline` unchanged."""
@@ -324,7 +323,7 @@ class RouterCore:
         queue = self._attempt_sender.queue
         if queue.queues.num_requests:
             if queue.check_unschedulable:
-                self._outage.look(now)
+                self._outage.find_unschedulable(now)
             queue.serve(now)
 
     def _note_fleet_change(self) -> None:

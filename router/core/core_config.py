@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.core.dispatch.overload import OverloadConfig
+from kvloom.config import HealthConfig
+from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.fleet.shard_health import HealthSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class CoreConfig:
     """Tokens of one request that may wait for a verdict."""
     decision_sample_share: float = 0.0
     """Share of the requests (by a hash of their names) whose placements are reported as PlacementDecided."""
-    health: HealthSettings | None = None
+    health: HealthConfig | None = None
     """When a shard is suspected; None: never. Shards must report every step for this."""
     prefill_chunks: PrefillChunkSettings | None = dataclasses.field(default_factory=PrefillChunkSettings)
     """How long prompts are split into chunks, under a policy that lets requests wait; None: they are never split."""
-    overload: OverloadConfig = dataclasses.field(default_factory=OverloadConfig)
+    overload: OverloadSettings = dataclasses.field(default_factory=OverloadSettings)

@@ -103,9 +103,9 @@ class Choice:
         "num_attempts",
         "num_cached_tokens",
         "num_chars",
-        "num_given_chars",
-        "num_given_tokens",
         "num_moves",
+        "num_resumed_chars",
+        "num_resumed_tokens",
         "num_skipped_chars",
         "output_token_ids",
         "prefilter",
@@ -123,8 +123,8 @@ class Choice:
         self.index = spec.index
         self.output_token_ids: list[int] = list(spec.output_token_ids)
         """The client's own tokens, then all that shards have emitted (delivered or withheld)."""
-        self.num_given_tokens = len(self.output_token_ids)
-        self.num_given_chars = spec.num_delivered_chars
+        self.num_resumed_tokens = len(self.output_token_ids)
+        self.num_resumed_chars = spec.num_delivered_chars
         self.max_tokens: int | None = None
         """The limit of its last attempt: the requested one, or the rest of that shard's window."""
         self.num_chars = 0
@@ -145,8 +145,19 @@ class Choice:
         self.prefilter: TextFilter | None = None
         """The prefilter of the policy in force when its text was first sent to be screened; None before."""
         self.num_skipped_chars = 0
-        """Text that was cleared here and that the safety service has not been told about."""
+        """Text that was cleared here and that the safety service has not been notified of."""
         self.last_skipped_char = ""
+
+    def record_forwarded(self, token_ids: Sequence[int], text: str) -> None:
+        """Record tokens that the fast path has sent to the client: their text, if it is screened, was cleared here."""
+        self.output_token_ids.extend(token_ids)
+        if text:
+            self.num_chars += len(text)
+            withheld = self.withheld
+            if withheld is not None:
+                withheld.num_clear_chars = self.num_chars
+                withheld.last_shown_char = self.last_skipped_char = text[-1]
+                self.num_skipped_chars += len(text)
 
 
 class LiveRequest:

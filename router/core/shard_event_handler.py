@@ -68,7 +68,7 @@ class ShardEventHandler:
         self._parts = parts
         self.handlers = {**parts, ev.FrameArrived: self._on_frame, ev.TokensOnlyFrame: self._on_tokens_only_frame}
 
-    def take_in(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
+    def handle_part(self, part: ev.KvEventsArrived | ev.LoadReported, now: float) -> None:
         """Handle the parts of a frame other than its step."""
         self._parts[type(part)](part, now)
 

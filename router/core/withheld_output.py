@@ -13,7 +13,11 @@ WithheldEntry = tuple[Sequence[int], str, int, Sequence[object]]
 
 
 class WithheldOutput:
-    """The withheld output of one choice, in order."""
+    """The withheld output of one choice, in order.
+
+    To save a call per token, the relay, Screening.clear, Verdicts.on_answers and Choice.record_forwarded write the
+    entries and the counters themselves.
+    """
 
     __slots__ = ("entries", "finish", "last_shown_char", "num_clear_chars", "num_tokens", "start")
 
@@ -25,6 +29,14 @@ class WithheldOutput:
         self.num_clear_chars = num_clear_chars
         """Number of characters, from the beginning, that the safety service has cleared; None: all of them."""
         self.last_shown_char = ""
+
+    def clear_all(self) -> None:
+        """No verdict is needed any more: everything may be shown, what is yet to come included."""
+        self.num_clear_chars = None
+
+    def withhold_all(self) -> None:
+        """Withhold everything until a verdict, where nothing has been shown yet."""
+        self.num_clear_chars = 0
 
     def take_clear(self) -> tuple[Sequence[int], str, Sequence[object]] | None:
         """Remove and return everything that may be shown, as one entry. A token is never split."""

@@ -14,7 +14,7 @@ import msgspec
 from kvloom.errors import reason_name
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import PlacementDecided, RequestEnded
-from router.core.fleet.shard_state import ShardState
+from router.core.fleet.fleet import ShardState
 from router.decisions.records import (
     FORMAT_VERSION,
     AttemptRecord,

@@ -11,8 +11,7 @@ from typing import Final
 import msgspec
 
 from router.core.actions import PlacementDecided
-from router.core.placement.pick import in_order
-from router.core.placement.plan import ShardPlan
+from router.core.placement.plan import ShardPlan, in_order
 from router.decisions.records import AttemptRecord, ScoreRecord
 
 

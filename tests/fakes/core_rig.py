@@ -1,4 +1,4 @@
-"""A RouterCore with short ways to say what happened and to read what it wants done."""
+"""A RouterCore with short methods to feed it events and to read the actions it returns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A = TypeVar("A")
 
 
 class CoreRig:
-    """Time stands still unless a test moves `now`. Invariants are checked behind every event."""
+    """Time stands still unless a test moves `now`. The invariants are checked after every event."""
 
     def __init__(self, *, safety: tuple[bool, bool] | None = (False, False), **config: Any) -> None:
         self.core = RouterCore(CoreConfig(**config), seed=1)
@@ -68,7 +68,7 @@ class CoreRig:
         return self.handle(RequestArrived(Request(**(fields | changes))))
 
     def step(self, shard_id: str, *entries: tuple[int, Sequence[int], str], **parts: Any) -> list[Action]:
-        """Entries are (shard slot, token ids, delta)."""
+        """Each entry is (shard slot, token ids, delta)."""
         counts = [len(ids) for _, ids, _ in entries]
         step = Step(
             slots=[slot for slot, _, _ in entries],
@@ -80,7 +80,7 @@ class CoreRig:
         return self.handle(StepArrived(shard_id, step))
 
     def start(self, shard_id: str, slot: int, token_id: int = 7, delta: str = "a") -> list[Action]:
-        """First token of a sequence."""
+        """The first token of a sequence."""
         return self.step(shard_id, (slot, [token_id], delta), starts=[Start(slot, 4, 0.5)])
 
     def finish(self, shard_id: str, slot: int, reason: int = FinishReason.FINISH_REASON_STOP) -> list[Action]:
@@ -92,7 +92,7 @@ class CoreRig:
 
 
 def only(actions: Sequence[Action], kind: type[A]) -> A:
-    """The one action of a kind."""
+    """The single action of a kind."""
     found = [action for action in actions if isinstance(action, kind)]
     assert len(found) == 1, f"{len(found)} x {kind.__name__} in {actions}"
     return found[0]
@@ -103,11 +103,11 @@ def has(actions: Sequence[Action], kind: type) -> bool:
 
 
 def sent(actions: Sequence[Action]) -> Step:
-    """What one client is told."""
+    """The step that one client is sent."""
     return only(actions, SendStep).step
 
 
 def submitted(actions: Sequence[Action]) -> tuple[str, list[int]]:
-    """Which shard got the request, under which slots."""
+    """The shard that got the request, and its slots there."""
     action = only(actions, SubmitAttempt)
     return action.shard_id, [choice.slot for choice in action.choices]

@@ -1,4 +1,4 @@
-"""The load ledger against a naive model: sums are exact, nothing is released twice, nothing goes negative."""
+"""The load ledger against a naive model: sums are exact, nothing is released twice, nothing becomes negative."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     def reserve(
         self, key: ReservationKey, shard_id: str, num_sequences: int, num_prefill_tokens: int, num_cached_tokens: int
     ) -> None:
-        """A second dispatch under the name of one that is held would make its release ambiguous: refused."""
+        """A second dispatch with the key of a held reservation is refused, because its release would be ambiguous."""
         num_blocks = (num_prefill_tokens + num_cached_tokens) // 16
         reservation = Reservation(shard_id, num_sequences, num_prefill_tokens, num_cached_tokens, num_blocks, self.now)
         if key in self.held:
@@ -47,7 +47,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def release(self, key: ReservationKey) -> None:
-        """Only what is held can be released: a late frame of an earlier attempt releases nothing."""
+        """Only a held reservation can be released: a late frame of an earlier attempt releases nothing."""
         if key not in self.held:
             with pytest.raises(KeyError):
                 self.ledger.release(key, self.now)
@@ -59,7 +59,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(shard_id=st.sampled_from(SHARDS), picks=st.lists(st.integers(0, 9), max_size=3))
     def first_tokens(self, shard_id: str, picks: list[int]) -> None:
-        """Of several attempts in one step; one that had started already changes nothing."""
+        """Several attempts have their first token in one step. An attempt that had started already changes nothing."""
         mine = sorted(key for key, reservation in self.held.items() if reservation.shard_id == shard_id)
         keys = list(dict.fromkeys(mine[pick % len(mine)] for pick in picks)) if mine else []
         self.ledger.note_starts(shard_id, [(key, 0.001) for key in keys], self.now)
@@ -74,7 +74,7 @@ class LoadLedgerMachine(RuleBasedStateMachine):
     def report(
         self, shard_id: str, waiting: tuple[int, int], running: tuple[int, int], num_tokens: tuple[int, int]
     ) -> None:
-        """Each pair: this router's own, other routers'."""
+        """Each pair is this router's own load and other routers' load."""
         self.reports[shard_id] = load = ShardLoad(
             num_waiting=sum(waiting),
             num_own_waiting=waiting[0],

@@ -40,7 +40,7 @@ class Snapshot:
 
 
 class NaiveShard:
-    """What one shard really holds, what a router can know of it, and what it was promised."""
+    """What one shard really holds, what a router can know of it, and which placements it was promised."""
 
     def __init__(self, now: float) -> None:
         self.states: list[set[int]] = [set()]
@@ -90,7 +90,7 @@ class NaiveShard:
             del self.held[min(self.held)]
 
     def _confirm(self) -> None:
-        """Only what is stored and not removed again in one batch shows in the states, hence one batch at a time."""
+        """The states show only blocks that are stored and not removed again in one batch, hence one batch at a time."""
         for block_hash in self.known:
             self.placed.pop(block_hash, None)
 
@@ -104,14 +104,14 @@ def leading_blocks(prompt: list[int], believed: dict[str, set[int]]) -> dict[str
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """Shards store and remove blocks; their batches and snapshots are lost, doubled or reordered on the way, shards
-    restart. The index knows exactly the state behind the last batch that it can know."""
+    """Shards store and remove blocks; their batches and snapshots are lost, doubled or reordered in transit, and shards
+    restart. The index holds exactly the state after the last batch that it can know."""
 
-    portions: ClassVar = IndexStepSizes(run_blocks=5, sweep_runs=1, sweep_share=0.0)
+    step_sizes: ClassVar = IndexStepSizes(run_blocks=5, sweep_runs=1, sweep_share=0.0)
 
     @initialize()
     def start(self) -> None:
-        self.index = PrefixIndex(self.portions)
+        self.index = PrefixIndex(self.step_sizes)
         self.now = 0.0
         self.shards: dict[str, NaiveShard] = {}
         self.delayed: list[Batch] = []
@@ -119,7 +119,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(shard_id=st.sampled_from(SHARDS))
     def shard_up(self, shard_id: str) -> None:
-        """Or restarts: what was on the old stream goes with it."""
+        """A shard connects or restarts: everything on its old stream is lost with it."""
         self.index.add_shard(shard_id, MAX_BLOCKS, self.now)
         self._forget(shard_id)
         self.shards[shard_id] = NaiveShard(self.now)
@@ -197,14 +197,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.one_of(chains, st.lists(hashes, max_size=8)))
     def look_up(self, prompt: list[int]) -> None:
-        """Overlap is the number of leading blocks that a shard is known to hold or was just given: holes end it."""
+        """The overlap is the number of leading blocks that a shard is known to hold or was just given: a hole ends
+        it."""
         believed = {shard_id: shard.known | shard.placed.keys() for shard_id, shard in self.shards.items()}
         assert self.index.count_overlaps(prompt, self.now) == leading_blocks(prompt, believed)
 
     @precondition(lambda self: self.shards)
     @rule()
     def last_snapshot(self) -> None:
-        """Whatever was lost before: once every shard's latest snapshot has arrived, all is exact."""
+        """Whatever was lost before: once the latest snapshot of every shard has arrived, the index is exact."""
         self.delayed.clear()
         self.snapshots.clear()
         for shard_id, shard in self.shards.items():
@@ -265,12 +266,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         return ids[pick % len(ids)]
 
 
-class PortionsMachine(PrefixIndexMachine):
-    """The same with snapshots that are read block by block while everything else goes on: never more is believed than
-    is known or was promised by a placement, and all that is known once everything is settled. (A block that was placed
-    before it was read counts as placed until it is, even if it is removed meanwhile.)"""
+class SmallStepsMachine(PrefixIndexMachine):
+    """The same with snapshots that are read block by block while everything else continues: the index never believes
+    more than is known or was promised by a placement, and knows everything once it is settled. (A block that was placed
+    before it was read counts as placed until it is read, even if it is removed meanwhile.)"""
 
-    portions: ClassVar = IndexStepSizes(run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0)
+    step_sizes: ClassVar = IndexStepSizes(
+        run_blocks=3, snapshot_blocks=2, settle_blocks=1, sweep_runs=1, sweep_share=0.0
+    )
 
     @rule(prompt=st.one_of(chains, st.lists(hashes, max_size=8)))
     def look_up(self, prompt: list[int]) -> None:
@@ -295,5 +298,5 @@ class PortionsMachine(PrefixIndexMachine):
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
 TestPrefixIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestPrefixIndexPortions = PortionsMachine.TestCase
-TestPrefixIndexPortions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixIndexSmallSteps = SmallStepsMachine.TestCase
+TestPrefixIndexSmallSteps.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

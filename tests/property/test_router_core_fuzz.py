@@ -1,8 +1,7 @@
-"""Whatever frames its peers send, the router core takes them or says PROTOCOL_VIOLATION, and its invariants withheld.
+"""Whatever frames its peers send, the router core accepts them or answers PROTOCOL_VIOLATION, and its invariants hold.
 
-Frames are protobuf messages with any value that the wire can carry, and go through the router's own conversion.
-KVLOOM_FUZZ_EXAMPLES sets how many examples each test runs.
-"""
+Frames are protobuf messages with any value that the wire can carry, and they pass through the router's own conversion.
+KVLOOM_FUZZ_EXAMPLES sets how many examples each test runs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from router import convert
 from router.core import events as ev
 from router.core.actions import FleetChanged, RequestEnded, SendStep
 from router.core.core import CoreConfig, RouterCore
-from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadSettings
 
 NUM_EXAMPLES = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(
@@ -37,7 +36,7 @@ REASON = st.integers(0, 6) | st.just(2**31 - 1)
 
 
 def messages(kind: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Of a protobuf type, each field present or not."""
+    """Messages of a protobuf type, with each field present or absent."""
     return st.fixed_dictionaries({}, optional=fields).map(lambda values: kind(**values))
 
 
@@ -74,7 +73,7 @@ WILD_STEPS = messages(
 
 @st.composite
 def fitting_steps(draw: st.DrawFn) -> generation_pb2.StepFrame:
-    """Arrays fit together, so that what lies behind that check is reached."""
+    """Steps whose arrays fit together, so that the code after that check is reached."""
     slots = draw(lists(SLOT))
     counts = draw(st.lists(st.integers(0, 3), min_size=len(slots), max_size=len(slots)))
     return generation_pb2.StepFrame(
@@ -204,7 +203,7 @@ CONFIGS = st.builds(
     max_held_tokens=st.integers(1, 4),
     decision_sample_share=st.just(1.0),
     overload=st.builds(
-        OverloadConfig,
+        OverloadSettings,
         sheds_early=st.booleans(),
         outage_patience_seconds=st.sampled_from([0.0, 0.5]),
         ramp_start_requests=st.sampled_from([None, 1, 4]),
@@ -215,7 +214,7 @@ CONFIGS = st.builds(
 @FUZZ
 @given(config=CONFIGS, history=st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.001, 0.3])), max_size=40))
 def test_any_history_of_frames(config: CoreConfig, history: list[tuple[ev.Event, float]]) -> None:
-    """A peer that is broken, old or hostile loses its own stream, and nothing else happens."""
+    """A peer that is broken, outdated or hostile loses its own stream, and nothing else happens."""
     core = RouterCore(config, seed=1)
     now = 1.0
     core.handle(ev.SafetyUp(screens_prompts=False, screens_answers=False), now)
@@ -246,18 +245,18 @@ def test_any_history_of_frames(config: CoreConfig, history: list[tuple[ev.Event,
 
 
 def outcome(core: RouterCore, actions: list[Any]) -> tuple[Any, ...]:
-    """What came of events, however many there were: steps for clients joined, other actions in their order."""
-    told: dict[str, list[tuple[Any, ...]]] = {}
+    """The result of events, however many there were: steps for a client are joined, other actions keep their order."""
+    sent: dict[str, list[tuple[Any, ...]]] = {}
     for action in actions:
         if isinstance(action, SendStep):
             step = action.step
             counts = step.num_tokens or [1] * len(step.slots)
             entries = [("tokens", *entry) for entry in zip(step.slots, counts, step.deltas, strict=True)]
             starts = [("start", start) for start in step.starts]
-            told.setdefault(action.client_id, []).extend([*starts, *entries, *(("end", end) for end in step.finishes)])
+            sent.setdefault(action.client_id, []).extend([*starts, *entries, *(("end", end) for end in step.finishes)])
     others = [action for action in actions if not isinstance(action, SendStep | FleetChanged)]
     state = (core.fleet, core.num_queued_requests, core.is_idle, core.next_deadline())
-    return {client: sorted(map(repr, entries)) for client, entries in told.items()}, others, state
+    return {client: sorted(map(repr, entries)) for client, entries in sent.items()}, others, state
 
 
 @FUZZ
@@ -269,7 +268,7 @@ def outcome(core: RouterCore, actions: list[Any]) -> tuple[Any, ...]:
 def test_a_frame_in_one_pass_is_its_parts_one_by_one(
     config: CoreConfig, history: list[tuple[ev.Event, float]], frame: ev.FrameArrived
 ) -> None:
-    """The simulation tests hand the core a frame's parts: what they prove must withheld for whole frames."""
+    """The simulation tests hand the core a frame's parts one by one: what they prove must hold for whole frames."""
     ends: list[tuple[Any, ...]] = []
     for is_whole in (True, False):
         core = RouterCore(config, seed=1)

@@ -1,4 +1,4 @@
-"""Text that the core clears by the prefilter, without asking the safety service, is what the service would clear."""
+"""Text that the core clears by the prefilter, without the safety service, is text that the service would clear."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gate:
                 self._screen(action)
 
     def _screen(self, action: ScreenAnswers) -> None:
-        """The service has one slot; the core's first one is the only one."""
+        """The service has one slot: the first slot of the core is the only one."""
         outgoing = Outgoing()
         renamed = [7] * len(action.slots)
         skips = [(7, num_chars, last) for _, num_chars, last in action.skips]
@@ -67,8 +67,8 @@ class Gate:
 @example(RuleSet([Phrase(RULE, "a b", True)], []), ["xa", "  ", "b"], False)
 @example(RuleSet([Phrase(RULE, "ab", False)], []), ["x", "a", "x", "ab"], True)
 def test_the_core_shows_what_full_screening_shows(rules: RuleSet, deltas: list[str], in_pairs: bool) -> None:
-    """After every token as many whole deltas are with the client as the service would have cleared, and a halted answer
-    ends in the same place; whether tokens come one by one or in pairs."""
+    """After every token the client has as many whole deltas as the service would have cleared, and a halted answer ends
+    at the same place, whether tokens come one by one or in pairs."""
     gate = Gate(rules)
     if in_pairs:
         deltas = ["".join(deltas[i : i + 2]) for i in range(0, len(deltas), 2)]
@@ -90,7 +90,7 @@ def test_the_core_shows_what_full_screening_shows(rules: RuleSet, deltas: list[s
 
 
 def test_plain_text_asks_the_service_nothing() -> None:
-    """That is what the prefilter is for: not one message for an answer in which nothing forbidden can begin."""
+    """The purpose of the prefilter: an answer in which nothing forbidden can begin costs not one message."""
     gate = Gate(RuleSet([Phrase(RULE, "zz", True)], []))
     gate.take(gate.rig.start("s0", gate.slot, 9, "some "))
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Does the simulation find anything? Bugs planted in the core, each of which its checker must catch, alone."""
+"""Bugs planted in the core, each of which its own checker must catch alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.dst.run_seed import run_seed
 
 
 def seeds_to_catch(bug: PlantedBug) -> int | None:
-    """How many seeds it takes, from 0 on; None: more than it may."""
+    """The number of seeds that it takes, from 0 on; None: more than it may take."""
     checkers = () if bug.checker is None else (bug.checker,)
     for seed in range(bug.max_seeds):
         failure = run_seed(seed, checkers).failure

@@ -1,8 +1,7 @@
-"""The router core under random faults: its invariants hold behind every step, and everything ends.
+"""The router core under random faults: its invariants hold after every step, and every request ends.
 
 `kvloom dst` runs the same with thousands of seeds. A failing seed is replayed alone with the command that the failure
-prints; KVLOOM_SEED adds seeds, separated by spaces.
-"""
+prints; KVLOOM_SEED adds seeds, separated by spaces."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ EXTRA_SEEDS = list(map(int, os.environ.get("KVLOOM_SEED", "").split()))
 
 @pytest.mark.parametrize("begin", range(0, NUM_SEEDS, GROUP))
 def test_core_survives_faults(begin: int) -> None:
-    """Crashes, partitions, lost events, slow verdicts, leaving clients and jumping clocks break no promise."""
+    """Crashes, partitions, lost events, slow verdicts, disconnecting clients and jumping clocks break no promise."""
     for seed in range(begin, begin + GROUP):
         _check(seed)
 
 
 @pytest.mark.parametrize("seed", EXTRA_SEEDS)
 def test_core_survives_a_given_seed(seed: int) -> None:
-    """What failed somewhere else can be made to fail here."""
+    """A seed that failed elsewhere can be run here."""
     _check(seed)
 
 
 def test_same_seed_same_history() -> None:
-    """A failing seed can only be replayed if nothing depends on anything but the seed: not on what ran before in the
-    process, not on the process's hash seed."""
+    """A failing seed can only be replayed if nothing depends on anything but the seed: neither on earlier runs in the
+    process nor on the process's hash seed."""
     seeds = [3, 7, 19]
     here = [run_seed(seed).digest for seed in seeds]
     assert len(set(here)) == len(here)
@@ -51,7 +50,7 @@ def test_same_seed_same_history() -> None:
 
 
 def test_every_kind_of_fault_strikes() -> None:
-    """A fault that is never injected protects nobody; it would not be missed otherwise."""
+    """A fault that is never injected tests nothing, and its absence would go unnoticed."""
     struck = {kind for seed in range(40) for kind in run_seed(seed, checkers=()).faults}
     assert struck >= set(FAULT_KINDS)
 

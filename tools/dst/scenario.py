@@ -7,10 +7,10 @@ import random
 from collections.abc import Mapping
 from typing import Final
 
+from kvloom.config import HealthConfig
 from router.core.core import CoreConfig
-from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
-from router.core.fleet.shard_health import HealthSettings
 from router.core.placement import POLICIES
 
 MODELS: Final = ("model-a", "model-b")
@@ -155,11 +155,11 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
     )
 
 
-def _draw_health(rng: random.Random) -> HealthSettings | None:
+def _draw_health(rng: random.Random) -> HealthConfig | None:
     """Sized for simulated steps, which are short."""
     if rng.random() < 0.2:
         return None
-    return HealthSettings(
+    return HealthConfig(
         stall_seconds=rng.choice((0.1, 0.25)),
         slow_factor=rng.choice((3.0, 10.0)),
         slow_seconds=rng.choice((0.1, 0.5)),
@@ -171,8 +171,8 @@ def _draw_health(rng: random.Random) -> HealthSettings | None:
     )
 
 
-def _draw_overload(rng: random.Random) -> OverloadConfig:
-    return OverloadConfig(
+def _draw_overload(rng: random.Random) -> OverloadSettings:
+    return OverloadSettings(
         sheds_early=rng.random() < 0.5,
         outage_patience_seconds=rng.choice((0.0, 0.05, 0.4, 5.0)),
         ramp_start_requests=rng.choice((None, 1, 2)),

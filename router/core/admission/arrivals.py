@@ -68,8 +68,8 @@ class Arrivals:
             return
         live = LiveRequest(request, client, now)
         live.max_held_tokens = max(1, self._config.max_held_tokens // len(request.choices))
-        said = [choice for choice in live.choices if choice.num_given_tokens >= (request.max_tokens or math.inf)]
-        needs_shard = len(said) < len(live.choices)
+        finished = [choice for choice in live.choices if choice.num_resumed_tokens >= (request.max_tokens or math.inf)]
+        needs_shard = len(finished) < len(live.choices)
         open_shards = self._placer.open_shards(live) if needs_shard else []
         is_parked = (
             request.tier is not Tier.INTERACTIVE and needs_shard and (not open_shards or self._queue.must_park(live))
@@ -83,7 +83,7 @@ class Arrivals:
         self._overload.note_admitted(request, now)
         self._lifecycle.add(live, client)
         self._verdicts.begin(live)
-        for choice in said:
+        for choice in finished:
             self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
         if live.num_open_choices:
             self._hand_over(live, open_shards, now, is_parked=is_parked, has_room=has_room)

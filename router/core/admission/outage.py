@@ -19,7 +19,7 @@ class Outage:
         self.overdue: list[LiveRequest] = []
         """Requests with a deadline that has passed, perhaps that of their patience."""
 
-    def look(self, now: float) -> None:
+    def find_unschedulable(self, now: float) -> None:
         """Find the requests that no shard can run, after the fleet may have changed."""
         self._queue.check_unschedulable = False
         unschedulable = self._queue.unschedulable()

@@ -220,4 +220,6 @@ class AttemptSender:
         choice.num_attempts += 1
         shard.choices[slot] = choice
         shard.attempts[slot] = attempt
-        return ChoiceSpec(slot, choice.index, tuple(choice.output_token_ids), choice.num_given_chars + choice.num_chars)
+        return ChoiceSpec(
+            slot, choice.index, tuple(choice.output_token_ids), choice.num_resumed_chars + choice.num_chars
+        )

@@ -23,7 +23,7 @@ REPLACE_SECONDS: Final = 1.0
 """How often waiting requests are placed again: shards may be faster or slower than they seemed, or hang."""
 MAX_REPLACED: Final = 64
 """The most requests that are placed again at a time."""
-MAX_STOLEN_LOOKS: Final = 4
+MAX_STEAL_CANDIDATES: Final = 4
 """Requests of other queues that are considered when a shard runs out of work."""
 MIN_TICK_SECONDS: Final = 0.001
 """An estimate that repeatedly returns `now` must not make time stand still."""
@@ -297,7 +297,7 @@ class DispatchQueue:
             (live for live in self.queues.queue(longest) if live.prefill_chunk is None),
             key=lambda live: live.own_seconds,
         )
-        for live in waiting[:MAX_STOLEN_LOOKS]:
+        for live in waiting[:MAX_STEAL_CANDIDATES]:
             if self._placer.fits(live, shard) and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
                 return live

@@ -43,7 +43,7 @@ _WELL: Final = (FINISH_REASON_STOP, FINISH_REASON_LENGTH)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OverloadConfig:
+class OverloadSettings:
     sheds_early: bool = False
     """Refuse and drop by prediction. Otherwise only when the queue is full, and by the clock."""
     outage_patience_seconds: float = 0.0
@@ -153,7 +153,7 @@ class _Model:
 class OverloadGuard:
     """Pure, like all of the core; measures per model."""
 
-    def __init__(self, config: OverloadConfig, queue: DispatchQueue, max_queue_seconds: float) -> None:
+    def __init__(self, config: OverloadSettings, queue: DispatchQueue, max_queue_seconds: float) -> None:
         self._config = config
         self._queue = queue
         self._queues = queue.queues
@@ -170,14 +170,14 @@ class OverloadGuard:
 
     def note_event(self, actions: Iterable[Action], now: float) -> None:
         """Record the actions that followed an event."""
-        is_quiet = not (self.has_waited or self._queues.num_requests)
+        is_idle = not (self.has_waited or self._queues.num_requests)
         for action in actions:
             if type(action) is SubmitAttempt:
-                is_quiet = False
+                is_idle = False
                 self._model(action.request.model).num_dispatched += action.attempt_id == 1
             elif type(action) is RequestEnded and action.num_attempts == 1 and action.reason in _WELL:
                 self._model(action.model).learn(action)
-        if is_quiet:  # there is nothing to measure, as with nearly all steps
+        if is_idle:  # there is nothing to measure, as with nearly all steps
             return
         self.has_waited = False
         for name, model in self._models.items():

@@ -93,9 +93,9 @@ def safety_unavailable(request_id: str) -> KvloomError:
 
 def _check_window(request: Request, window: int) -> KvloomError | None:
     num_prompt_tokens = len(request.prompt_token_ids)
-    num_given_tokens = max((len(choice.output_token_ids) for choice in request.choices), default=0)
+    num_resumed_tokens = max((len(choice.output_token_ids) for choice in request.choices), default=0)
     if request.max_tokens is None:
-        if num_prompt_tokens + num_given_tokens < window:
+        if num_prompt_tokens + num_resumed_tokens < window:
             return None
         detail = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer"
     else:

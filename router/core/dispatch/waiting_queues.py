@@ -16,7 +16,7 @@ MAX_TENANTS: Final = 1024
 
 
 class WaitingQueues:
-    """First in, first out within a tenant, unless `take` is told otherwise."""
+    """First in, first out within a tenant, unless `take` gets an urgency."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, dict[str, dict[str, LiveRequest]]] = {}

@@ -59,7 +59,7 @@ class FastPath:
             if self.only_client is None:
                 clients = set(self.clients.values())
                 self.only_client = clients.pop() if len(clients) == 1 else None
-            _write_back(self._choices[slot], *self._log.take(slot))
+            self._choices[slot].record_forwarded(*self._log.take(slot))
 
     def end(self) -> None:
         """Remove all choices."""
@@ -71,7 +71,7 @@ class FastPath:
     def write_back(self) -> None:
         """Write the deferred tokens to the choices."""
         for slot, token_ids, text in self._log.take_all():
-            _write_back(self._choices[slot], token_ids, text)
+            self._choices[slot].record_forwarded(token_ids, text)
 
     def check_integrity(self) -> None:
         """Assert that every choice here may be on the fast path."""
@@ -93,14 +93,3 @@ class FastPath:
                 assert withheld.start is None
                 assert withheld.num_clear_chars == choice.num_chars
                 assert choice.screening_slot is None or choice.prefilter is self.cleared_by
-
-
-def _write_back(choice: Choice, token_ids: Sequence[int], text: str) -> None:
-    choice.output_token_ids.extend(token_ids)
-    if text:
-        choice.num_chars += len(text)
-        withheld = choice.withheld
-        if withheld is not None:
-            withheld.num_clear_chars = choice.num_chars
-            withheld.last_shown_char = choice.last_skipped_char = text[-1]
-            choice.num_skipped_chars += len(text)

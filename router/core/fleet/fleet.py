@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from router.core.actions import FleetChanged, ModelState
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
 from router.core.events import ShardDescription
 from router.core.fleet.fast_path import FastPath
-from router.core.fleet.shard_health import ShardHealth
+from router.core.fleet.shard_health import HealthState, ShardHealth
 from router.core.fleet.slot_pool import SlotPool
 from router.core.live import Attempt, Choice
 
@@ -68,6 +72,34 @@ class Shard:
         self.fast_path.leave(choice.shard_slot)
         del self.choices[choice.shard_slot]
         choice.shard_id = ""
+
+
+class ModelState(msgspec.Struct, frozen=True):
+    name: str
+    num_ready_shards: int
+    max_model_len: int
+    capabilities: frozenset[str]
+
+
+class FleetChanged(msgspec.Struct, frozen=True):
+    """An action: the fleet's new state, to be sent to every client."""
+
+    models: Sequence[ModelState]
+    draining: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardState:
+    """A shard as the core knows it, for observers: the decision log, and tools."""
+
+    description: ShardDescription
+    is_draining: bool
+    health: HealthState
+    prefill_tokens_per_second: float
+    """As the shard reports it; 0: not known yet. The same holds for `decode_step_seconds`."""
+    decode_step_seconds: float
+    prefill_seconds: Mapping[str, float]
+    """The learned coefficients, by name (SpeedModel.coefficients)."""
 
 
 class Fleet:

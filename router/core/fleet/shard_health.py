@@ -12,12 +12,12 @@ Pure: callers pass the time. A step frame costs a few additions, whatever it con
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
+from kvloom.config import HealthConfig
 from router.core.events import ShardLoad
 
 MIN_EVIDENCE: Final = 0.6
@@ -43,28 +43,9 @@ class Symptom(enum.StrEnum):
     FAILING = "failing"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HealthSettings:
-    stall_seconds: float = 5.0
-    """Time without progress, beyond twice the predicted prefill of the first request that waits there."""
-    slow_factor: float = 10.0
-    """How many times slower than the median of its peers."""
-    slow_seconds: float = 10.0
-    """Seconds of decoding on which a pace is judged."""
-    max_failures: int = 5
-    """Consecutive engine failures."""
-    max_suspected_share: float = 0.5
-    """The largest share of a model's shards that may be suspected."""
-    probe_seconds: float = 1.0
-    """Time to the first probe; it doubles with every missed one."""
-    max_probe_seconds: float = 30.0
-    num_probes: int = 3
-    """Consecutive probes that a shard must answer in time to be healthy again."""
-
-    @property
-    def check_seconds(self) -> float:
-        """The interval of the checks."""
-        return min(self.stall_seconds / 10, 0.5)
+def check_seconds(settings: HealthConfig) -> float:
+    """The time between two checks of the shards."""
+    return min(settings.stall_seconds / 10, 0.5)
 
 
 class Pace:
@@ -113,7 +94,7 @@ class Pace:
 class ShardHealth:
     """Evidence about one shard, and its circuit breaker."""
 
-    def __init__(self, settings: HealthSettings) -> None:
+    def __init__(self, settings: HealthConfig) -> None:
         self._settings = settings
         self.state = HealthState.HEALTHY
         self.symptom: Symptom | None = None

@@ -1,0 +1,5 @@
+"""What the router does about shards that hang, are slow or fail.
+
+health_watch.py   suspects shards, probes them, and accepts them again
+migrator.py       moves running requests off a shard
+"""

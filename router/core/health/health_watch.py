@@ -7,17 +7,18 @@ from collections import OrderedDict
 from statistics import median
 from typing import Final
 
+from kvloom.config import HealthConfig
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, ShardHealthChanged
 from router.core.dispatch.attempt_sender import AttemptSender
 from router.core.fleet.fleet import Fleet, Shard
-from router.core.fleet.shard_health import HealthSettings, HealthState, Pace, ShardHealth, Symptom
+from router.core.fleet.shard_health import HealthState, Pace, ShardHealth, Symptom, check_seconds
 from router.core.health.migrator import Migrator
 from router.core.load.load_ledger import LoadLedger
 
 PREDICTION_SLACK: Final = 2.0
 """How many times its predicted prefill a first token may take before silence counts."""
-MAX_LOOKING_SHARE: Final = 2.0
+MAX_COUNTED_INTERVALS: Final = 2.0
 """Limit on the counted time, in intervals between two checks: beyond that this router was not running itself, and what
 shards had sent is unread."""
 MAX_REMEMBERED: Final = 1024
@@ -34,7 +35,7 @@ class HealthWatch:
 
     def __init__(
         self,
-        settings: HealthSettings | None,
+        settings: HealthConfig | None,
         fleet: Fleet,
         ledger: LoadLedger,
         attempt_sender: AttemptSender,
@@ -42,7 +43,7 @@ class HealthWatch:
         action_buffer: ActionBuffer,
     ) -> None:
         self._settings = settings
-        self._check_seconds = (settings or HealthSettings()).check_seconds
+        self._check_seconds = check_seconds(settings or HealthConfig())
         self._fleet = fleet
         self._ledger = ledger
         self._attempt_sender = attempt_sender
@@ -52,7 +53,7 @@ class HealthWatch:
         self._num_unhealthy = 0
         """The number of shards that are not healthy."""
         self._num_handing_over = 0
-        self._gone: OrderedDict[str, tuple[str, ShardHealth]] = OrderedDict()
+        self._departed: OrderedDict[str, tuple[str, ShardHealth]] = OrderedDict()
         """Shard → incarnation and health of one that was not healthy when its stream broke."""
 
     def next_deadline(self) -> float:
@@ -69,23 +70,23 @@ class HealthWatch:
         """A breaker outlives the stream: a shard that hangs is no better after a new connection."""
         if self._settings is None:
             return
-        incarnation_id, health = self._gone.pop(shard.shard_id, ("", None))
+        incarnation_id, health = self._departed.pop(shard.shard_id, ("", None))
         if health is None or incarnation_id != shard.description.incarnation_id:
             shard.health = ShardHealth(self._settings)
             return
         shard.health = health
         health.reconnect(now)
         self._num_unhealthy += 1
-        self._tell(shard, health)
+        self._report_change(shard, health)
 
     def on_shard_down(self, shard: Shard) -> None:
         self._num_handing_over -= shard.hands_over
         health = shard.health
         if health is not None and health.state is not HealthState.HEALTHY:
             self._num_unhealthy -= 1
-            self._gone[shard.shard_id] = (shard.description.incarnation_id, health)
-            while len(self._gone) > MAX_REMEMBERED:
-                self._gone.popitem(last=False)
+            self._departed[shard.shard_id] = (shard.description.incarnation_id, health)
+            while len(self._departed) > MAX_REMEMBERED:
+                self._departed.popitem(last=False)
 
     def on_load(self, shard: Shard, *, hands_over: bool, now: float) -> None:
         if shard.hands_over != hands_over:
@@ -103,7 +104,7 @@ class HealthWatch:
     def on_tick(self, now: float) -> None:
         if now < self.next_deadline():
             return
-        seconds = min(now - self._checked_at, MAX_LOOKING_SHARE * self._check_seconds)
+        seconds = min(now - self._checked_at, MAX_COUNTED_INTERVALS * self._check_seconds)
         self._checked_at = now
         shards = list(self._fleet.shards.values())
         for shard in shards:
@@ -165,13 +166,13 @@ class HealthWatch:
         serving = [s for s in self._fleet.shards.values() if s.description.model == model and not s.is_draining]
         if shard.is_draining:
             return any(not other.is_suspected for other in serving)
-        num_unwell = sum(s.health is not None and s.health.state is not HealthState.HEALTHY for s in serving)
-        return num_unwell + 1 <= self._settings.max_suspected_share * len(serving)
+        num_unhealthy = sum(s.health is not None and s.health.state is not HealthState.HEALTHY for s in serving)
+        return num_unhealthy + 1 <= self._settings.max_suspected_share * len(serving)
 
     def _suspect(self, shard: Shard, health: ShardHealth, symptom: Symptom, now: float) -> None:
         self._num_unhealthy += health.state is HealthState.HEALTHY
         health.trip(symptom, now)
-        self._tell(shard, health)
+        self._report_change(shard, health)
         self._attempt_sender.queue.requeue_all(shard)
 
     # -- probes ---------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class HealthWatch:
             self._num_unhealthy -= health.state is HealthState.HEALTHY
             if health.is_suspected:
                 self._attempt_sender.queue.requeue_all(shard)
-            self._tell(shard, health)
+            self._report_change(shard, health)
         if health.state is not HealthState.HEALTHY and health.probe_slot is None and now >= health.probe_at:
             health.send_probe(self._attempt_sender.send_probe(shard, now), self._probe_limit_seconds(shard, now), now)
 
@@ -204,6 +205,6 @@ class HealthWatch:
         limit_seconds = PROBE_STEPS * PROBE_SLACK_SHARE * self._settings.slow_factor * step_seconds
         return min(max(limit_seconds, MIN_PROBE_LIMIT_SECONDS), self._settings.stall_seconds)
 
-    def _tell(self, shard: Shard, health: ShardHealth) -> None:
+    def _report_change(self, shard: Shard, health: ShardHealth) -> None:
         symptom = "" if health.symptom is None else health.symptom.value
         self._action_buffer.add(ShardHealthChanged(shard.shard_id, health.state, symptom))

@@ -4,7 +4,7 @@
 
 x = tokens computed after `position` cached ones (the second product is attention), context = tokens that decode in the
 same steps. Least squares over the recent past, with a weak prior and no negative coefficient: a shard that slows down
-is noticed, and shards of different speed are told apart without configuration. The normal equations are kept with
+is noticed, and shards of different speed are distinguished without configuration. The normal equations are kept with
 exponential forgetting and solved by projected coordinate descent from the last solution (for the problem: Lawson and
 Hanson, Solving Least Squares Problems, ch. 23); unlike the recursive form this cannot become unstable. Every
 observation is weighted by the inverse of its duration, so that relative errors count alike for all prompts.
@@ -71,7 +71,7 @@ class PrefillWork(msgspec.Struct, frozen=True):
 
 class SpeedModel:
     """The coefficients of one shard, or of a whole fleet, which its shards have as their prior: so a new shard is
-    assumed to be like its peers, and gets work by which it can be told apart."""
+    assumed to be like its peers, and gets work that shows how it differs."""
 
     __slots__ = ("_known", "_moments", "_prior", "_products", "num_observations", "theta")
 

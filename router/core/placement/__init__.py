@@ -1,4 +1,13 @@
-"""Where a request goes, and why: filters, then a cost whose terms have names, then the cheapest shard."""
+"""Which shard a request is placed on: filters, then a cost whose terms have names, then the cheapest shard.
+
+placer.py        Placer: filters the shards, prices them with a policy, picks the cheapest
+plan.py          the explanation of a placement
+policy.py        what a policy sees of a shard and of a request, and what it returns
+ect.py           the default policy: estimated completion cost
+reuse_curve.py   how likely idle blocks are to be used again, which prices an eviction
+baselines.py     simple policies to compare with
+peers.py         policies of other routers
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -14,8 +14,7 @@ from router.core.fleet.fleet import Fleet, Shard
 from router.core.live import LiveRequest
 from router.core.load.load_ledger import LoadLedger
 from router.core.placement import POLICIES
-from router.core.placement.pick import Pick
-from router.core.placement.plan import PlacementPlan, ShardPlan
+from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Arrival, Candidate, QueueHoldPolicy
 from router.core.placement.reuse_curve import ReuseCurve
 from router.core.prefix_index.prefix_index import PrefixIndex

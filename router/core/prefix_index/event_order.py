@@ -37,7 +37,7 @@ class EventOrder:
         """Whether every batch that arrived has been taken."""
         return self._next_number is not None and self._next_number > self._highest_number
 
-    def take_in(self, number: int, changes: Changes) -> Sequence[Changes]:
+    def push(self, number: int, changes: Changes) -> Sequence[Changes]:
         """A batch arrived. Returns the batches whose turn it is now; one whose turn is over is ignored."""
         if number > self._highest_number:
             self._highest_number = number

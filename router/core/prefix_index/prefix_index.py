@@ -89,9 +89,9 @@ class _ShardBlocks:
 class PrefixIndex:
     """Memory is bounded by what the shards can withheld: at most `max_blocks` stored and as many placed hashes each."""
 
-    def __init__(self, portions: IndexStepSizes | None = None) -> None:
-        self._prefill_chunks = portions or IndexStepSizes()
-        self._runs = BlockRuns(self._prefill_chunks.run_blocks)
+    def __init__(self, step_sizes: IndexStepSizes | None = None) -> None:
+        self._step_sizes = step_sizes or IndexStepSizes()
+        self._runs = BlockRuns(self._step_sizes.run_blocks)
         self._bits = ShardBits()
         self._shards: dict[str, _ShardBlocks] = {}
         self._reading: deque[_ShardBlocks] = deque()
@@ -119,7 +119,7 @@ class PrefixIndex:
         """Apply one numbered batch. Returns True when a snapshot must be requested: batches before this one are missing
         (it is kept meanwhile), and none was requested in the last SNAPSHOT_RETRY_SECONDS."""
         shard = self._shards[shard_id]
-        for batch in shard.order.take_in(number, changes):
+        for batch in shard.order.push(number, changes):
             self._apply(shard, batch, now)
         self.settle()
         return shard.order.wants_snapshot(now)
@@ -136,7 +136,7 @@ class PrefixIndex:
         shard.unread = block_hashes if len(block_hashes) <= shard.max_blocks else block_hashes[: shard.max_blocks]
         shard.unread_from = 0
         self._reading.append(shard)
-        self._read(shard, self._prefill_chunks.snapshot_blocks)
+        self._read(shard, self._step_sizes.snapshot_blocks)
         for batch in shard.order.take():
             self._apply(shard, batch, shard.store_rate_at)
         return not shard.order.is_current
@@ -184,7 +184,7 @@ class PrefixIndex:
         """Different blocks in memory, including those that have lost their last shard and wait to be swept."""
         return len(self._runs)
 
-    # -- work in portions -----------------------------------------------------------------------------------------
+    # -- deferred work ----------------------------------------------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
@@ -195,9 +195,9 @@ class PrefixIndex:
         """Do a part of the remaining work: some 0.1 ms. It is called by events and placements, and may be called when
         idle."""
         if self._reading:
-            self._read(self._reading[0], self._prefill_chunks.settle_blocks)
+            self._read(self._reading[0], self._step_sizes.settle_blocks)
         elif not self._runs.is_swept:
-            self._sweep(self._prefill_chunks.sweep_runs)
+            self._sweep(self._step_sizes.sweep_runs)
 
     def check_integrity(self) -> None:
         """Assert that the bits are exactly what is counted and placed, and that the parts fit together."""
@@ -298,9 +298,7 @@ class PrefixIndex:
             self._bits.free(shard.bit)
             return
         self._runs.retire(shard.bit)
-        self._sweep(
-            max(self._prefill_chunks.sweep_runs, int(self._runs.num_runs_ever * self._prefill_chunks.sweep_share))
-        )
+        self._sweep(max(self._step_sizes.sweep_runs, int(self._runs.num_runs_ever * self._step_sizes.sweep_share)))
 
     def _sweep(self, max_runs: int) -> None:
         self._bits.free(self._runs.sweep(max_runs))

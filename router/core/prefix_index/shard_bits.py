@@ -10,7 +10,7 @@ _TRUTH: Final = bytes.maketrans(b"01", b"\0\1")
 
 
 class ShardBits:
-    """A bit is allocated to a shard, retired when it may no longer be set anew, and freed when it is set nowhere."""
+    """A bit is allocated to a shard, retired when no block may get it any more, and freed when it is set nowhere."""
 
     def __init__(self) -> None:
         self.all = 0

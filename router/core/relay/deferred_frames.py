@@ -19,7 +19,7 @@ from router.core.events import TokensOnlyFrame
 from router.core.fleet.fleet import Fleet
 from router.core.relay.relay import Relay
 
-MAX_PUT_OFF: Final = 8
+MAX_DEFERRED: Final = 8
 
 
 class DeferredFrames:
@@ -31,15 +31,15 @@ class DeferredFrames:
         queue: DispatchQueue,
         overload: OverloadGuard,
         relay: Relay,
-        take_in: Callable[[Any, float], None],
+        handle_part: Callable[[Any, float], None],
     ) -> None:
-        """`take_in` handles a shard's KV events or load report."""
+        """`handle_part` handles a shard's KV events or load report."""
         self._fleet = fleet
         self._queues = queue.queues
         self._overload = overload
         self._relay = relay
-        self._take_in = take_in
-        self._put_off: list[tuple[TokensOnlyFrame, float]] = []
+        self._handle_part = handle_part
+        self._deferred: list[tuple[TokensOnlyFrame, float]] = []
         self.is_full = False
         """Whether `flush` is due."""
 
@@ -53,17 +53,17 @@ class DeferredFrames:
             return None
         sent = self._relay.forward_fast(shard, frame.step)
         if sent is not None:
-            self._put_off.append((frame, now))
-            self.is_full = len(self._put_off) >= MAX_PUT_OFF
+            self._deferred.append((frame, now))
+            self.is_full = len(self._deferred) >= MAX_DEFERRED
         return sent
 
     def flush(self) -> None:
         """Handle the deferred parts, because a decision is due."""
-        if not self._put_off:
+        if not self._deferred:
             return
-        put_off, self._put_off = self._put_off, []
+        deferred, self._deferred = self._deferred, []
         self.is_full = False
-        for frame, now in put_off:
+        for frame, now in deferred:
             for part in frame.read_rest():
-                self._take_in(part, now)
+                self._handle_part(part, now)
             self._relay.note_pace(self._fleet.shards[frame.shard_id], frame.step, now)

@@ -81,7 +81,7 @@ class Lifecycle:
         for shard in self._fleet.shards.values():
             shard.fast_path.end()
 
-    # -- news goes on ---------------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------
 
     def start(self, choice: Choice, start: Start, now: float) -> None:
         """A shard has produced the choice's first token. Only the first attempt's start is sent to the client."""
@@ -92,11 +92,11 @@ class Lifecycle:
         choice.num_cached_tokens = min(num_cached_tokens, len(live.request.prompt_token_ids))
         if choice is live.choices[0]:
             live.num_cached_tokens = choice.num_cached_tokens
-        news = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
+        client_start = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
         if choice.withheld is not None:
-            choice.withheld.start = news
+            choice.withheld.start = client_start
         else:
-            self._send_start(choice, news, now)
+            self._send_start(choice, client_start, now)
 
     def settle(self, choice: Choice, now: float) -> None:
         """Send the withheld output that may be shown, and end the choice if that was all of it."""
@@ -128,7 +128,7 @@ class Lifecycle:
             return
         withheld.finish = finish
         if choice.screening_slot is None and withheld.num_clear_chars == choice.num_chars:
-            withheld.num_clear_chars = None
+            withheld.clear_all()
         self._screening.close(choice)
         self.settle(choice, now)
 
@@ -155,7 +155,7 @@ class Lifecycle:
             self._screening.forget(choice)
             choice.screening_slot = None
             if choice.withheld is not None:
-                choice.withheld.num_clear_chars = None
+                choice.withheld.clear_all()
             self.settle(choice, now)
 
     def retry(self, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
@@ -233,7 +233,7 @@ class Lifecycle:
         finish.num_output_tokens = len(choice.output_token_ids)
         del choice.client.choices[choice.client_slot]
         self._action_buffer.step(choice.client).finishes.append(finish)
-        live.num_output_tokens += len(choice.output_token_ids) - choice.num_given_tokens
+        live.num_output_tokens += len(choice.output_token_ids) - choice.num_resumed_tokens
         live.note_end(finish.reason, finish.error)
         live.num_open_choices -= 1
         if not live.num_open_choices:

@@ -103,7 +103,7 @@ class Relay:
         cleared_by = self._screening.clears_all(step.deltas)
         choices, fast_path = shard.choices, shard.fast_path
         on_fast_path, clients = fast_path.client_slots, fast_path.clients
-        flow_filter = None if fast_path.cleared_by is cleared_by else fast_path.cleared_by
+        path_filter = None if fast_path.cleared_by is cleared_by else fast_path.cleared_by
         noted_slots: list[int] = []
         noted_ids: list[int] = []
         noted_deltas: list[str] = []
@@ -111,7 +111,7 @@ class Relay:
         overfull: list[Choice] = []
         for slot, token_id, delta in zip(step.slots, step.token_ids, step.deltas, strict=True):
             client_slot = on_fast_path.get(slot)
-            if client_slot is not None and flow_filter is not None and delta and flow_filter.is_suspicious(delta):
+            if client_slot is not None and path_filter is not None and delta and path_filter.is_suspicious(delta):
                 fast_path.leave(slot)
                 client_slot = None
             if client_slot is not None:
@@ -121,7 +121,7 @@ class Relay:
                 noted_deltas.append(delta)
             else:
                 choice = choices.get(slot)
-                if choice is None or not self._goes_on(shard, choice, token_id, delta, cleared_by, overfull, now):
+                if choice is None or not self._forwards(shard, choice, token_id, delta, cleared_by, overfull, now):
                     continue
                 client, client_slot = choice.client, choice.client_slot
             out = client.step or self._action_buffer.step(client)
@@ -130,7 +130,7 @@ class Relay:
             out.deltas.append(delta)
         return overfull
 
-    def _goes_on(
+    def _forwards(
         self,
         shard: Shard,
         choice: Choice,
@@ -162,7 +162,7 @@ class Relay:
             and (choice.screening_slot is None or choice.prefilter is cleared_by)
             and not choice.request.prompt_verdict_open
         ):
-            # The common case, with the result of `_passes`: all text is clear, by this filter.
+            # The common case, with the result of `_passes_screening`: all text is clear, by this filter.
             if withheld.start is not None:
                 self._lifecycle.release_start(choice, withheld, now)
             else:
@@ -171,7 +171,7 @@ class Relay:
             withheld.last_shown_char = choice.last_skipped_char = delta[-1]
             choice.num_skipped_chars += end - num_chars
             return True
-        if self._passes(choice, withheld, delta, is_plain=cleared_by is not None):
+        if self._passes_screening(choice, withheld, delta, is_plain=cleared_by is not None):
             return True
         withheld.entries.append(((token_id,), delta, choice.num_chars, _NONE))
         withheld.num_tokens += 1
@@ -181,7 +181,7 @@ class Relay:
             self._lifecycle.settle(choice, now)
         return False
 
-    def _passes(self, choice: Choice, withheld: WithheldOutput, delta: str, *, is_plain: bool) -> bool:
+    def _passes_screening(self, choice: Choice, withheld: WithheldOutput, delta: str, *, is_plain: bool) -> bool:
         """Have new text screened, unless the prefilter clears it. Returns whether it can go straight to the client."""
         if choice.is_screened and delta and not self._screening.clear(choice, withheld, delta, is_plain=is_plain):
             self._screening.send(choice, delta)
@@ -214,7 +214,7 @@ class Relay:
             withheld = choice.withheld
             if withheld is None and choice.is_screened and delta:
                 self._screening.send(choice, delta)
-            if withheld is None or self._passes(choice, withheld, delta, is_plain=is_plain):
+            if withheld is None or self._passes_screening(choice, withheld, delta, is_plain=is_plain):
                 self._action_buffer.add_tokens(choice, token_ids, delta, logprobs.get(slot, _NONE))
                 continue
             withheld.entries.append((token_ids, delta, choice.num_chars, logprobs.get(slot, _NONE)))
@@ -257,8 +257,8 @@ class Relay:
                 return
         if choice.num_cached_tokens is None:
             choice.num_cached_tokens = max(0, finish.num_cached_tokens - choice.request.num_prepared_tokens)
-        news = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
-        self._lifecycle.finish(choice, news, now)
+        client_finish = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
+        self._lifecycle.finish(choice, client_finish, now)
 
 
 def _by_client(clients: Iterable[Client], client_slots: Sequence[int], step: Step) -> list[Action]:

@@ -105,8 +105,8 @@ class Screening:
         return True
 
     def send(self, choice: Choice, delta: str) -> None:
-        """Have text screened; the first text opens the slot. The service is told how much text it was not shown before.
-        While it is away nothing is sent: withheld text goes to its successor (`send_again`)."""
+        """Have text screened; the first text opens the slot. The service is notified of the amount of skipped text.
+        While it is away nothing is sent: withheld text goes to its successor (`resend`)."""
         if not self.is_up:
             return
         slot = choice.screening_slot
@@ -120,14 +120,14 @@ class Screening:
         self._action_buffer.screen_slots.append(slot)
         self._action_buffer.screen_deltas.append(delta)
 
-    def begin_again(self, choice: Choice, withheld: WithheldOutput) -> None:
+    def restart(self, choice: Choice, withheld: WithheldOutput) -> None:
         """The stream that screened the choice has broken. The next stream screens it as a new answer whose cleared text
         is skipped."""
         choice.screening_slot = None
         choice.num_skipped_chars = withheld.num_clear_chars or 0
         choice.last_skipped_char, _ = withheld.unclear()
 
-    def send_again(self, choice: Choice, withheld: WithheldOutput) -> None:
+    def resend(self, choice: Choice, withheld: WithheldOutput) -> None:
         """Send everything that is withheld and not clear over a new stream."""
         _, text = withheld.unclear()
         if text:
@@ -135,7 +135,7 @@ class Screening:
             if withheld.finish is not None:
                 self.close(choice)
         elif withheld.finish is not None:
-            withheld.num_clear_chars = None
+            withheld.clear_all()
 
     def choice(self, slot: int) -> Choice | None:
         return self._answers.get(slot)

@@ -79,7 +79,7 @@ class Verdicts:
         for slot in answers.closed_slots:
             choice = screening.take_closed(slot)
             if choice is not None and choice.withheld is not None:
-                choice.withheld.num_clear_chars = None
+                choice.withheld.clear_all()
                 settle(choice, now)
         for slot, num_clear_chars in zip(answers.slots, answers.num_clear_chars, strict=True):
             choice = screening.choice(slot)
@@ -123,7 +123,7 @@ class Verdicts:
                 if choice.is_done or withheld is None:
                     continue
                 if choice.is_screened and withheld.num_clear_chars is not None:
-                    self._screening.send_again(choice, withheld)
+                    self._screening.resend(choice, withheld)
                 self._lifecycle.settle(choice, now)
 
     def expire(self, now: float) -> None:
@@ -156,9 +156,9 @@ class Verdicts:
             if withheld is None:
                 return False  # it is shown as it comes, and output without a verdict is not kept
             if withheld.num_clear_chars is None and live.prompt_verdict_open:
-                withheld.num_clear_chars = 0  # none of it was shown
+                withheld.withhold_all()
             if withheld.num_clear_chars is not None:
-                self._screening.begin_again(choice, withheld)
+                self._screening.restart(choice, withheld)
         return True
 
     def _give_up(self, live: LiveRequest, now: float) -> None:

@@ -1,8 +1,7 @@
-"""Bugs planted in the router core, for each checker at least one: mutants that `kvloom dst` must catch.
+"""Bugs planted in the router core, at least one for each checker: mutants that `kvloom dst` must catch.
 
-Each is the kind of slip that a change could make: a line forgotten, a condition turned round, a step too early. Those
-in `found` are real: they were in the core until the simulation found them.
-"""
+Each is a mistake that a change could make: a forgotten line, an inverted condition, a step too early. Those in `found`
+are real: they were in the core until the simulation found them."""
 
 from tests.simulation.planted_bugs import answers, dispatch, found, overload, shard_health, surroundings
 from tests.simulation.planted_bugs.registry import PLANTED_BUGS, PlantedBug

@@ -1,4 +1,4 @@
-"""Planted bugs in what clients get and are billed."""
+"""Planted bugs in what clients receive and in what is metered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tools.dst.checkers import (
 
 @caught_by(TokensExact)
 def drops_the_seventh_token(patch: Patch) -> None:
-    """The relay drops the seventh token of every answer, its text and all."""
+    """The relay drops the seventh token of every answer together with its text."""
 
     def change(shard: Shard, step: Step) -> None:
         if step.num_tokens or step.logprobs:
@@ -47,8 +47,8 @@ def drops_the_seventh_token(patch: Patch) -> None:
 
 
 @caught_by(TokensExact)
-def sends_held_tokens_twice(patch: Patch) -> None:
-    """A withheld that is cleared in two prefill chunks sends the last entry of the first one again."""
+def sends_withheld_tokens_twice(patch: Patch) -> None:
+    """Withheld output that is cleared in two parts sends the last entry of the first part again."""
     original = WithheldOutput.take_clear
 
     def take_clear(self: WithheldOutput) -> Any:
@@ -64,7 +64,7 @@ def sends_held_tokens_twice(patch: Patch) -> None:
 
 @caught_by(TextIntact)
 def loses_text_without_tokens(patch: Patch) -> None:
-    """An entry that has only text (what a detokenizer had held back) is taken for empty and dropped."""
+    """An entry that has only text (which a detokenizer had kept back) is treated as empty and dropped."""
 
     def change(_shard: Shard, step: Step) -> None:
         for i in reversed(range(len(step.num_tokens))):
@@ -76,7 +76,7 @@ def loses_text_without_tokens(patch: Patch) -> None:
 
 @caught_by(FramesWellFormed)
 def forgets_the_counts_of_tokens(patch: Patch) -> None:
-    """A frame with entries of several tokens leaves without their counts."""
+    """A frame with entries of several tokens is sent without their counts."""
     original = ActionBuffer.take
 
     def take(self: ActionBuffer) -> Any:
@@ -91,7 +91,7 @@ def forgets_the_counts_of_tokens(patch: Patch) -> None:
 
 @caught_by(AnswersComplete)
 def stops_at_the_first_stalled_step(patch: Patch) -> None:
-    """A failed attempt that has produced something is passed off as a complete answer."""
+    """A failed attempt that has produced output is reported as a complete answer."""
     original = Lifecycle.retry
 
     def retry(self: Lifecycle, choice: Choice, error: KvloomError, shard_id: str, now: float) -> None:
@@ -105,7 +105,7 @@ def stops_at_the_first_stalled_step(patch: Patch) -> None:
 
 @caught_by(EndsOnce)
 def reports_the_end_of_every_choice(patch: Patch) -> None:
-    """A request with several choices is reported as ended with each of them."""
+    """A request with several choices is reported as ended at the end of each choice."""
     original = Lifecycle._end
 
     def end(self: Lifecycle, choice: Choice, finish: Any, now: float) -> None:
@@ -118,7 +118,7 @@ def reports_the_end_of_every_choice(patch: Patch) -> None:
 
 @caught_by(EndsOnce)
 def refuses_in_silence(patch: Patch) -> None:
-    """A request that finds the queue full is reported as ended, but its client hears nothing."""
+    """A request that finds the queue full is reported as ended, but its client is not notified."""
     original = Arrivals._refuse
 
     def refuse(self: Arrivals, request: Any, client: Any, error: KvloomError, now: float) -> None:
@@ -130,18 +130,18 @@ def refuses_in_silence(patch: Patch) -> None:
 
 
 @caught_by(MeteredIsDelivered)
-def bills_what_was_held(patch: Patch) -> None:
-    """Tokens that are dropped because nobody may see them stay on the bill."""
+def meters_withheld_tokens(patch: Patch) -> None:
+    """Withheld tokens that are dropped are metered all the same."""
     patch.setattr(Lifecycle, "_forget_tokens", lambda _self, _choice, _count: None)
 
 
 @caught_by(MeteredIsDelivered)
-def bills_given_tokens_again(patch: Patch) -> None:
-    """A resumed answer is billed with the tokens that the client brought along."""
+def meters_resumed_tokens_again(patch: Patch) -> None:
+    """A resumed answer is metered with the tokens that the client already had."""
     original = lifecycle.request_ended
 
     def request_ended(live: Any, now: float) -> RequestEnded:
-        given = sum(choice.num_given_tokens for choice in live.choices)
+        given = sum(choice.num_resumed_tokens for choice in live.choices)
         end = original(live, now)
         return msgspec.structs.replace(end, num_output_tokens=end.num_output_tokens + given)
 

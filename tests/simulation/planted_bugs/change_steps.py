@@ -1,4 +1,4 @@
-"""A hand in the frames that shards send."""
+"""Changes the frames that shards send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.planted_bugs.registry import Patch
 
 
 def change_steps(patch: Patch, change: Callable[[Shard, Step], None]) -> None:
-    """Have every frame of a shard changed on its way into the relay; `change` gets a copy that is its own."""
+    """Change every frame of a shard before it reaches the relay; `change` gets a copy of its own."""
     original = Relay.on_step
 
     def on_step(self: Relay, shard: Shard, step: Step, now: float) -> None:

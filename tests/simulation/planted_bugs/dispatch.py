@@ -1,4 +1,4 @@
-"""Planted bugs in what goes to shards, what waits for them, and the books on both."""
+"""Planted bugs in what is sent to shards, what waits for them, and the bookkeeping of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tools.dst.checkers import (
 
 @caught_by(Integrity)
 def keeps_reservations_of_cancelled_sequences(patch: Patch) -> None:
-    """What a cancelled sequence had reserved is never released."""
+    """The reservation of a cancelled sequence is never released."""
     original = AttemptSender.end_slot
 
     def end_slot(self: AttemptSender, shard: Shard, slot: int, now: float) -> bool:
@@ -72,7 +72,7 @@ def never_forgets_a_placement(patch: Patch) -> None:
 
 @caught_by(Fence)
 def has_no_fence(patch: Patch) -> None:
-    """News of slots that are not in use goes to whoever is there."""
+    """Output of slots that are not in use is delivered to any choice there."""
 
     def change(shard: Shard, step: Step) -> None:
         if shard.choices and not step.num_tokens:
@@ -103,7 +103,7 @@ def reuses_slots_of_cancelled_sequences(patch: Patch) -> None:
 
 
 @caught_by(AttemptsContinue)
-def begins_anew_elsewhere(patch: Patch) -> None:
+def restarts_from_the_prompt(patch: Patch) -> None:
     """A later attempt starts from the prompt, without the tokens that the client has."""
     original = AttemptSender._assign_slot
 
@@ -127,13 +127,13 @@ def never_stops_trying(patch: Patch) -> None:
 
 @caught_by(PlacementsFit)
 def sends_work_to_draining_shards(patch: Patch) -> None:
-    """A shard that drains still gets new work."""
+    """A draining shard still gets new work."""
     patch.setattr(Fleet, "ready", lambda self, model: [s for s in self.shards.values() if s.description.model == model])
 
 
 @caught_by(NoIdleWait)
-def looks_only_at_the_head_of_the_line(patch: Patch) -> None:
-    """A request that no free shard can run blocks everybody behind it."""
+def serves_only_the_head_of_the_queue(patch: Patch) -> None:
+    """A request that no free shard can run blocks all requests behind it."""
 
     def take(
         self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
@@ -148,14 +148,14 @@ def looks_only_at_the_head_of_the_line(patch: Patch) -> None:
 
 
 @caught_by(NoIdleWait)
-def lets_the_hopeless_wait(patch: Patch) -> None:
-    """A request whose last shard has gone waits for its timeout."""
+def lets_unschedulable_requests_wait(patch: Patch) -> None:
+    """A request whose last shard has disconnected waits for its timeout."""
     patch.setattr(Lifecycle, "give_up", lambda _self, _live, _now: None)
 
 
 @caught_by(NoStarvation)
 def prefers_one_tenant(patch: Patch) -> None:
-    """The tenant that was served first is served again as long as it has something waiting."""
+    """The tenant that was served first is served again as long as it has requests waiting."""
 
     def take(
         self: WaitingQueues, queue_id: QueueId, can_run: Callable[[LiveRequest], bool], _urgency: Any = None
@@ -171,7 +171,7 @@ def prefers_one_tenant(patch: Patch) -> None:
 
 @caught_by(QueueBound)
 def counts_the_queue_before_it_grows(patch: Patch) -> None:
-    """One more may wait than is configured."""
+    """One more request may wait than is configured."""
     original = Arrivals._make_queue_place
 
     def make_queue_place(self: Arrivals, request: Request, now: float) -> bool:
@@ -181,7 +181,7 @@ def counts_the_queue_before_it_grows(patch: Patch) -> None:
 
 
 @caught_by(PrefillChunksFit)
-def forgets_the_portions_of_those_who_leave(patch: Patch) -> None:
+def forgets_prefill_chunks_of_requests_that_leave(patch: Patch) -> None:
     """The prefill chunk of a request that ends or moves is computed all the same."""
 
     def cancel_prefill_chunk(_self: AttemptSender, live: LiveRequest, _shard_id: str) -> None:
@@ -192,8 +192,8 @@ def forgets_the_portions_of_those_who_leave(patch: Patch) -> None:
 
 
 @caught_by(PrefillChunksFit)
-def sends_the_next_portion_while_one_is_computed(patch: Patch) -> None:
-    """Who has a prefill chunk under way is sent once more when the shard has room."""
+def sends_the_next_prefill_chunk_early(patch: Patch) -> None:
+    """A request whose prefill chunk is being computed is sent again when the shard has room."""
     original = WaitingQueues.take
 
     def take(self: WaitingQueues, queue_id: QueueId, can_run: Any, urgency: Any = None) -> LiveRequest | None:

@@ -16,13 +16,14 @@ from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact, Placeme
 
 @caught_by(None, "never_fails")
 def tells_attempts_apart_by_their_numbers(patch: Patch) -> None:
-    """A name that is used again while its cancelled attempt still holds a reservation: both attempts are number 1."""
+    """A request id is used again while its cancelled attempt still holds a reservation: both attempts have the number
+    1."""
     patch.setattr(Attempt, "key", property(lambda self: (self.request_id, self.attempt_id)))
 
 
 @caught_by(EndsJustified, max_seeds=400)
-def takes_a_place_for_who_needs_none(patch: Patch) -> None:
-    """A resumed request that is at its limit drives another one out of the full queue, or is refused."""
+def takes_a_queue_place_without_need(patch: Patch) -> None:
+    """A resumed request that is at its limit evicts another one from the full queue, or is refused."""
     original = Arrivals.on_request
 
     def on_request(self: Arrivals, event: Any, now: float) -> None:
@@ -38,7 +39,7 @@ def takes_a_place_for_who_needs_none(patch: Patch) -> None:
 
 @caught_by(IndexExact)
 def takes_a_new_gap_for_the_old_one(patch: Patch) -> None:
-    """For some seconds after a snapshot was asked for, and although it has come, no other is asked for."""
+    """For some seconds after a snapshot was asked for, no other is asked for, although the first has arrived."""
     original = EventOrder.skip_to
 
     def skip_to(self: EventOrder, snapshot_number: int) -> bool:
@@ -51,8 +52,8 @@ def takes_a_new_gap_for_the_old_one(patch: Patch) -> None:
 
 
 @caught_by(DeadlinesKept)
-def sends_who_has_no_time_left(patch: Patch) -> None:
-    """Deadlines are looked at by ticks only, and these come late to a router that stood still."""
+def sends_requests_past_their_deadline(patch: Patch) -> None:
+    """Deadlines are checked by ticks only, which come late to a router that was suspended."""
     original = RouterCore._expire
 
     def expire(self: RouterCore, now: float) -> None:
@@ -71,6 +72,6 @@ def sends_who_has_no_time_left(patch: Patch) -> None:
 
 
 @caught_by(PlacementsFit, max_seeds=150)
-def stays_with_the_suspected(patch: Patch) -> None:
-    """Who waits for a suspected shard because there was no other waits on when there is one."""
+def keeps_waiting_for_a_suspected_shard(patch: Patch) -> None:
+    """A request that waits for a suspected shard, because there was no other, keeps waiting when there is one."""
     patch.setattr(DispatchQueue, "leave_suspected", lambda _self: None)

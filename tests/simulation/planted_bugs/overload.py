@@ -1,4 +1,4 @@
-"""Planted bugs in what is done about overload, outages and drains."""
+"""Planted bugs in the handling of overload, outages and drains."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tools.dst.checkers import (
 
 
 @caught_by(RejectionsJustified)
-def takes_answering_for_waiting(patch: Patch) -> None:
-    """How long an answer takes is held against who comes as if it had to wait that long."""
+def counts_decode_time_as_queue_time(patch: Patch) -> None:
+    """The duration of an answer counts against a new request as if it were queue time."""
     original = OverloadGuard.refusal
 
     def refusal(self: OverloadGuard, request: Request, timeout_seconds: float, now: float) -> Any:
@@ -42,13 +42,13 @@ def takes_answering_for_waiting(patch: Patch) -> None:
 
 @caught_by(TiersKept)
 def serves_all_tiers_alike(patch: Patch) -> None:
-    """Requests that can wait stand in the same line as the others."""
+    """Batch requests wait in the same queue as interactive ones."""
     patch.setattr(DispatchQueue, "park", lambda self, live: self.wait_for_any(live))
 
 
 @caught_by(TiersKept)
 def takes_places_from_tenants_only(patch: Patch) -> None:
-    """A full queue: whose tenant has its share is refused, though somebody who can wait has a place."""
+    """In a full queue, a request whose tenant has its share is refused, although a batch request could be evicted."""
     original = WaitingQueues.take_victim
 
     def take_victim(self: WaitingQueues, tenant: str, tier: Tier = Tier.INTERACTIVE) -> Any:
@@ -60,24 +60,24 @@ def takes_places_from_tenants_only(patch: Patch) -> None:
 @caught_by(OutagePatience)
 def gives_up_at_once(patch: Patch) -> None:
     """The patience with outages is forgotten."""
-    original = Outage.look
+    original = Outage.find_unschedulable
 
-    def look(self: Outage, now: float) -> None:
+    def find_unschedulable(self: Outage, now: float) -> None:
         self._patience_seconds = 0.0
         original(self, now)
 
-    patch.setattr(Outage, "look", look)
+    patch.setattr(Outage, "find_unschedulable", find_unschedulable)
 
 
 @caught_by(OutagePatience)
 def waits_for_ever(patch: Patch) -> None:
-    """Nobody is told that no shard comes."""
+    """Requests are not notified that there will be no shard."""
     patch.setattr(Outage, "expire", lambda _self, _now: None)
 
 
 @caught_by(PlacementsFit)
-def floods_who_comes_back(patch: Patch) -> None:
-    """A shard that comes back while many wait is sent as much as any."""
+def floods_a_returning_shard(patch: Patch) -> None:
+    """A shard that returns while many requests wait is sent as much as any other."""
 
     class Flooded(Shard):
         @property
@@ -96,7 +96,7 @@ def floods_who_comes_back(patch: Patch) -> None:
 
 @caught_by(DrainedShardsEmpty)
 def lets_drains_take_for_ever(patch: Patch) -> None:
-    """That a drain's deadline has passed is not heard."""
+    """The end of a drain is ignored."""
     original = HealthWatch.on_load
 
     def on_load(self: HealthWatch, shard: Shard, *, hands_over: bool, now: float) -> None:
@@ -107,7 +107,7 @@ def lets_drains_take_for_ever(patch: Patch) -> None:
 
 @caught_by(DrainsEnd)
 def ends_one_request_of_a_drain(patch: Patch) -> None:
-    """Only the first request is ended when the router waits no longer."""
+    """Only the first request is ended when the drain ends."""
 
     def on_drain_ended(self: RouterCore, now: float) -> None:
         for name, live in list(self._lifecycle.requests.items())[:1]:

@@ -37,7 +37,7 @@ PLANTED_BUGS: list[PlantedBug] = []
 def caught_by(
     checker: type[Checker] | None, invariant: str = "", max_seeds: int = 60
 ) -> Callable[[Callable[[Patch], None]], Any]:
-    """Register a plant; without a checker the simulation itself must break the invariant."""
+    """Register a planted bug. Without a checker the simulation itself must break the invariant."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         name = invariant if checker is None else checker.invariant

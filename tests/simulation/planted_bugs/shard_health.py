@@ -1,4 +1,4 @@
-"""Planted bugs in what is done about shards that hang or are slow."""
+"""Planted bugs in the handling of shards that hang or are slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tools.dst.checkers import HungShardsAbandoned, PlacementsFit, SuspicionBoun
 
 @caught_by(HungShardsAbandoned, max_seeds=150)
 def takes_reports_for_progress(patch: Patch) -> None:
-    """A load report counts as a sign of life, as a ping would: whose engine hangs is never suspected."""
+    """A load report counts as progress, as the answer to a ping would: a shard whose engine hangs is never
+    suspected."""
     original = ShardHealth.note_load
 
     def note_load(self: ShardHealth, *args: Any) -> None:
@@ -28,19 +29,19 @@ def takes_reports_for_progress(patch: Patch) -> None:
 
 
 @caught_by(HungShardsAbandoned)
-def leaves_the_suspected_their_work(patch: Patch) -> None:
-    """A suspected shard gets nothing new, but what runs there stays."""
+def leaves_work_on_suspected_shards(patch: Patch) -> None:
+    """A suspected shard gets nothing new, but its running requests stay."""
     patch.setattr(Migrator, "move_off", lambda _self, _shard, _now: None)
 
 
 @caught_by(SuspicionBounded)
-def suspects_everybody(patch: Patch) -> None:
-    """Nobody counts how many shards are suspected already."""
+def suspects_every_shard(patch: Patch) -> None:
+    """The number of shards that are suspected already is not checked."""
     patch.setattr(HealthWatch, "_may_suspect", lambda _self, _shard: True)
 
 
 @caught_by(PlacementsFit)
-def trusts_the_suspected(patch: Patch) -> None:
+def trusts_suspected_shards(patch: Patch) -> None:
     """A suspected shard gets new work like any other."""
     original = Placer.eligible
 

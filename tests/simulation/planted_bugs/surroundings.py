@@ -1,4 +1,4 @@
-"""Planted bugs in time, safety, what is known of the fleet, and coming to rest."""
+"""Planted bugs in deadlines, safety, the state of the fleet, and coming to rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tools.dst.checkers import (
 
 @caught_by(DeadlinesKept)
 def forgets_deadlines_of_waiting_requests(patch: Patch) -> None:
-    """Only the second deadline of a request is looked at."""
+    """Only the second deadline of a request is checked."""
     original = Deadlines.add
 
     def add(self: Deadlines, deadline: float, request: Any) -> None:
@@ -42,7 +42,7 @@ def forgets_deadlines_of_waiting_requests(patch: Patch) -> None:
 
 @caught_by(SafetyKept)
 def shows_text_while_the_verdict_is_open(patch: Patch) -> None:
-    """Held text is cleared as soon as the prompt is judged, gate or not."""
+    """Withheld text is cleared as soon as the prompt has its verdict, in gate mode too."""
     original = Verdicts.on_prompt
 
     def on_prompt(self: Verdicts, verdict: Any, now: float) -> None:
@@ -63,7 +63,8 @@ def serves_while_safety_is_away(patch: Patch) -> None:
 
 @caught_by(SafetyKept)
 def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
-    """Text that was held while the safety service was away is shown as soon as it is back, and what follows too."""
+    """Text that was withheld while the safety service was away is shown as soon as it returns, and all text after
+    it."""
     original = Verdicts.on_up
 
     def on_up(self: Verdicts, now: float) -> None:
@@ -80,7 +81,7 @@ def shows_what_was_held_when_safety_returns(patch: Patch) -> None:
 
 @caught_by(SafetyKept)
 def forgets_prompts_that_waited_for_safety(patch: Patch) -> None:
-    """Prompts that had no verdict when the safety service died count as allowed when it is back."""
+    """Prompts that had no verdict when the safety service died count as allowed when it returns."""
     original = Verdicts.on_up
 
     def on_up(self: Verdicts, now: float) -> None:
@@ -94,7 +95,8 @@ def forgets_prompts_that_waited_for_safety(patch: Patch) -> None:
 
 @caught_by(SafetyKept)
 def shows_the_end_while_safety_is_away(patch: Patch) -> None:
-    """An answer that ends while the safety service is away is shown: it has no screening slot, so all seems clear."""
+    """An answer that ends while the safety service is away is shown: it has no screening slot, so all of it seems
+    clear."""
     original = Lifecycle.finish
 
     def finish(self: Lifecycle, choice: Any, end: Any, now: float) -> None:
@@ -107,7 +109,7 @@ def shows_the_end_while_safety_is_away(patch: Patch) -> None:
 
 @caught_by(EndsJustified)
 def has_no_patience_with_safety(patch: Patch) -> None:
-    """What waits for the safety service is given up at once."""
+    """Requests that wait for the safety service are given up at once."""
     original = Verdicts.on_down
 
     def on_down(self: Verdicts, now: float) -> None:
@@ -120,8 +122,8 @@ def has_no_patience_with_safety(patch: Patch) -> None:
 
 
 @caught_by(FleetReported)
-def does_not_tell_of_draining(patch: Patch) -> None:
-    """Clients are not told that a shard drains."""
+def hides_draining_from_clients(patch: Patch) -> None:
+    """Clients are not notified that a shard drains."""
     original = ShardEventHandler._on_load
 
     def on_load(self: ShardEventHandler, *args: Any) -> None:
@@ -146,7 +148,7 @@ def ignores_removals(patch: Patch) -> None:
 
 @caught_by(IndexExact)
 def overlooks_gaps(patch: Patch) -> None:
-    """Numbers are not looked at: what was lost stays unknown."""
+    """Batch numbers are not checked: lost events stay unnoticed."""
     original = PrefixIndex.apply_events
     numbers: dict[tuple[int, str], int] = {}
 
@@ -167,7 +169,7 @@ def overlooks_gaps(patch: Patch) -> None:
 
 @caught_by(None, "reaches_quiescence")
 def loses_retried_requests(patch: Patch) -> None:
-    """A request that is to be tried again is not put in the queue, and its deadline was lost with the attempt."""
+    """A request that is to be retried is not queued, and its deadline was lost with the attempt."""
 
     def wait_for_any(_self: DispatchQueue, live: LiveRequest) -> None:
         live.deadline = float("inf")
@@ -177,7 +179,7 @@ def loses_retried_requests(patch: Patch) -> None:
 
 @caught_by(None, "never_fails")
 def cannot_take_the_same_end_twice(patch: Patch) -> None:
-    """The end of a slot that is not in use is taken for impossible."""
+    """The end of a slot that is not in use is treated as impossible."""
 
     def change(shard: Shard, step: Step) -> None:
         for finish in step.finishes:

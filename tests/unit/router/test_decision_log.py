@@ -11,10 +11,9 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.events import ChoiceSpec, Request, ShardDescription
+from router.core.fleet.fleet import ShardState
 from router.core.fleet.shard_health import HealthState
-from router.core.fleet.shard_state import ShardState
-from router.core.placement.pick import Pick
-from router.core.placement.plan import PlacementPlan, ShardPlan
+from router.core.placement.plan import Pick, PlacementPlan, ShardPlan
 from router.core.placement.policy import Candidate
 from router.decisions.journal import FLEET_CHECK_SECONDS, DecisionJournal
 from router.decisions.log import DecisionLog

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvloom.config import HealthConfig
 from router.core.actions import Action, ShardHealthChanged
 from router.core.events import Event, ShardUp
-from router.core.fleet.shard_health import HealthSettings, HealthState
+from router.core.fleet.shard_health import HealthState, check_seconds
 from router.core.relay.lifecycle import MAX_MOVES
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedChoice, ObservedShard, State, eligible
@@ -117,11 +118,11 @@ class DrainedShardsEmpty(Checker):
         left = set(self._left(node))
         if left or self._since:
             self._since = {key: at for key, at in self._since.items() if key[0] is not node or key[1] in left}
-        check_seconds = (node.config.health or HealthSettings()).check_seconds
+        check_interval_seconds = check_seconds(node.config.health or HealthConfig())
         for choice in left:
             since = self._since.setdefault((node, choice), max(node.now, choice.placed_at))
             seconds = node.now - max(since, node.here_since)
-            if seconds > 2 * check_seconds:
+            if seconds > 2 * check_interval_seconds:
                 self.fail(
                     f"{choice.request.request.request_id} is on {choice.place} {seconds:.2f} s after its drain deadline"
                 )

@@ -1,4 +1,4 @@
-"""What is refused, what waits, and in what order what waits is served."""
+"""Which requests are refused, which wait, and in what order waiting requests are served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
     ],
 )
 def test_unservable_is_refused_at_once(changes: dict[str, Any], reason: int, field: str) -> None:
-    """A caller learns at once, by name, what is wrong; every slot is ended and the refusal is metered as nothing."""
+    """A caller learns at once, by field name, what is wrong; every slot is ended, and the refusal is metered with no
+    tokens."""
     rig = CoreRig()
     rig.add_shard()
     actions = rig.submit(**changes)
@@ -66,7 +67,7 @@ def test_context_length_error_names_the_numbers() -> None:
 
 
 def test_fits_the_window_exactly() -> None:
-    """Prompt + max_tokens may fill the window to its last token; without max_tokens the rest of it is used."""
+    """Prompt + max_tokens may fill the window to its last token; without max_tokens the rest of the window is used."""
     rig = CoreRig()
     rig.add_shard()
     assert only(rig.submit("a", max_tokens=95), SubmitAttempt).max_tokens == 95
@@ -85,7 +86,7 @@ def test_model_stays_known_when_its_shards_left() -> None:
 
 
 def test_duplicate_name_leaves_the_first_alone() -> None:
-    """Two live requests of one name could not be told apart by Cancel."""
+    """Cancel could not distinguish two live requests with one id."""
     rig = CoreRig()
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit("r"))
@@ -98,7 +99,7 @@ def test_duplicate_name_leaves_the_first_alone() -> None:
 
 
 def test_slot_in_use_is_not_ended_by_a_refusal() -> None:
-    """A client that reuses a live slot is told so without ending what runs there."""
+    """A client that reuses a live slot gets an error, and the choice that runs there continues."""
     rig = CoreRig()
     rig.add_shard()
     rig.submit("a", slots=(1,))
@@ -132,7 +133,7 @@ def test_safety_not_required() -> None:
 
 
 def test_draining_refuses_new_and_finishes_old() -> None:
-    """A router that stops lets what runs go on."""
+    """A draining router lets running requests finish."""
     rig = CoreRig()
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit("a"))
@@ -144,7 +145,7 @@ def test_draining_refuses_new_and_finishes_old() -> None:
 
 
 def test_waits_for_room_and_is_served_when_there_is_some() -> None:
-    """Beyond twice its batch a shard gets nothing: what waits in the router can still go elsewhere."""
+    """A shard gets at most twice its batch: requests that wait in the router can still be sent elsewhere."""
     rig = CoreRig()
     rig.add_shard(max_batch=1)
     _, [slot] = submitted(rig.submit("a", slots=(1,)))
@@ -165,7 +166,7 @@ def test_new_shard_takes_what_waits() -> None:
 
 
 def test_long_request_does_not_block_a_short_one() -> None:
-    """What only fits a full shard must not withheld up what fits one with room."""
+    """A request that only fits a full shard must not hold up one that fits a shard with room."""
     rig = CoreRig()
     rig.add_shard("small", max_batch=1, max_model_len=20)
     rig.add_shard("large", max_batch=1, max_model_len=100)
@@ -179,7 +180,7 @@ def test_long_request_does_not_block_a_short_one() -> None:
 
 
 def full_shard() -> tuple[CoreRig, list[int]]:
-    """One shard, which has as much as it takes, and the slots of that there."""
+    """One shard that has as much as it accepts, and the slots in use there."""
     rig = CoreRig()
     rig.add_shard(max_batch=1)
     return rig, [submitted(rig.submit(f"first{i}", slots=(i,)))[1][0] for i in range(2)]
@@ -195,9 +196,9 @@ def test_tenants_take_turns() -> None:
     assert served == ["busy2", "calm"]
 
 
-def test_a_tenant_that_comes_back_before_its_turn_has_kept_it() -> None:
-    """Where lines are longer than patience, whoever has little to ask for would otherwise begin at the end each time,
-    and those who always wait for something would share the shards among them."""
+def test_a_tenant_that_returns_before_its_turn_has_kept_it() -> None:
+    """Where queues are longer than patience, a tenant with few requests would otherwise start at the end each time, and
+    tenants that always have requests waiting would share the shards among them."""
     rig, slots = full_shard()
     for i in range(2, 8):
         rig.submit(f"busy{i}", slots=(i,), tenant="busy")
@@ -208,8 +209,8 @@ def test_a_tenant_that_comes_back_before_its_turn_has_kept_it() -> None:
     assert only(rig.finish("s0", slots.pop(0)), SubmitAttempt).request.request_id == "calm again"
 
 
-def test_a_turn_that_nobody_takes_is_over() -> None:
-    """Nor is it saved up."""
+def test_an_unused_turn_is_not_saved_up() -> None:
+    """An unused turn is not saved up."""
     rig, slots = full_shard()
     rig.submit("calm", slots=(9,), tenant="calm")
     for i in range(2, 8):
@@ -222,7 +223,7 @@ def test_a_turn_that_nobody_takes_is_over() -> None:
 
 
 def test_full_queue_refuses_and_keeps_shares() -> None:
-    """A full queue refuses at once; a tenant with less than its share gets a place of the one with most."""
+    """A full queue refuses at once; a tenant with less than its share gets a place from the tenant with the most."""
     rig = CoreRig(max_queued_requests=2)
     rig.add_shard(max_batch=1)
     for i in range(4):
@@ -237,7 +238,7 @@ def test_full_queue_refuses_and_keeps_shares() -> None:
 
 
 def test_queue_timeout() -> None:
-    """Waiting has an end of its own, and says so; next_deadline tells the shell when to tick."""
+    """Waiting has a limit of its own with an error of its own; next_deadline reports to the shell when to tick."""
     rig = CoreRig(max_queue_seconds=2.0, request_timeout_seconds=50.0)
     rig.add_shard(max_batch=1)
     for i in range(3):
@@ -252,7 +253,7 @@ def test_queue_timeout() -> None:
 
 
 def test_queue_ends_when_the_last_shard_goes() -> None:
-    """What waits for a shard that does not exist any more is told at once."""
+    """Requests that wait for a shard that no longer exists fail at once."""
     rig = CoreRig()
     rig.add_shard(max_batch=1)
     for i in range(3):
@@ -273,8 +274,9 @@ def test_answer_that_is_complete_already_ends_at_once() -> None:
     assert not has(actions, SubmitAttempt)
 
 
-def test_fleet_is_told_when_it_changes() -> None:
-    """Clients know what is served: models, ready shards, the shortest window, what all shards can do."""
+def test_fleet_changes_are_sent_to_clients() -> None:
+    """Clients know what is served: models, ready shards, the shortest window, and the capabilities that all shards
+    share."""
     rig = CoreRig()
     rig.add_shard("s0", capabilities=frozenset({"logprobs", "penalties"}))
     rig.add_shard("s1", max_model_len=50, capabilities=frozenset({"logprobs"}))

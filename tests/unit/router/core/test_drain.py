@@ -1,4 +1,5 @@
-"""A router that stops: what runs goes on until its deadline, and then ends so that another router takes it."""
+"""A router that drains: running requests continue until its deadline, and then end so that another router resumes
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ DRAINING = ErrorReason.ERROR_REASON_DRAINING
 
 
 def test_what_runs_and_what_waits_ends_as_draining_at_the_deadline() -> None:
-    """With the tokens that were delivered counted, and nothing left on the shards."""
+    """Delivered tokens are counted, and nothing is left on the shards."""
     rig = CoreRig()
     rig.add_shard(max_batch=2)
     rig.submit("runs", slots=(1, 2))
@@ -29,7 +30,7 @@ def test_what_runs_and_what_waits_ends_as_draining_at_the_deadline() -> None:
 
 
 def test_new_requests_are_refused_as_draining_from_the_start() -> None:
-    """So that what was on its way when the drain began goes elsewhere, too."""
+    """Requests that were in transit when the drain began must go elsewhere too."""
     rig = CoreRig()
     rig.add_shard()
     rig.handle(DrainStarted())

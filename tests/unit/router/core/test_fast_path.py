@@ -1,5 +1,4 @@
-"""Sequences that forward_fast, frames that are put off: what is done later must come to the same as if it were done at
-once."""
+"""The fast path and deferred frames: what is done later must have the same result as if it were done at once."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvloom.config import HealthConfig
 from kvloom.router_link.deferred_token_log import MAX_FRAMES
 from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.actions import Action, CancelOnShard, ScreenAnswers, SendStep, SubmitAttempt
@@ -33,7 +33,6 @@ from router.core.events import (
     Tick,
     TokensOnlyFrame,
 )
-from router.core.fleet.shard_health import HealthSettings
 from router.core.frames import Finish, Start, Step
 from router.links.prefilter import Prefilter
 from tests.fakes.core_rig import CoreRig, only, sent, submitted
@@ -42,7 +41,7 @@ NUM_TOKENS = MAX_FRAMES + 8
 
 
 def fast_path_rig(*slots: int, safety: bool = False) -> tuple[CoreRig, list[int]]:
-    """Requests on shard s0 that have had a first token; their slots there."""
+    """Requests on shard s0 that have had a first token, and their slots there."""
     rig = CoreRig(safety=None if safety else (False, False))
     if safety:
         rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], [])))
@@ -54,8 +53,8 @@ def fast_path_rig(*slots: int, safety: bool = False) -> tuple[CoreRig, list[int]
 
 
 @pytest.mark.parametrize("safety", [False, True])
-def test_whoever_goes_on_with_a_flowing_answer_gets_all_its_tokens(safety: bool) -> None:
-    """They are written into the failover buffer many frames late."""
+def test_a_resumed_answer_has_all_tokens_of_the_fast_path(safety: bool) -> None:
+    """The tokens are written to the failover buffer many frames late."""
     rig, slots = fast_path_rig(1, 2, safety=safety)
     for number in range(NUM_TOKENS):
         step = sent(rig.step("s0", *[(slot, [100 * slot + number], "ab") for slot in slots]))
@@ -70,8 +69,8 @@ def test_whoever_goes_on_with_a_flowing_answer_gets_all_its_tokens(safety: bool)
     assert {choice.num_delivered_chars for choice in choices.values()} == {1 + 2 * NUM_TOKENS}
 
 
-def test_a_cancelled_answer_tells_the_shard_how_much_came() -> None:
-    """Its tokens wait in frames that it shares with those that go on."""
+def test_a_cancel_reports_how_many_tokens_arrived() -> None:
+    """Its tokens wait in frames that it shares with answers that continue."""
     rig, slots = fast_path_rig(1, 2)
     for number in range(5):
         rig.step("s0", *[(slot, [number], "a") for slot in slots])
@@ -85,8 +84,8 @@ def test_a_cancelled_answer_tells_the_shard_how_much_came() -> None:
     assert [finish.num_output_tokens for finish in finished.finishes] == [12]
 
 
-def test_text_in_which_something_may_begin_stops_its_sequence_only() -> None:
-    """The safety service hears of what was skipped; the others forward_fast on in the same frame."""
+def test_suspicious_text_takes_only_its_sequence_off_the_fast_path() -> None:
+    """The safety service is sent the amount of skipped text; the other sequences of the frame stay on the fast path."""
     rig, slots = fast_path_rig(1, 2, safety=True)
     for number in range(3):
         rig.step("s0", *[(slot, [number], "abc") for slot in slots])
@@ -99,8 +98,9 @@ def test_text_in_which_something_may_begin_stops_its_sequence_only() -> None:
     assert sent(actions).slots == [2]
 
 
-def test_frames_for_several_clients_are_put_off_too() -> None:
-    """With several edges nearly every frame is of that kind; when all but one client are gone, frames go on whole."""
+def test_frames_for_several_clients_are_deferred_too() -> None:
+    """With several edges nearly every frame is of this kind. When all but one client have disconnected, frames are
+    passed on whole."""
     rig = CoreRig(safety=None)
     rig.handle(SafetyUp(False, True, Prefilter(["forbidden"], [])))
     rig.add_shard(max_model_len=1000)
@@ -138,28 +138,29 @@ def test_frames_for_several_clients_are_put_off_too() -> None:
 
 
 class Script:
-    """A random life of two shards and their requests, told to two cores: to one in quiet frames, where they are."""
+    """A random history of two shards and their requests, replayed to two cores: one of them gets tokens-only frames
+    where they are possible."""
 
     def __init__(self, seed: int, clients: Sequence[str]) -> None:
         self.draw = random.Random(seed)
         self.clients = clients
-        config = CoreConfig(health=HealthSettings(), max_queued_requests=20)
+        config = CoreConfig(health=HealthConfig(), max_queued_requests=20)
         self.cores = [RouterCore(config, seed=1), RouterCore(config, seed=1)]
         self.now = 1.0
         self.kv_numbers = {"s0": 0, "s1": 0}
         self.running: dict[str, list[int]] = {"s0": [], "s1": []}
         self.fresh: dict[str, list[int]] = {"s0": [], "s1": []}
         self.num_requests = 0
-        self.num_quiet = 0
+        self.num_tokens_only = 0
         both = [SafetyUp(False, True, Prefilter(["forbidden"], []))]
         for shard_id in self.running:
             both.append(ShardUp(ShardDescription(shard_id, "1", "m", 4, 200, 4, 1000)))
             both.append(KvSnapshotArrived(shard_id, 0, ()))
         for event in both:
-            self.tell(event, event)
+            self.replay(event, event)
 
-    def tell(self, quiet: Any, plain: Any) -> None:
-        actions = [core.handle(event, self.now) for core, event in zip(self.cores, (quiet, plain), strict=True)]
+    def replay(self, tokens_only: Any, plain: Any) -> None:
+        actions = [core.handle(event, self.now) for core, event in zip(self.cores, (tokens_only, plain), strict=True)]
         assert actions[0] == actions[1]
         self.note(actions[0])
 
@@ -171,7 +172,7 @@ class Script:
                 for slot in action.slots:
                     self.drop(action.shard_id, slot)
                     ended = StepArrived(action.shard_id, Step(finishes=[Finish(slot, FINISH_REASON_LENGTH)]))
-                    self.tell(ended, ended)
+                    self.replay(ended, ended)
 
     def drop(self, shard_id: str, slot: int) -> None:
         for slots in (self.running[shard_id], self.fresh[shard_id]):
@@ -184,7 +185,7 @@ class Script:
         choices = (ChoiceSpec(self.num_requests, 0),)
         client_id = self.draw.choice(self.clients)
         request = Request(f"r{self.num_requests}", client_id, "m", prompt, "text", choices, max_tokens=500)
-        self.tell(RequestArrived(request), RequestArrived(request))
+        self.replay(RequestArrived(request), RequestArrived(request))
 
     def frame(self) -> None:
         draw = self.draw
@@ -215,8 +216,8 @@ class Script:
             slots[:], [], step.token_ids[:], deltas[:], [], starts, [Finish(f.slot, f.reason) for f in finishes]
         )
         plain = FrameArrived(shard_id, [*rest, StepArrived(shard_id, copy)])
-        self.num_quiet += step.is_plain
-        self.tell(TokensOnlyFrame(shard_id, step, lambda: rest) if step.is_plain else plain, plain)
+        self.num_tokens_only += step.is_plain
+        self.replay(TokensOnlyFrame(shard_id, step, lambda: rest) if step.is_plain else plain, plain)
 
     def run(self, num_events: int) -> None:
         for _ in range(num_events):
@@ -228,9 +229,9 @@ class Script:
                 cancelled = SlotsCancelled(
                     self.draw.choice(self.clients), [self.draw.randrange(1, self.num_requests + 2)]
                 )
-                self.tell(cancelled, cancelled)
+                self.replay(cancelled, cancelled)
             elif kind < 0.15:
-                self.tell(Tick(), Tick())
+                self.replay(Tick(), Tick())
             else:
                 self.frame()
             for core in self.cores:
@@ -240,11 +241,11 @@ class Script:
 
 @pytest.mark.parametrize("clients", ["c", "cd"])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_put_off_changes_nothing(seed: int, clients: str) -> None:
-    """Every action, placements among them, is the one that a core takes that looks at each frame as it comes."""
+def test_deferred_frames_change_no_action(seed: int, clients: str) -> None:
+    """Every action, placements included, equals that of a core that handles each frame as it arrives."""
     script = Script(seed, clients)
     script.run(300)
-    assert script.num_quiet > 50
+    assert script.num_tokens_only > 50
     first, second = script.cores
     assert first.shards == second.shards
     request = Request("next", "c", "m", [1] * 20, "text", (ChoiceSpec(9999, 0),))

@@ -1,4 +1,4 @@
-"""Suspicion, moves and probes, as the core decides them. Time moves only here."""
+"""Suspicion, migration and probes, as the core decides them. Time moves only here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvloom.config import HealthConfig
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
@@ -33,17 +34,17 @@ from router.core.events import (
     StepArrived,
     Tick,
 )
-from router.core.fleet.shard_health import HealthSettings, HealthState
+from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Start, Step
 from tests.fakes.core_rig import CoreRig, has, only, sent
 
-SETTINGS = HealthSettings(stall_seconds=1.0, slow_seconds=1.0, probe_seconds=1.0, num_probes=2, max_failures=3)
+SETTINGS = HealthConfig(stall_seconds=1.0, slow_seconds=1.0, probe_seconds=1.0, num_probes=2, max_failures=3)
 
 
 class HealthRig(CoreRig):
-    """Shards s0, s1, ...; `policy` least_requests spreads requests evenly."""
+    """Shards s0, s1, ...; the policy least_requests spreads requests evenly."""
 
-    def __init__(self, num_shards: int = 2, settings: HealthSettings = SETTINGS, **config: Any) -> None:
+    def __init__(self, num_shards: int = 2, settings: HealthConfig = SETTINGS, **config: Any) -> None:
         super().__init__(health=settings, policy="least_requests", **config)
         for i in range(num_shards):
             self.add_shard(f"s{i}")
@@ -60,7 +61,7 @@ class HealthRig(CoreRig):
         return actions
 
     def begin(self, request_id: str, client_slot: int, **changes: object) -> tuple[str, int]:
-        """A request that has its first token; returns shard and slot."""
+        """A request that has its first token; returns its shard and slot."""
         submit = only(self.submit(request_id, slots=(client_slot,), **{"max_tokens": 90, **changes}), SubmitAttempt)
         self.start(submit.shard_id, submit.choices[0].slot)
         return submit.shard_id, submit.choices[0].slot
@@ -76,8 +77,9 @@ def moves(actions: Sequence[Action]) -> list[SubmitAttempt]:
     return [a for a in actions if isinstance(a, SubmitAttempt) and a.request.client_id != PROBE_CLIENT_ID]
 
 
-def test_a_stalled_shard_is_suspected_and_its_request_goes_on_elsewhere() -> None:
-    """The whole of it: suspicion by silence, cancel there, continuation behind the tokens that are there, fencing."""
+def test_a_stalled_shard_is_suspected_and_its_request_continues_elsewhere() -> None:
+    """The whole sequence: suspicion by silence, a cancel there, continuation after the delivered tokens, and
+    fencing."""
     rig = HealthRig()
     shard_id, slot = rig.begin("r", 1)
     rig.step(shard_id, (slot, [8], "b"))
@@ -95,8 +97,8 @@ def test_a_stalled_shard_is_suspected_and_its_request_goes_on_elsewhere() -> Non
     assert sent(rig.step(other, (move.choices[0].slot, [9], "c"))).token_ids == [9]
 
 
-def test_a_suspected_shard_gets_nothing_new_and_says_so() -> None:
-    """The reason is what `kvloom explain` shows."""
+def test_a_suspected_shard_gets_nothing_new_and_the_plan_shows_why() -> None:
+    """The reason is shown by `kvloom explain`."""
     rig = HealthRig()
     shard_id, _ = rig.begin("r", 1)
     rig.wait(1.3)
@@ -108,7 +110,7 @@ def test_a_suspected_shard_gets_nothing_new_and_says_so() -> None:
 
 
 def test_silence_is_not_counted_while_prefill_is_due() -> None:
-    """2,000 tokens at 1,000 a second take 2 seconds, of which nothing is heard."""
+    """2,000 tokens at 1,000 per second take 2 seconds, in which the shard sends nothing."""
     rig = HealthRig(num_shards=0)
     for i in range(2):
         rig.add_shard(f"s{i}", max_model_len=10_000, num_blocks=10_000)
@@ -128,7 +130,7 @@ def test_prefill_that_shrinks_in_load_reports_is_progress() -> None:
 
 
 def test_load_reports_that_only_grow_are_no_progress() -> None:
-    """An engine that hangs inside a process that does not: reports go on, with all that is submitted in them."""
+    """An engine hangs inside a process that does not: load reports continue, and count all that is submitted."""
     rig = HealthRig()
     shard_id, _ = rig.begin("r", 1)
     actions: list[Action] = []
@@ -139,7 +141,7 @@ def test_load_reports_that_only_grow_are_no_progress() -> None:
 
 
 def test_an_idle_shard_is_never_suspected() -> None:
-    """Silence of who has nothing to say means nothing, however long."""
+    """The silence of a shard without work means nothing, however long it lasts."""
     rig = HealthRig()
     shard_id, slot = rig.begin("r", 1)
     rig.finish(shard_id, slot)
@@ -147,8 +149,8 @@ def test_an_idle_shard_is_never_suspected() -> None:
     assert rig.core.next_deadline() is None
 
 
-def test_a_router_that_stood_still_blames_nobody() -> None:
-    """After a pause the frames of the meantime lie unread: the clock jumped for this router, not for its shards."""
+def test_a_suspended_router_suspects_no_shard() -> None:
+    """After a pause, frames that arrived meanwhile lie unread: the clock jumped for this router, not for its shards."""
     rig = HealthRig()
     shard_id, slot = rig.begin("r", 1)
     rig.wait(0.3, alive={shard_id: [slot]})
@@ -157,8 +159,8 @@ def test_a_router_that_stood_still_blames_nobody() -> None:
     assert not rig.states(rig.wait(0.3, alive={shard_id: [slot]}))
 
 
-def test_probes_take_it_back_with_a_trickle_first() -> None:
-    """Half-open: after the first probe in time one request may come, after all of them it is healthy."""
+def test_answered_probes_restore_a_shard_with_a_trickle_first() -> None:
+    """Half-open: after the first probe in time the shard gets one request, after all of them it is healthy."""
     rig = HealthRig()
     shard_id, slot = rig.begin("r", 1)
     move = only(moves(rig.wait(1.3)), SubmitAttempt)
@@ -184,8 +186,9 @@ def test_probes_take_it_back_with_a_trickle_first() -> None:
     assert not rig.probes(rig.wait(0.3, alive={"s0": [99], "s1": [99]}))
 
 
-def test_missed_probes_come_ever_more_rarely() -> None:
-    """One at a time, and none while the one before is unanswered: a shard that hangs must not pile them up."""
+def test_missed_probes_back_off() -> None:
+    """There is one probe at a time, and none while the previous one is unanswered: a shard that hangs must not pile
+    them up."""
     rig = HealthRig()
     shard_id, slot = rig.begin("r", 1)
     rig.wait(1.3)
@@ -201,7 +204,7 @@ def test_missed_probes_come_ever_more_rarely() -> None:
 
 
 def test_moving_costs_no_attempt() -> None:
-    """With a single attempt allowed an answer still leaves a shard that hangs: it has done nothing wrong."""
+    """An answer with a single attempt allowed still leaves a shard that hangs: it has done nothing wrong."""
     rig = HealthRig(num_shards=3, max_attempts=1)
     first, _ = rig.begin("r", 1)
     move = only(moves(rig.wait(1.3)), SubmitAttempt)
@@ -224,8 +227,8 @@ def test_a_shard_that_stops_costs_no_attempt() -> None:
 
 
 def test_requests_spread_over_the_others_as_far_as_they_have_room() -> None:
-    """No storm onto one shard; what has no room stays where it is and goes as soon as there is some."""
-    rig = HealthRig(num_shards=0, settings=HealthSettings(stall_seconds=1.0, max_suspected_share=1.0))
+    """There is no storm onto one shard; a request without room elsewhere stays until there is some."""
+    rig = HealthRig(num_shards=0, settings=HealthConfig(stall_seconds=1.0, max_suspected_share=1.0))
     rig.add_shard("big", max_batch=8)
     slots = [rig.begin(f"r{i}", i + 1)[1] for i in range(16)]
     rig.add_shard("a", max_batch=4)
@@ -241,7 +244,7 @@ def test_requests_spread_over_the_others_as_far_as_they_have_room() -> None:
 
 
 def test_n_answers_of_a_request_move_together() -> None:
-    """Each behind its own tokens."""
+    """Each choice continues after its own tokens."""
     rig = HealthRig()
     submit = only(rig.submit("r", slots=(1, 2), max_tokens=90), SubmitAttempt)
     slots = [choice.slot for choice in submit.choices]
@@ -251,7 +254,7 @@ def test_n_answers_of_a_request_move_together() -> None:
 
 
 def test_only_a_share_of_the_shards_is_suspected() -> None:
-    """When all seem to hang it is the network, or the machine: somebody must go on serving."""
+    """When all shards seem to hang, the cause is the network or the machine: some shard must continue to serve."""
     rig = HealthRig(num_shards=5)
     for i in range(10):
         rig.begin(f"r{i}", i + 1)
@@ -260,7 +263,7 @@ def test_only_a_share_of_the_shards_is_suspected() -> None:
 
 
 def test_engine_failures_in_a_row_are_a_symptom() -> None:
-    """Each request finds another shard by itself; the next ones should not have to."""
+    """Each request finds another shard by itself; later requests should not have to."""
     rig = HealthRig(num_shards=2, max_attempts=50)
     for i in range(30):
         submit = only(rig.submit(f"r{i}", slots=(i + 1,)), SubmitAttempt)
@@ -274,7 +277,7 @@ def test_engine_failures_in_a_row_are_a_symptom() -> None:
 
 def slow_rig(num_shards: int, tokens_per_second: dict[str, int]) -> list[tuple[str, HealthState, str]]:
     """Two streams on every shard for 6 seconds, at these paces."""
-    rig = HealthRig(num_shards, HealthSettings(stall_seconds=5.0, slow_seconds=2.0), max_attempts=1)
+    rig = HealthRig(num_shards, HealthConfig(stall_seconds=5.0, slow_seconds=2.0), max_attempts=1)
     on = [rig.begin(f"r{i}", i + 1, max_tokens=None) for i in range(2 * num_shards)]
     actions: list[Action] = []
     for tick in range(6 * 20):
@@ -288,18 +291,18 @@ def slow_rig(num_shards: int, tokens_per_second: dict[str, int]) -> list[tuple[s
 
 
 def test_ten_times_slower_than_the_others_is_a_symptom() -> None:
-    """It answers, so no time-out ever finds it."""
+    """The shard answers, so no timeout ever detects it."""
     assert slow_rig(3, {"s0": 20, "s1": 20, "s2": 1})[0] == ("s2", HealthState.SUSPECTED, "slow")
 
 
 @pytest.mark.parametrize("paces", [{"s0": 1, "s1": 1, "s2": 1}, {"s0": 20, "s1": 20, "s2": 4}])
 def test_slow_together_or_a_little_slower_is_none(paces: dict[str, int]) -> None:
-    """Overload slows all, and shards differ."""
+    """Overload slows all shards, and shards differ."""
     assert not slow_rig(3, paces)
 
 
 def test_a_breaker_outlives_its_stream() -> None:
-    """Whoever hangs and is connected to again is no better than before; a new process is."""
+    """A shard that hangs and is reconnected is no better than before; a new process is."""
     rig = HealthRig()
     shard_id, _ = rig.begin("r", 1)
     rig.wait(1.3)
@@ -313,7 +316,7 @@ def test_a_breaker_outlives_its_stream() -> None:
 
 
 def test_a_shard_that_hands_over_is_emptied() -> None:
-    """`kvloom drain --deadline-seconds`: what another shard has room for goes there at once."""
+    """`kvloom drain --deadline-seconds`: requests that another shard has room for are moved there at once."""
     rig = HealthRig()
     shard_id, slot = rig.begin("r", 1)
     rig.handle(LoadReported(shard_id, ShardLoad(num_running=1, draining=True)))
@@ -322,8 +325,8 @@ def test_a_shard_that_hands_over_is_emptied() -> None:
     assert only(moves(actions), SubmitAttempt).choices[0].output_token_ids == (7,)
 
 
-def test_who_cannot_go_elsewhere_is_not_handed_over() -> None:
-    """A drain must not lose what only this shard can run."""
+def test_a_request_without_another_shard_is_not_handed_over() -> None:
+    """A drain must not lose a request that only this shard can run."""
     rig = HealthRig(num_shards=1)
     shard_id, slot = rig.begin("r", 1)
     actions = rig.handle(LoadReported(shard_id, ShardLoad(num_running=1, draining=True, hand_over=True)))
@@ -332,9 +335,9 @@ def test_who_cannot_go_elsewhere_is_not_handed_over() -> None:
 
 
 def test_2000_healthy_streams_trip_nothing() -> None:
-    """Uneven batches, paces that vary by several times, prompts that take seconds, streams that come and go: health,
-    for a minute."""
-    rig = CoreRig(health=HealthSettings(), policy="least_requests", max_queued_requests=4000)
+    """Uneven batches, paces that vary several times over, prompts that take seconds, streams that start and end: all
+    shards stay healthy for a minute."""
+    rig = CoreRig(health=HealthConfig(), policy="least_requests", max_queued_requests=4000)
     core = rig.core
     num_shards = 8
     for i in range(num_shards):

@@ -1,4 +1,4 @@
-"""What has ended is gone, without the garbage collector's help."""
+"""Ended requests are freed without the help of the garbage collector."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.fakes.core_rig import CoreRig
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """And what is there already, a million objects behind other tests, is out of sight of `gc.get_objects`: it would be
-    looked through at every count."""
+    """Objects that already exist, a million after other tests, are hidden from `gc.get_objects`, which would otherwise
+    walk them at every count."""
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -30,8 +30,8 @@ def count(kind: type) -> int:
 
 @pytest.mark.parametrize("slots", [(1,), (1, 2)])
 def test_answers_that_ended_are_freed_at_once(no_collector: None, slots: tuple[int, ...]):
-    """The collector comes after thousands of requests; with their prompts and answers they are megabytes until then,
-    and its visit is a pause. Some requests stay, without their answers, until their deadline is looked at."""
+    """The collector runs only after thousands of requests; with their prompts and answers they are megabytes until
+    then, and its run is a pause. Some requests stay, without their answers, until their deadline is checked."""
     choices_before, requests_before = count(Choice), count(LiveRequest)
     rig = CoreRig()
     rig.add_shard()

@@ -1,4 +1,4 @@
-"""Overload: who is refused and when, who goes first, and how what piled up is released."""
+"""Overload: which requests are refused and when, which are served first, and how a backlog is released."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.actions import Action, RequestEnded, SubmitAttempt
-from router.core.dispatch.overload import DrainRate, OverloadConfig, retry_after_seconds
+from router.core.dispatch.overload import DrainRate, OverloadSettings, retry_after_seconds
 from router.core.events import ClientGone, RequestCancelled, ShardDown, Tick, Tier
 from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
-SHEDS = OverloadConfig(sheds_early=True)
+SHEDS = OverloadSettings(sheds_early=True)
 
 
 def saturated(seconds_per_request: float, **config: Any) -> CoreRig:
-    """One shard, one request at a time, one after the other; two run or wait there, others wait in the router."""
+    """One shard that serves one request at a time; two run or wait there, the others wait in the router."""
     rig = CoreRig(overload=SHEDS, policy="least_requests", **config)
     rig.add_shard(max_batch=1)
     running = [submitted(rig.submit(f"old{i}", slots=(i,)))[1][0] for i in range(2)]
@@ -35,8 +35,9 @@ def error_of(actions: list[Action]) -> KvloomError:
     return error
 
 
-def test_who_would_wait_too_long_is_refused_on_arrival() -> None:
-    """Four wait, one leaves a second: the fifth can be told at once that it would wait for more than three seconds."""
+def test_a_request_that_would_wait_too_long_is_refused_on_arrival() -> None:
+    """Four requests wait and one is served per second: the fifth would wait for more than three seconds, so it is
+    refused at once."""
     rig = saturated(1.0, max_queue_seconds=100.0)
     assert rig.core.num_queued_requests == 4
     assert not has(rig.submit("patient", slots=(90,), timeout_seconds=50.0), RequestEnded)
@@ -47,7 +48,7 @@ def test_who_would_wait_too_long_is_refused_on_arrival() -> None:
 
 
 def test_the_bound_on_waiting_holds_by_prediction_too() -> None:
-    """max_queue_seconds is not only found out by waiting for it."""
+    """max_queue_seconds is applied to the predicted wait, too."""
     rig = saturated(1.0, max_queue_seconds=8.5)
     for i in range(4):
         assert not has(rig.submit(f"fits{i}", slots=(90 + i,)), RequestEnded)
@@ -58,16 +59,16 @@ def test_the_bound_on_waiting_holds_by_prediction_too() -> None:
 
 
 def test_without_early_shedding_only_the_bound_counts() -> None:
-    """It can be turned off."""
-    rig = CoreRig(overload=OverloadConfig(), policy="least_requests", max_queued_requests=3)
+    """Early shedding can be turned off."""
+    rig = CoreRig(overload=OverloadSettings(), policy="least_requests", max_queued_requests=3)
     rig.add_shard(max_batch=1)
     for i in range(5):
         assert not has(rig.submit(f"r{i}", slots=(i,), timeout_seconds=0.001), RequestEnded)
     assert error_of(rig.submit("r5", slots=(5,))).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
 
 
-def test_an_idle_fleet_refuses_nobody() -> None:
-    """What was measured long ago must not keep anybody out: prediction is about those who wait now."""
+def test_an_idle_fleet_refuses_no_request() -> None:
+    """An old measurement must not cause a refusal: the prediction is about requests that wait now."""
     rig = saturated(5.0)
     rig.handle(ClientGone("c"))
     for slot in list(rig.core._fleet.shards["s0"].attempts):
@@ -75,7 +76,7 @@ def test_an_idle_fleet_refuses_nobody() -> None:
     assert has(rig.submit("next", slots=(50,), timeout_seconds=0.5), SubmitAttempt)
 
 
-def test_a_queue_that_does_not_move_is_no_reason_for_hope() -> None:
+def test_a_stuck_queue_has_a_rate_near_zero() -> None:
     """A shard that hangs shows as a rate near zero."""
     rig = CoreRig(overload=SHEDS, policy="least_requests")
     rig.add_shard(max_batch=1)
@@ -86,9 +87,9 @@ def test_a_queue_that_does_not_move_is_no_reason_for_hope() -> None:
     assert error_of(rig.submit("late", slots=(9,))).reason == ErrorReason.ERROR_REASON_QUEUE_FULL
 
 
-def test_who_cannot_be_answered_in_time_is_not_sent() -> None:
-    """Work for a client that will not be there is taken from those who will: its place in the queue ends when what is
-    left of its time is less than an answer takes."""
+def test_a_request_that_cannot_be_answered_in_time_is_not_sent() -> None:
+    """Work for a client that will have given up is taken from other clients: a request loses its place in the queue
+    when its remaining time is shorter than an answer takes."""
     rig = saturated(1.0, max_queue_seconds=100.0)
     for _ in range(20):  # answers that take five seconds from the first to the sixth token
         rig.handle(ClientGone("c"))
@@ -108,8 +109,8 @@ def test_who_cannot_be_answered_in_time_is_not_sent() -> None:
     assert [(end.request_id, end.error_reason) for end in ends] == [("r2", ErrorReason.ERROR_REASON_QUEUE_TIMEOUT)]
 
 
-def test_cancelled_and_abandoned_requests_leave_the_queue_unpaid() -> None:
-    """Neither a cancel nor a client that goes away costs a shard anything."""
+def test_cancelled_and_abandoned_requests_cost_no_shard_time() -> None:
+    """Neither a cancel nor a client that disconnects costs a shard anything."""
     rig = CoreRig(policy="least_requests")
     rig.add_shard(max_batch=1)
     for i in range(2):
@@ -134,7 +135,7 @@ def names(actions: list[Action]) -> list[str]:
 
 
 def test_the_backlog_drains_by_tier() -> None:
-    """What can wait goes only when nothing urgent does, however long it has been there."""
+    """A batch request is sent only when no interactive one waits, however long it has been queued."""
     for policy in ("least_requests", "ect"):
         rig = CoreRig(policy=policy, prefill_chunks=None)
         rig.add_shard(max_batch=1, max_model_len=10**6, num_blocks=10**4)
@@ -148,7 +149,7 @@ def test_the_backlog_drains_by_tier() -> None:
         order = names(second)
         running += [a.choices[0].slot for a in second if isinstance(a, SubmitAttempt)]
         while running:
-            rig.now += 8.0  # nobody may wait for more than a minute
+            rig.now += 8.0  # no request may wait for more than a minute
             slot = running.pop(0)
             for actions in (rig.start("s0", slot), rig.finish("s0", slot)):
                 order += names(actions)
@@ -158,7 +159,7 @@ def test_the_backlog_drains_by_tier() -> None:
 
 
 def test_a_full_queue_sheds_the_lower_tier_first() -> None:
-    """An urgent request takes the place of the youngest that can wait; never the other way round."""
+    """An interactive request takes the place of the youngest batch request; never the other way round."""
     rig = CoreRig(max_queued_requests=2, policy="least_requests")
     rig.add_shard(max_batch=1)
     for i in range(2):
@@ -172,9 +173,9 @@ def test_a_full_queue_sheds_the_lower_tier_first() -> None:
     assert rig.core.num_queued_requests == 2
 
 
-def test_who_waits_for_a_large_shard_keeps_nobody_from_an_idle_small_one() -> None:
-    """A full queue refuses no batch request, and loses none to one, that can be sent at once because nobody who waits
-    fits the shard that is free."""
+def test_requests_that_wait_for_a_large_shard_do_not_block_an_idle_small_one() -> None:
+    """A full queue neither refuses a batch request nor evicts another for it when it can be sent at once because no
+    waiting request fits the free shard."""
     for max_queued_requests, newcomer in ((1, "a"), (2, "b")):
         rig = CoreRig(max_queued_requests=max_queued_requests, policy="least_requests")
         rig.add_shard("large", max_batch=1, max_model_len=100)
@@ -190,8 +191,8 @@ def test_who_waits_for_a_large_shard_keeps_nobody_from_an_idle_small_one() -> No
         assert rig.core.num_queued_requests == max_queued_requests
 
 
-def test_the_lower_tier_is_told_that_it_waits_for_the_higher() -> None:
-    """Its wait is predicted from what urgent requests leave of the fleet."""
+def test_the_predicted_wait_of_the_lower_tier_counts_the_higher() -> None:
+    """The wait of a batch request is predicted from the capacity that interactive requests leave."""
     rig = saturated(1.0, max_queue_seconds=40.0)
     for i in range(4):
         rig.submit(f"more{i}", slots=(60 + i,))
@@ -208,7 +209,7 @@ def test_the_lower_tier_is_told_that_it_waits_for_the_higher() -> None:
 
 
 def outage(ramp_start_requests: int | None = 4) -> CoreRig:
-    overload = OverloadConfig(outage_patience_seconds=3.0, ramp_start_requests=ramp_start_requests)
+    overload = OverloadSettings(outage_patience_seconds=3.0, ramp_start_requests=ramp_start_requests)
     rig = CoreRig(policy="least_requests", overload=overload)
     rig.add_shard(max_batch=16)
     for i in range(40):
@@ -217,7 +218,7 @@ def outage(ramp_start_requests: int | None = 4) -> CoreRig:
 
 
 def test_admitted_requests_wait_out_a_short_outage() -> None:
-    """A shard that restarts costs those who are already there a moment, not an error; new ones are told at once."""
+    """A shard restart delays admitted requests instead of failing them; new requests fail at once."""
     rig = outage()
     assert not has(rig.handle(ShardDown("s0")), RequestEnded)
     assert rig.core.num_queued_requests == 40
@@ -230,7 +231,7 @@ def test_admitted_requests_wait_out_a_short_outage() -> None:
 
 
 def test_a_long_outage_is_an_error() -> None:
-    """Patience has an end, at which everybody is told why."""
+    """When patience ends, every waiting request fails with the reason."""
     rig = outage()
     rig.handle(ShardDown("s0"))
     deadline = rig.core.next_deadline()
@@ -244,9 +245,9 @@ def test_a_long_outage_is_an_error() -> None:
     assert rig.core.is_idle
 
 
-def test_a_shard_that_is_back_before_anybody_looked_at_the_clock_is_waited_for() -> None:
-    """A router that stood still finds patience over and the outage, too: nobody is told that there is no shard by the
-    event that brings one."""
+def test_a_shard_that_returns_with_the_overdue_event_is_used() -> None:
+    """A router that was suspended finds both patience and the outage over: the event that brings a shard must not fail
+    requests for the lack of one."""
     rig = outage(ramp_start_requests=None)
     rig.handle(ShardDown("s0"))
     rig.now += 4.0
@@ -257,10 +258,10 @@ def test_a_shard_that_is_back_before_anybody_looked_at_the_clock_is_waited_for()
     assert not has(rig.handle(Tick()), RequestEnded)
 
 
-def test_who_is_given_up_late_keeps_nobody_from_a_free_shard() -> None:
-    """A router that stood still finds a request overdue for which there is no shard, by the arrival of one that can
-    wait: that one must not wait behind it for the next event, which may be its own deadline."""
-    rig = CoreRig(policy="least_requests", overload=OverloadConfig(outage_patience_seconds=3.0))
+def test_a_request_given_up_late_does_not_block_a_free_shard() -> None:
+    """A router that was suspended finds an overdue request without a shard when a batch request arrives: that one must
+    not wait behind it until the next event, which may be its own deadline."""
+    rig = CoreRig(policy="least_requests", overload=OverloadSettings(outage_patience_seconds=3.0))
     rig.add_shard("wide", max_model_len=200)
     rig.submit("long", slots=(1,), max_tokens=150)
     rig.add_shard("narrow", max_model_len=100)
@@ -271,8 +272,8 @@ def test_who_is_given_up_late_keeps_nobody_from_a_free_shard() -> None:
     assert submitted(actions)[0] == "narrow"
 
 
-def test_a_shard_that_comes_back_is_not_run_over() -> None:
-    """It is sent little at first and twice as much with every round of first tokens, until it has what others have."""
+def test_a_returning_shard_ramps_up() -> None:
+    """It is sent little at first and twice as much with every round of first tokens, until it has as much as others."""
     rig = outage()
     rig.handle(ShardDown("s0"))
     mark = len(rig.log)
@@ -289,9 +290,9 @@ def test_a_shard_that_comes_back_is_not_run_over() -> None:
     assert sum(rounds) == 32  # two batches
 
 
-def test_a_shard_that_nobody_waits_for_needs_no_ramp() -> None:
-    """At the start, and when a fleet grows in peace, there is no herd."""
-    rig = CoreRig(policy="least_requests", overload=OverloadConfig(ramp_start_requests=1))
+def test_a_shard_without_a_backlog_needs_no_ramp() -> None:
+    """At the start, and when a fleet grows without a backlog, there is no herd."""
+    rig = CoreRig(policy="least_requests", overload=OverloadSettings(ramp_start_requests=1))
     rig.add_shard(max_batch=4)
     assert sum(has(rig.submit(f"r{i}", slots=(i,)), SubmitAttempt) for i in range(10)) == 8
 
@@ -300,7 +301,7 @@ def test_a_shard_that_nobody_waits_for_needs_no_ramp() -> None:
 
 
 def test_advice_to_retry_spreads_a_herd() -> None:
-    """A thousand that are refused in one moment must not come back in one moment."""
+    """A thousand requests that are refused at one moment must not return at one moment."""
     delays = [retry_after_seconds(f"request-{i}", 20.0) for i in range(1000)]
     assert min(delays) >= 10.0
     assert max(delays) <= 30.0
@@ -311,7 +312,7 @@ def test_advice_to_retry_spreads_a_herd() -> None:
 
 
 def test_rate_is_that_of_a_queue_not_of_demand() -> None:
-    """Requests that went at once say nothing about what the fleet could do."""
+    """Requests that were sent at once give no evidence of how much the fleet could do."""
     rate = DrainRate()
     for i in range(100):
         rate.note(float(i), 1, has_waiting=False)

@@ -1,4 +1,4 @@
-"""Where requests go, and that the reasons can be read."""
+"""Where requests are placed, and that the reasons can be read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def two_shards(**config: object) -> CoreRig:
 
 @pytest.mark.parametrize("holder", ["s0", "s1"])
 def test_prefix_attracts(holder: str) -> None:
-    """A request goes where its KV lies."""
+    """A request is placed where its KV is cached."""
     rig = two_shards()
     rig.handle(KvEventsArrived(holder, 1, [KvChange(stored=hashes(PROMPT))]))
     assert submitted(rig.submit(prompt_token_ids=PROMPT))[0] == holder
@@ -71,7 +71,7 @@ def test_tenants_do_not_share_a_prefix() -> None:
 
 
 def test_requests_with_one_new_prefix_go_together() -> None:
-    """The second of two concurrent requests waits for the prefix that the first is only about to compute."""
+    """The second of two concurrent requests waits for the prefix that the first is about to compute."""
     rig = CoreRig()
     for shard_id in ("s0", "s1"):
         rig.add_shard(shard_id, max_model_len=9999, num_blocks=9999)
@@ -109,7 +109,7 @@ def test_plan_explains_and_places_nothing() -> None:
 
 
 def test_plan_says_why_nothing_was_picked() -> None:
-    """The same error that the request itself would get, or that it would have to wait."""
+    """The plan has the error that the request itself would get, or states that the request would wait."""
     rig = CoreRig()
     rig.add_shard(max_batch=1)
     error = rig.core.plan(request(model="x"), rig.now).error
@@ -123,7 +123,7 @@ def test_plan_says_why_nothing_was_picked() -> None:
 
 
 def test_equal_shards_share_by_seed() -> None:
-    """Ties are broken evenly, and the same way on a replay."""
+    """Ties are broken evenly, and identically on a replay."""
     histories = []
     for _ in range(2):
         rig = two_shards(policy="least_prefill")
@@ -133,7 +133,7 @@ def test_equal_shards_share_by_seed() -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    """The yardstick policy does what its name says."""
+    """The baseline policy does what its name says."""
     rig = CoreRig(policy="round_robin")
     for i in range(3):
         rig.add_shard(f"s{i}")
@@ -143,14 +143,14 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_least_requests_counts_unreported_ones() -> None:
-    """Also the yardsticks see what was just placed."""
+    """The baselines, too, see what was just placed."""
     rig = two_shards(policy="least_requests")
     picks = [submitted(rig.submit(f"r{i}", slots=(i,)))[0] for i in range(4)]
     assert picks.count("s0") == 2
 
 
 def test_gap_asks_for_one_snapshot() -> None:
-    """Lost events are noticed, asked for once, and healed by the snapshot."""
+    """Lost events are noticed, a snapshot is asked for once, and it repairs the index."""
     rig = two_shards()
     assert not has(rig.handle(KvEventsArrived("s0", 1, [])), WantKvSnapshot)
     assert only(rig.handle(KvEventsArrived("s0", 3, [])), WantKvSnapshot).shard_id == "s0"
@@ -169,7 +169,7 @@ def test_unmeasured_speeds_have_defaults() -> None:
 
 
 def test_dispatch_names_the_chosen_shard() -> None:
-    """What plan foretells is what happens."""
+    """The request is dispatched to the shard that `plan` predicted."""
     rig = two_shards()
     foretold = rig.core.plan(request(request_id="r"), rig.now).picked_shard_id
     assert only(rig.submit("r", prompt_token_ids=PROMPT), SubmitAttempt).shard_id == foretold

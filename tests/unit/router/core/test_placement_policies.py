@@ -1,4 +1,4 @@
-"""What each placement policy looks at, and which way it leans."""
+"""What each placement policy considers, and which shards it prefers."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_cost_rises_with_every_burden(policy: str, worse: dict[str, float]) -> N
     assert burdened > better
 
 
-def test_blocks_that_nobody_will_use_are_free_to_evict() -> None:
+def test_blocks_without_a_future_use_are_free_to_evict() -> None:
     """The price of an eviction is what it will cost to compute the blocks again."""
     prices = cost("ect", *(other(reuse_probability=probability) for probability in (0.9, 0.1, 0.0)))
     assert prices[0] > prices[1] > prices[2] == sum(cost("ect", other(num_evicted_blocks=0)))
 
 
 def test_session_stays_where_it_is() -> None:
-    """Session hashing ignores load, and moves only the sessions of a shard that is gone."""
+    """Session hashing ignores load, and moves only the sessions of a shard that has disconnected."""
     shards = [msgspec.structs.replace(CANDIDATE, shard_id=f"s{i}") for i in range(5)]
     arrivals = [Arrival(f"r{i}", f"session-{i % 20}", 10, ()) for i in range(40)]
 
@@ -98,7 +98,8 @@ def test_session_stays_where_it_is() -> None:
 
 
 def test_sglang_follows_the_last_inserter_unless_unbalanced() -> None:
-    """Matches above the threshold go where the prefix was placed last; a crowded shard is avoided all the same."""
+    """A request with a match above the threshold is placed where the prefix was placed last; a crowded shard is avoided
+    all the same."""
     policy = POLICIES["sglang"]()
     a, b = CANDIDATE, other(num_used_blocks=0.0)
     first = [sum(terms) for terms in policy.costs(ARRIVAL, [a, b])]

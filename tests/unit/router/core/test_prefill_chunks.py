@@ -1,4 +1,4 @@
-"""Long prompts are prefilled in prefill chunks: shorter ones go in between, and nobody hears of it."""
+"""Long prompts are prefilled in chunks: shorter requests are served between them, and clients do not notice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.v1.generation_pb2 import FinishReason
 from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, SendStep, SubmitAttempt
-from router.core.dispatch.overload import OverloadConfig
+from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.events import KvChange, KvEventsArrived, LoadReported, RequestCancelled, ShardDown, ShardLoad
 from router.core.frames import Finish, Start
@@ -21,7 +21,7 @@ SECOND = 10_000
 
 
 class PrefillChunkRig(CoreRig):
-    """Shards that do as they are told, one thing at a time."""
+    """Shards that do what they are sent, one thing at a time."""
 
     def __init__(self, num_shards: int = 1, **config: object) -> None:
         super().__init__(**config)
@@ -32,7 +32,7 @@ class PrefillChunkRig(CoreRig):
         return self.submit(name, slots=(slot,), prompt_token_ids=[slot, *range(num_tokens - 1)], **changes)
 
     def compute(self, attempt: SubmitAttempt, num_cached_tokens: int, *, ends: bool) -> list[Action]:
-        """Its prefill is done, in the time that is expected of it; a prefill chunk ends with its token."""
+        """The prefill is done in the expected time; a prefill chunk ends with its token."""
         self.now += (len(attempt.request.prompt_token_ids) - num_cached_tokens) / SECOND
         slot = attempt.choices[0].slot
         finishes = [Finish(slot, FinishReason.FINISH_REASON_LENGTH)] if ends else []
@@ -47,7 +47,8 @@ def attempts(actions: Sequence[Action]) -> list[SubmitAttempt]:
 def run_prefill_chunks(
     rig: PrefillChunkRig, prefill_chunk: SubmitAttempt
 ) -> tuple[list[SubmitAttempt], SubmitAttempt, list[Action]]:
-    """Compute one prefill chunk after the other; returns them, and the request itself with what came with it."""
+    """Compute one prefill chunk after the other; returns them, and the request itself with the actions that came with
+    it."""
     prefill_chunks, num_cached_tokens = [], 0
     while True:
         assert prefill_chunk.prepares
@@ -59,8 +60,9 @@ def run_prefill_chunks(
             return prefill_chunks, prefill_chunk, actions
 
 
-def test_a_long_prompt_comes_in_portions_that_grow_to_the_whole() -> None:
-    """Each is the beginning of the prompt up to a block, for one token, in nobody's name; the client hears of none."""
+def test_a_long_prompt_comes_in_chunks_that_grow_to_the_whole() -> None:
+    """Each is the beginning of the prompt up to a block boundary, for one token, under the router's own client id; the
+    client is sent nothing."""
     rig = PrefillChunkRig()
     prefill_chunks, last, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, BIG, tenant="t"), SubmitAttempt))
     whole = [1, *range(BIG - 1)]
@@ -81,8 +83,8 @@ def test_a_long_prompt_comes_in_portions_that_grow_to_the_whole() -> None:
     assert not [action for action in rig.log if isinstance(action, SendStep | RequestEnded)]
 
 
-def test_what_portions_computed_is_not_called_cached() -> None:
-    """The client is told of what lay in the cache when its request came."""
+def test_tokens_of_prefill_chunks_are_not_reported_as_cached() -> None:
+    """The client is sent the number of tokens that were cached when its request arrived."""
     rig = PrefillChunkRig()
     prefill_chunks, last, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, BIG), SubmitAttempt))
     ready = len(prefill_chunks[-1].request.prompt_token_ids)
@@ -93,7 +95,7 @@ def test_what_portions_computed_is_not_called_cached() -> None:
 
 
 def test_a_short_prompt_goes_in_between() -> None:
-    """What prefill chunks are for: it waits for one prefill chunk, not for the whole prompt before it."""
+    """The purpose of prefill chunks: a short prompt waits for one chunk, not for the whole prompt before it."""
     rig = PrefillChunkRig()
     prefill_chunk = only(rig.ask("long", 1, BIG), SubmitAttempt)
     assert rig.ask("short", 2, SMALL) == []
@@ -102,8 +104,8 @@ def test_a_short_prompt_goes_in_between() -> None:
     assert all(attempt.prepares == "long" for attempt in sent[1:])
 
 
-def test_short_prompts_and_other_policies_know_no_portions() -> None:
-    """A split costs the request itself; and who does not withheld back sends at once."""
+def test_short_prompts_and_other_policies_are_not_split() -> None:
+    """A split costs the request itself, and a policy without a queue hold sends requests at once."""
     assert not only(PrefillChunkRig().ask("r", 1, SMALL), SubmitAttempt).prepares
     assert not only(PrefillChunkRig(prefill_chunks=None).ask("r", 1, BIG), SubmitAttempt).prepares
     assert not only(PrefillChunkRig(policy="conductor").ask("r", 1, BIG), SubmitAttempt).prepares
@@ -119,18 +121,18 @@ def test_an_engine_that_keeps_nothing_gets_the_whole() -> None:
     assert not last.prepares
 
 
-def test_evicted_portions_are_not_begun_anew() -> None:
-    """The shard dropped what it had computed: the request goes whole rather than in a circle."""
+def test_evicted_prefill_chunks_are_not_repeated() -> None:
+    """The shard evicted what it had computed: the request is sent whole rather than split for ever."""
     rig = PrefillChunkRig()
     first = only(rig.ask("r", 1, BIG), SubmitAttempt)
-    rig.now += 31.0  # what was placed there is not believed in for ever
+    rig.now += 31.0  # placed blocks are not believed in for ever
     rig.handle(KvEventsArrived("s0", 1, [KvChange(cleared=True)]))
     assert not only(rig.compute(first, 0, ends=True), SubmitAttempt).prepares
 
 
 @pytest.mark.parametrize("how", ["cancelled", "shard drains", "shard is gone"])
-def test_a_portion_ends_with_its_purpose(how: str) -> None:
-    """A request that ends or goes elsewhere leaves nothing behind that is computed for nobody."""
+def test_a_prefill_chunk_is_cancelled_with_its_request(how: str) -> None:
+    """A request that ends or moves leaves no useless computation behind."""
     rig = PrefillChunkRig(num_shards=2)
     prefill_chunk = only(rig.ask("r", 1, BIG), SubmitAttempt)
     slot, shard_id = prefill_chunk.choices[0].slot, prefill_chunk.shard_id
@@ -151,8 +153,8 @@ def test_a_portion_ends_with_its_purpose(how: str) -> None:
     assert last.attempt_id == 1
 
 
-def test_a_portion_that_fails_does_no_harm() -> None:
-    """What is missing is computed with the request itself."""
+def test_a_failed_prefill_chunk_does_no_harm() -> None:
+    """The missing part is computed with the request itself."""
     rig = PrefillChunkRig()
     prefill_chunk = only(rig.ask("r", 1, BIG), SubmitAttempt)
     actions = rig.fail("s0", prefill_chunk.choices[0].slot)
@@ -161,15 +163,15 @@ def test_a_portion_that_fails_does_no_harm() -> None:
     assert not [action for action in rig.log if isinstance(action, RequestEnded)]
 
 
-def test_who_has_begun_is_not_one_of_those_who_may_not_wait() -> None:
-    """The bound of the queue is for those whom no shard serves; a shard works for this one."""
+def test_a_request_with_a_prefill_chunk_does_not_count_against_the_queue_bound() -> None:
+    """The bound of the queue is for requests that no shard serves; a shard already works for this one."""
     rig = PrefillChunkRig(max_queued_requests=1)
     assert only(rig.ask("long", 1, BIG), SubmitAttempt).prepares
     assert rig.ask("waits", 2, BIG + 512) == []
     assert only(rig.ask("refused", 3, BIG), RequestEnded).num_attempts == 0
 
 
-def test_the_decision_is_told_once_when_it_is_made() -> None:
+def test_the_decision_is_reported_once_when_it_is_made() -> None:
     """Explanations show the fleet as it was when the shard was chosen, before the first prefill chunk."""
     rig = PrefillChunkRig(decision_sample_share=1.0)
     actions = rig.ask("r", 1, BIG)
@@ -178,18 +180,18 @@ def test_the_decision_is_told_once_when_it_is_made() -> None:
     assert len([action for action in rig.log if isinstance(action, PlacementDecided)]) == 1
 
 
-def test_portions_are_bounded_in_number() -> None:
-    """However wrong the learned speeds are."""
+def test_prefill_chunks_are_bounded_in_number() -> None:
+    """The bound holds however wrong the learned speeds are."""
     rig = PrefillChunkRig(prefill_chunks=PrefillChunkSettings(overhead_seconds=1e-9, min_seconds=1e-6, min_tokens=512))
     prefill_chunks, _, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, 512 * 200), SubmitAttempt))
     assert len(prefill_chunks) == MAX_PREFILL_CHUNKS
 
 
-def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
-    """Those that lost their shard may be more than may wait; a new request whose first prefill chunk was just sent to a
-    shard that none of them can use is not refused for them."""
+def test_an_overlong_queue_does_not_block_a_free_shard() -> None:
+    """Requests that lost their shard may be more than may wait; a new request whose first prefill chunk was just sent
+    to a shard that none of them can use is not refused because of them."""
     prefill_chunks = PrefillChunkSettings(overhead_seconds=1e-12, min_seconds=1e-6, min_tokens=4)
-    overload = OverloadConfig(outage_patience_seconds=3.0)
+    overload = OverloadSettings(outage_patience_seconds=3.0)
     rig = CoreRig(prefill_chunks=prefill_chunks, max_queued_requests=1, overload=overload)
     rig.add_shard("s0", max_batch=16, max_model_len=1000)
     rig.add_shard("s1", max_batch=16, max_model_len=64)
@@ -202,8 +204,8 @@ def test_a_queue_that_is_too_long_keeps_nobody_from_a_free_shard() -> None:
     assert rig.core.num_queued_requests == 4
 
 
-def test_portions_shrink_where_others_are_waiting_to_come() -> None:
-    """The order quantity: four times as many arrivals, half as long a prefill chunk; within bounds."""
+def test_prefill_chunks_shrink_with_the_arrival_rate() -> None:
+    """The order quantity: with four times as many arrivals a prefill chunk is half as long, within bounds."""
     settings = PrefillChunkSettings(overhead_seconds=0.02, min_seconds=0.01)
     assert settings.prefill_chunk_seconds(4.0) == pytest.approx(settings.prefill_chunk_seconds(1.0) / 2)
     assert settings.prefill_chunk_seconds(1.0) == pytest.approx(0.2)

@@ -1,4 +1,5 @@
-"""What the prefix index promises beyond right answers: bounded memory, bounded steps, nothing for the collector."""
+"""What the prefix index promises beyond correct answers: bounded memory, bounded steps, no work for the garbage
+collector."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from router.core.prefix_index.prefix_index import IndexStepSizes, PrefixIndex
 
 
 def make_index(*shard_ids: str, max_blocks: int = 100_000, prefill_chunks: IndexStepSizes | None = None) -> PrefixIndex:
-    """Shards whose first snapshot was empty."""
+    """An index with shards whose first snapshot was empty."""
     index = PrefixIndex(prefill_chunks)
     for shard_id in shard_ids:
         index.add_shard(shard_id, max_blocks, 0.0)
@@ -20,7 +21,7 @@ def make_index(*shard_ids: str, max_blocks: int = 100_000, prefill_chunks: Index
 
 
 def test_only_leading_blocks_count():
-    """Engines report blocks whose predecessor was evicted; they are of no use until it is back."""
+    """Engines report blocks whose predecessor was evicted; they are of no use until it is stored again."""
     index = make_index("a")
     index.apply_events("a", 1, [KvChange(stored=range(40)), KvChange(removed=[5])], 0.0)
     assert index.count_overlaps(range(40), 0.0) == {"a": 5}
@@ -29,7 +30,7 @@ def test_only_leading_blocks_count():
 
 
 def test_hundreds_of_shards_are_told_apart():
-    """Depths of 300 shards over one prompt, from bits beyond any machine word."""
+    """Depths of 300 shards over one prompt, with more bits than any machine word."""
     rng = random.Random(1)
     depths = {f"shard-{number}": rng.randrange(0, 130) for number in range(300)}
     index = make_index(*depths)
@@ -41,7 +42,7 @@ def test_hundreds_of_shards_are_told_apart():
 
 
 def test_a_shard_that_announces_more_than_it_has_is_cut_off():
-    """A miscounting engine must not fill the router's memory; a right snapshot makes up for it."""
+    """A miscounting engine must not fill the router's memory; a correct snapshot repairs the index."""
     index = make_index("a", max_blocks=50)
     index.apply_events("a", 1, [KvChange(stored=range(200))], 0.0)
     assert index.num_stored("a") == 50
@@ -56,8 +57,8 @@ def test_a_shard_that_announces_more_than_it_has_is_cut_off():
     index.check_integrity()
 
 
-def test_a_large_snapshot_is_read_in_portions_with_events_in_between():
-    """The event loop must not stand still; a block removed meanwhile must not come back from the snapshot's rest."""
+def test_a_large_snapshot_is_read_in_steps_with_events_in_between():
+    """The event loop must not be blocked; a block removed meanwhile must not reappear from the rest of the snapshot."""
     index = make_index("a", prefill_chunks=IndexStepSizes(snapshot_blocks=10, settle_blocks=10))
     index.apply_snapshot("a", 7, range(1000))
     assert index.count_overlaps(range(1000), 0.0) == {"a": 10}
@@ -73,8 +74,8 @@ def test_a_large_snapshot_is_read_in_portions_with_events_in_between():
     assert index.num_stored("a") == 1000
 
 
-def test_what_a_departed_shard_held_goes_at_once_and_its_memory_in_portions():
-    """Removing a large shard is one bit; look-ups are right before the sweep as well as after it."""
+def test_blocks_of_a_departed_shard_vanish_at_once_and_their_memory_in_steps():
+    """Removing a large shard changes one bit; look-ups are correct before and after the sweep."""
     index = make_index("a", "b")
     index.apply_events("a", 1, [KvChange(stored=range(50_000))], 0.0)
     index.apply_events("b", 1, [KvChange(stored=range(100))], 0.0)
@@ -90,7 +91,7 @@ def test_what_a_departed_shard_held_goes_at_once_and_its_memory_in_portions():
 
 
 def test_memory_stays_bounded_when_snapshots_follow_one_another():
-    """Each replaces all; without the sweep keeping up, everything ever held would pile up."""
+    """Each snapshot replaces everything; if the sweep did not keep up, all blocks ever held would pile up."""
     index = make_index("a", "b")
     index.apply_events("b", 1, [KvChange(stored=range(1_000_000, 1_020_000))], 0.0)
     for number in range(60):
@@ -100,7 +101,7 @@ def test_memory_stays_bounded_when_snapshots_follow_one_another():
 
 
 def test_a_shard_that_comes_and_goes_is_swept_too():
-    """Without any event in between, as when a process dies at every start."""
+    """There is no event in between, as when a process dies at every start."""
     index = make_index("b")
     index.apply_events("b", 1, [KvChange(stored=range(20_000))], 0.0)
     for number in range(600):
@@ -113,7 +114,7 @@ def test_a_shard_that_comes_and_goes_is_swept_too():
 
 
 def test_an_added_shard_that_is_there_has_restarted():
-    """Whatever its predecessor held is forgotten, and its numbers start anew."""
+    """The blocks of its predecessor are forgotten, and its batch numbers restart."""
     index = make_index("a")
     index.apply_events("a", 1, [KvChange(stored=[1, 2, 3])], 0.0)
     index.add_shard("a", 100, 0.0)
@@ -124,7 +125,7 @@ def test_an_added_shard_that_is_there_has_restarted():
 
 
 def test_a_late_batch_closes_the_gap_and_what_came_after_it_was_not_lost():
-    """Reordered batches end exact, with or without the snapshot that was asked for meanwhile."""
+    """Reordered batches lead to an exact index, with or without the snapshot that was asked for meanwhile."""
     index = make_index("a")
     assert index.apply_events("a", 2, [KvChange(removed=[1])], 0.0)
     assert not index.apply_events("a", 3, [KvChange(stored=[2])], 0.0)
@@ -135,7 +136,7 @@ def test_a_late_batch_closes_the_gap_and_what_came_after_it_was_not_lost():
 
 
 def test_batches_above_a_snapshots_number_are_applied_behind_it():
-    """A snapshot that is overtaken by later batches must not take them back."""
+    """A snapshot that is overtaken by later batches must not undo them."""
     index = make_index("a")
     assert index.apply_events("a", 2, [KvChange(stored=[2])], 0.0)
     index.apply_events("a", 4, [KvChange(stored=[4])], 0.0)
@@ -153,11 +154,11 @@ def test_a_lost_snapshot_is_asked_for_again_but_not_at_every_batch():
 
 
 def test_held_batches_are_bounded():
-    """A gap that nothing closes must not fill the memory; what was given up is made good by a snapshot behind it."""
+    """A gap that is never closed must not fill the memory; a later snapshot repairs what was given up."""
     order = EventOrder(100, 0.0)
     order.skip_to(0)
     for number in range(2, 5000):
-        assert not order.take_in(number, [KvChange(stored=[number])])
+        assert not order.push(number, [KvChange(stored=[number])])
         order.check_integrity()
     order.skip_to(4950)
     assert [change[0].stored for change in order.take()] == [[number] for number in range(4951, 5000)]
@@ -165,7 +166,7 @@ def test_held_batches_are_bounded():
 
 
 def test_the_index_leaves_nothing_for_the_garbage_collector_to_walk():
-    """A full collection touches every object it tracks: with millions of them the event loop would stand still."""
+    """A full collection touches every object it tracks: with millions of them it would block the event loop."""
     index = make_index("a", "b")
     hashes = [random.Random(2).getrandbits(64) + number for number in range(60_000)]
     gc.collect()
@@ -178,7 +179,7 @@ def test_the_index_leaves_nothing_for_the_garbage_collector_to_walk():
 
 
 def test_placing_again_renews_the_belief():
-    """The second request keeps the blocks believed in, should the first one's prefill take its time."""
+    """The second request keeps the blocks believed in, should the prefill of the first take long."""
     index = make_index("a")
     index.place("a", [1, 2], 0.0)
     index.place("a", [1, 2, 3], 20.0)

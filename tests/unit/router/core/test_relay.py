@@ -1,4 +1,4 @@
-"""Tokens from shards to clients; cancellation, deadlines and failover in between."""
+"""Tokens from shards to clients, with cancellation, deadlines and failover in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 
 def test_step_is_translated_and_batched_per_client() -> None:
-    """One engine step is one frame per client, in its own slots, whoever else is in the step."""
+    """One engine step is one frame per client, in its own slots, whichever other clients are in the step."""
     rig = CoreRig()
     rig.add_shard()
     slots = [submitted(rig.submit(f"r{i}", slots=(10 + i,), client_id=f"c{i % 2}"))[1][0] for i in range(3)]
@@ -35,7 +35,7 @@ def test_step_is_translated_and_batched_per_client() -> None:
 
 
 def test_ragged_step_and_logprobs() -> None:
-    """Speculative engines emit several tokens a step; logprobs follow their tokens to the right slot."""
+    """Speculative engines emit several tokens per step; logprobs follow their tokens to the right slot."""
     rig = CoreRig()
     rig.add_shard()
     [a], [b] = (submitted(rig.submit(f"r{i}", slots=(i,)))[1] for i in range(2))
@@ -45,7 +45,7 @@ def test_ragged_step_and_logprobs() -> None:
 
 
 def test_start_and_finish_are_completed() -> None:
-    """The client learns which shard answered and from how much cache; metering gets exactly what was delivered."""
+    """The client is sent which shard answered and how much was cached; metering gets exactly what was delivered."""
     rig = CoreRig()
     rig.add_shard()
     _, [slot] = submitted(rig.submit(tenant="t"))
@@ -75,9 +75,9 @@ def test_malformed_step_is_refused_whole() -> None:
     assert sent(rig.start("s0", slot)).token_ids == [7]
 
 
-def test_malformed_frame_changes_nothing_though_somebody_is_overdue() -> None:
-    """Neither do the parts before the one that does not fit. Who has run out of time hears of it with the next event:
-    what a refused one led to would be told to nobody."""
+def test_malformed_frame_changes_nothing_though_a_request_is_overdue() -> None:
+    """Not even the parts before the malformed one take effect. An overdue request is ended by the next event: the
+    actions of a refused frame would be lost."""
     rig = CoreRig()
     rig.add_shard()
     _, [slot] = submitted(rig.submit(timeout_seconds=0.5))
@@ -102,7 +102,8 @@ def test_impossible_shard_is_refused(field: str) -> None:
 
 
 def test_cancel_reaches_shard_and_client_at_once() -> None:
-    """The client's slot ends at once, late frames are dropped, the shard's slot rests until the shard has ended it."""
+    """The client's slot ends at once, late frames are dropped, and the shard's slot is unused until the shard has ended
+    it."""
     rig = CoreRig()
     rig.add_shard()
     _, [a, b] = submitted(rig.submit(slots=(1, 2)))
@@ -117,7 +118,7 @@ def test_cancel_reaches_shard_and_client_at_once() -> None:
 
 
 def test_cancel_in_the_queue_costs_nothing() -> None:
-    """What was never dispatched is dropped without a word to any shard."""
+    """A request that was never dispatched is dropped without a message to any shard."""
     rig = CoreRig()
     rig.add_shard(max_batch=1)
     for i in range(3):
@@ -128,7 +129,7 @@ def test_cancel_in_the_queue_costs_nothing() -> None:
 
 
 def test_client_gone_cancels_silently() -> None:
-    """A broken stream ends its requests on the shards; nothing is sent into the void."""
+    """A broken stream ends its requests on the shards; nothing is sent to the client."""
     rig = CoreRig()
     rig.add_shard()
     _, slots = submitted(rig.submit(slots=(1, 2)))
@@ -204,7 +205,7 @@ def test_only_unfinished_choices_move() -> None:
 
 
 def test_failing_engine_is_retried_where_it_is_alone() -> None:
-    """With one shard, a failed sequence is tried there again; attempts are bounded."""
+    """With one shard, a failed sequence is retried there; attempts are bounded."""
     rig = CoreRig(max_attempts=2)
     rig.add_shard()
     _, [slot] = submitted(rig.submit())
@@ -215,7 +216,7 @@ def test_failing_engine_is_retried_where_it_is_alone() -> None:
 
 
 def test_complete_answer_is_not_resubmitted() -> None:
-    """All tokens were delivered, only the finish was lost: it is over."""
+    """All tokens were delivered and only the finish was lost: the answer is complete."""
     rig = CoreRig()
     rig.add_shard("s0")
     rig.add_shard("s1")
@@ -227,7 +228,7 @@ def test_complete_answer_is_not_resubmitted() -> None:
 
 
 def test_failover_waits_ahead_of_the_queue() -> None:
-    """What has begun goes on before what has not."""
+    """A request that has begun is resumed before one that has not."""
     rig = CoreRig()
     rig.add_shard("s0", max_batch=1)
     rig.add_shard("s1", max_batch=1)
@@ -240,7 +241,7 @@ def test_failover_waits_ahead_of_the_queue() -> None:
 
 
 def test_refusal_that_only_this_request_causes_is_final() -> None:
-    """An error that every shard would give is not tried three times."""
+    """An error that every shard would return is not retried."""
     rig = CoreRig()
     rig.add_shard("s0")
     rig.add_shard("s1")
@@ -252,6 +253,6 @@ def test_refusal_that_only_this_request_causes_is_final() -> None:
 
 
 def test_frames_of_unknown_shards_are_ignored() -> None:
-    """A frame may be on its way while its shard is given up."""
+    """A frame may be in transit while its shard is given up."""
     rig = CoreRig()
     assert rig.step("ghost", (1, [1], "x")) == []

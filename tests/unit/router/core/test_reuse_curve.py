@@ -1,4 +1,4 @@
-"""What the router learns of how cached blocks are used again."""
+"""What the router learns about the reuse of cached blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.core.placement.reuse_curve import MAX_REMEMBERED_PROMPTS, ReuseCurve
 
 
 def conversation(curve: ReuseCurve, number: int, gaps: list[float], start: float) -> float:
-    """Prompts that each go on where the one before ended; returns when the last came."""
+    """Prompts that each continue the one before; returns when the last arrived."""
     hashes = [number * 1000]
     curve.note_prompt(hashes, start)
     for gap in gaps:
@@ -26,7 +26,7 @@ def test_before_anything_is_known_the_odds_are_even() -> None:
 
 
 def test_one_off_questions_make_cached_blocks_cheap() -> None:
-    """Nobody ever came back: what is evicted will not be missed."""
+    """No prompt was ever continued: an evicted block will not be missed."""
     curve = ReuseCurve()
     for number in range(500):
         conversation(curve, number, [], number * 1.0)
@@ -34,7 +34,8 @@ def test_one_off_questions_make_cached_blocks_cheap() -> None:
 
 
 def test_agents_make_fresh_blocks_dear_and_old_ones_cheap() -> None:
-    """Calls every ten seconds, for long: what was just used will be used again, what was left for an hour not."""
+    """With calls every ten seconds for a long time, a block that was just used will be used again, and one idle for an
+    hour will not."""
     curve, rng = ReuseCurve(), random.Random(1)
     for number in range(60):
         conversation(curve, number, [rng.uniform(5, 15) for _ in range(20)], number * 1.0)

@@ -1,4 +1,5 @@
-"""Nothing unscreened is shown in gate mode; verdicts are acted on; silence means what the configuration says."""
+"""Nothing unscreened is shown in gate mode, verdicts are enforced, and the service's absence has the configured
+effect."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
 
 
 def test_prompt_check_runs_beside_prefill() -> None:
-    """The check costs no time unless it is slower than prefill: dispatch does not wait, tokens do."""
+    """The check takes no extra time unless it is slower than prefill: tokens wait for it, dispatch does not."""
     rig = CoreRig(safety=(True, False))
     rig.add_shard()
     actions = rig.submit(tenant="t")
@@ -30,7 +31,7 @@ def test_prompt_check_runs_beside_prefill() -> None:
 
 
 def test_blocked_prompt() -> None:
-    """A blocked prompt gets the policy's words and nothing of the answer; the shard stops."""
+    """A blocked prompt gets the policy's message and nothing of the answer; the shard stops."""
     rig = CoreRig(safety=(True, False))
     rig.add_shard()
     actions = rig.submit(slots=(1, 2))
@@ -57,8 +58,8 @@ class HoldsX:
 
 
 def test_prompts_that_the_filter_clears_are_not_sent() -> None:
-    """They would be allowed: nothing is held for a verdict, and the service is spared their text. Others are asked
-    about as ever, and so is everything once a policy without a filter is in force."""
+    """They would be allowed: nothing is withheld for a verdict, and the service is not sent their text. Other prompts
+    are checked, and so are all once a policy without a filter is in force."""
     rig = CoreRig(safety=None)
     rig.handle(SafetyUp(True, False, prompt_filter=HoldsX()))
     rig.add_shard()
@@ -114,7 +115,7 @@ def test_gate_releases_whole_tokens_up_to_what_is_clear() -> None:
 
 
 def test_gate_halt_cuts_the_text() -> None:
-    """Behind the halt nothing is shown or billed; a delta that straddles it is cut and brings no token."""
+    """After the halt nothing is shown or metered; a delta that straddles it is cut, and its token is dropped."""
     rig, shard_id, slot = gated()
     [screening_slot] = only(rig.start(shard_id, slot, 1, "ab"), ScreenAnswers).slots
     rig.step(shard_id, (slot, [2], "cdef"))
@@ -140,7 +141,7 @@ def test_answer_without_text_needs_no_verdict() -> None:
 
 
 def test_async_shows_at_once_and_halts() -> None:
-    """In async mode the text is out when the halt comes; the rest is not."""
+    """In async mode earlier text was sent when the halt arrives; the rest is not sent."""
     rig = CoreRig(safety=(False, True), answer_mode="async")
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit())
@@ -153,7 +154,7 @@ def test_async_shows_at_once_and_halts() -> None:
 
 
 @pytest.mark.parametrize(("config", "screens_answers"), [({"answer_mode": "off"}, True), ({}, False)])
-def test_answers_are_not_sent_to_nobody(config: dict[str, str], screens_answers: bool) -> None:
+def test_answers_are_not_screened_without_a_rule_or_mode(config: dict[str, str], screens_answers: bool) -> None:
     """Without a rule or a mode for answers, screening costs nothing."""
     rig = CoreRig(safety=(True, screens_answers), **config)
     rig.add_shard()
@@ -167,7 +168,7 @@ def test_answers_are_not_sent_to_nobody(config: dict[str, str], screens_answers:
 
 @pytest.mark.parametrize("required", [True, False])
 def test_safety_lost_in_mid_answer(required: bool) -> None:
-    """Fail-closed ends what cannot be screened any more; fail-open shows it."""
+    """Fail-closed ends answers that can no longer be screened; fail-open shows them."""
     rig = CoreRig(safety=(True, True), safety_required=required, safety_patience_seconds=0.0)
     rig.add_shard()
     actions = rig.submit()
@@ -188,7 +189,7 @@ def test_safety_lost_in_mid_answer(required: bool) -> None:
 
 
 def test_unscreened_requests_survive_the_loss() -> None:
-    """A request whose prompt was allowed and whose answer needs no screening is none of the service's business."""
+    """A request whose prompt was allowed and whose answer needs no screening does not depend on the service."""
     rig = CoreRig(safety=(True, False))
     rig.add_shard()
     actions = rig.submit()
@@ -212,7 +213,7 @@ def test_held_tokens_are_bounded() -> None:
 
 
 def test_failover_behind_held_text() -> None:
-    """What is held is not generated twice: the next attempt goes on behind it, under the same screening."""
+    """Withheld output is not generated twice: the next attempt continues after it, under the same screening."""
     rig, _, slot = gated()
     rig.add_shard("s1")
     [screening_slot] = only(rig.start("s0", slot, 1, "ab"), ScreenAnswers).slots
@@ -223,8 +224,8 @@ def test_failover_behind_held_text() -> None:
     assert sent(rig.handle(AnswersScreened([screening_slot], [4]))).deltas == ["abcd"]
 
 
-def test_verdicts_for_nobody_are_ignored() -> None:
-    """A verdict may cross with the end of what it is about."""
+def test_verdicts_for_ended_requests_are_ignored() -> None:
+    """A verdict may cross with the end of its request."""
     rig = CoreRig(safety=(True, True))
     assert rig.handle(PromptVerdict(9, False, "x")) == []
     assert rig.handle(AnswersScreened([5], [1], [AnswerHalt(6, 0, "x")], [7])) == []

@@ -1,4 +1,5 @@
-"""A safety service that dies and comes back: what needs it waits, within bounds, and nothing unscreened is shown."""
+"""A safety service that dies and returns: requests that need it wait, within bounds, and nothing unscreened is
+shown."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def gated(**config: object) -> tuple[CoreRig, str, int, int]:
     return rig, shard_id, slot, screening_slot
 
 
-def test_a_running_answer_waits_and_goes_on() -> None:
-    """What was not clear is screened anew, together with what came meanwhile, behind what was clear."""
+def test_a_running_answer_waits_and_continues() -> None:
+    """Text that was not clear is screened again, together with text that arrived meanwhile, after the clear part."""
     rig, shard_id, slot, _ = gated()
     assert rig.handle(SafetyDown()) == []
     assert rig.step(shard_id, (slot, [3], "ef")) == []
@@ -57,7 +58,7 @@ def test_an_answer_that_ended_meanwhile_is_judged_before_it_is_shown() -> None:
 
 
 def test_an_answer_that_was_being_closed_ends_when_all_is_clear() -> None:
-    """The service died between the last text and the word that it is clear."""
+    """The service died between the last text and its verdict."""
     rig, shard_id, slot, screening_slot = gated()
     rig.finish(shard_id, slot)
     assert sent(rig.handle(AnswersScreened([screening_slot], [4]))).deltas == ["cd"]
@@ -68,7 +69,7 @@ def test_an_answer_that_was_being_closed_ends_when_all_is_clear() -> None:
 
 
 def test_what_the_prefilter_clears_is_shown_all_the_same() -> None:
-    """Most text needs no service. What follows suspicious text waits with it."""
+    """Most text needs no service. Text after suspicious text waits with it."""
     rig = CoreRig(safety=None)
     rig.handle(SafetyUp(False, True, Suspicious()))
     rig.add_shard()
@@ -84,7 +85,7 @@ def test_what_the_prefilter_clears_is_shown_all_the_same() -> None:
 
 
 def test_prompts_without_a_verdict_are_checked_again() -> None:
-    """Also those that were allowed to run while the verdict was on its way."""
+    """This includes prompts that were allowed while the verdict was in transit."""
     rig = CoreRig(safety=(True, False))
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit())
@@ -96,7 +97,7 @@ def test_prompts_without_a_verdict_are_checked_again() -> None:
 
 @pytest.mark.parametrize("mode", ["gate", "async"])
 def test_new_requests_wait_for_their_verdict(mode: str) -> None:
-    """They are admitted and dispatched; whatever the policy says when the service is back applies to all of them."""
+    """They are admitted and dispatched; the policy of the returned service applies to all of them."""
     rig = CoreRig(safety=(False, False), answer_mode=mode)
     rig.add_shard()
     rig.handle(SafetyDown())
@@ -111,7 +112,7 @@ def test_new_requests_wait_for_their_verdict(mode: str) -> None:
 
 @pytest.mark.parametrize("required", [True, False])
 def test_patience_ends(required: bool) -> None:
-    """Then what is configured for a service that is away happens; another loss meanwhile gains no time."""
+    """Then the configured handling of an absent service applies; another loss meanwhile does not extend the wait."""
     rig, shard_id, slot, _ = gated(safety_required=required, safety_patience_seconds=5.0)
     rig.handle(SafetyDown())
     assert rig.core.next_deadline() == rig.now + 5.0
@@ -131,7 +132,7 @@ def test_patience_ends(required: bool) -> None:
 
 
 def test_what_is_shown_before_it_is_judged_does_not_wait() -> None:
-    """In async mode nothing is kept that could be judged later."""
+    """In async mode no output is kept that could be screened later."""
     rig = CoreRig(safety=(False, True), answer_mode="async")
     rig.add_shard()
     shard_id, [slot] = submitted(rig.submit())

@@ -1,4 +1,4 @@
-"""What is learned of a shard's speed from the times of first tokens."""
+"""What is learned about a shard's speed from the times of first tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def random_work(rng: random.Random) -> tuple[PrefillWork, int]:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-@pytest.mark.parametrize("told", [0.0, 3_000.0])
-def test_learns_the_fleet_model(name: str, told: float) -> None:
-    """Predictions come within 15% after 60 first tokens, whatever the shard had said before; noise of 10% is no bar."""
+@pytest.mark.parametrize("reported", [0.0, 3_000.0])
+def test_learns_the_fleet_model(name: str, reported: float) -> None:
+    """Predictions are within 15% after 60 first tokens, whatever the shard had reported before, in spite of 10%
+    noise."""
     profile, model, rng = PROFILES[name], SpeedModel(), random.Random(1)
-    model.set_reported_rate(told)
+    model.set_reported_rate(reported)
     for _ in range(60):
         work, context = random_work(rng)
         model.observe(work, context, seconds(profile, work, context) * rng.uniform(0.9, 1.1))
@@ -44,7 +45,7 @@ def test_learns_the_fleet_model(name: str, told: float) -> None:
 
 
 def test_a_shard_that_slows_down_is_found_out() -> None:
-    """Forgetting: what was true a hundred requests ago does not count for ever."""
+    """Forgetting: an observation a hundred requests ago no longer counts."""
     profile, model, rng = PROFILES["8b"], SpeedModel(), random.Random(2)
     for factor in (1.0, 3.0):
         for _ in range(150):
@@ -67,7 +68,7 @@ def test_one_stall_changes_little() -> None:
 
 
 def test_same_work_for_ever_does_not_blow_up() -> None:
-    """Without variety most coefficients cannot be told apart: they must stay finite, and predictions sane."""
+    """Without variety most coefficients cannot be determined: they must stay finite, and predictions sane."""
     model = SpeedModel()
     work = PrefillWork.of(500, 0)
     for _ in range(5_000):
@@ -76,7 +77,7 @@ def test_same_work_for_ever_does_not_blow_up() -> None:
     assert 0 < model.seconds(PrefillWork.of(50_000, 0), 100_000) < 1_000
 
 
-def test_what_the_shard_says_counts_until_something_is_observed() -> None:
+def test_the_reported_speed_counts_until_something_is_observed() -> None:
     """A new shard is priced by its own figure, and by a default without one."""
     model = SpeedModel()
     default = model.seconds(PrefillWork.of(1000, 0), 0)
@@ -84,8 +85,8 @@ def test_what_the_shard_says_counts_until_something_is_observed() -> None:
     assert model.seconds(PrefillWork.of(1000, 0), 0) > 5 * default
 
 
-def test_the_short_way_for_one_request_says_the_same_to_the_last_bit() -> None:
-    """Placement asks it of every shard; a difference in the last bit would decide ties otherwise than before."""
+def test_the_shortcut_for_one_request_is_equal_to_the_last_bit() -> None:
+    """Placement computes it for every shard; a difference in the last bit would decide ties differently."""
     rng = random.Random(7)
     model = SpeedModel(SpeedModel())
     for _ in range(200):

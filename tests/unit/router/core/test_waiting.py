@@ -1,4 +1,5 @@
-"""What waits in the router: shards are kept busy with little, shortest prefill goes first, nobody waits for ever."""
+"""Requests that wait in the router: shards are kept busy with little, the shortest prefill is sent first, no request
+starves."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def make_rig(num_shards: int = 1, **config: object) -> CoreRig:
 
 
 def prompt(num_tokens: int, salt: int) -> list[int]:
-    """No two begin alike."""
+    """No two prompts begin alike."""
     return [salt, *range(num_tokens - 1)]
 
 
@@ -38,7 +39,7 @@ def slot_of(rig: CoreRig, name: str) -> int:
 
 
 def start(rig: CoreRig, name: str, shard_id: str = "s0") -> list[str]:
-    """Its first token comes; returns who was sent then."""
+    """Its first token arrives; returns the requests that were sent then."""
     return sent(rig.start(shard_id, slot_of(rig, name)))
 
 
@@ -62,7 +63,7 @@ def test_waiting_makes_up_for_length() -> None:
     submit(rig, "long", 2, BIG)
     for slot in range(10, 14):
         submit(rig, f"short-{slot}", slot, SMALL)
-    rig.now += 4.0  # 10,000 tokens a second, as is assumed of a new shard
+    rig.now += 4.0  # 10,000 tokens per second, the assumption for a new shard
     queue, order = start(rig, "first"), []
     for slot in range(14, 200):
         rig.now += 0.31
@@ -85,7 +86,7 @@ def test_short_prompts_fill_a_step() -> None:
 
 
 def test_shard_gets_more_when_it_must_be_nearly_done() -> None:
-    """The clock opens a shard too: waiting for the first token would leave it idle for the way there and back."""
+    """The clock opens a shard too: waiting for the first token would leave it idle for a round trip."""
     rig = make_rig()
     submit(rig, "a", 1, BIG)
     submit(rig, "b", 2, BIG)
@@ -102,7 +103,7 @@ def test_shard_gets_more_when_it_must_be_nearly_done() -> None:
 
 
 def test_free_shard_takes_over_what_waits_for_another() -> None:
-    """Work that is not bound yet goes where there is nothing to do."""
+    """A request that is not sent yet moves to a shard without work."""
     rig = make_rig(2)
     first, _ = submitted(submit(rig, "a", 1, BIG))
     second, _ = submitted(submit(rig, "b", 2, MIDDLE))
@@ -119,7 +120,7 @@ def test_free_shard_takes_over_what_waits_for_another() -> None:
 
 
 def test_cancelled_while_waiting_costs_the_shard_nothing() -> None:
-    """No submit, no cancel: it had never been there."""
+    """The shard gets neither a submit nor a cancel."""
     rig = make_rig()
     submit(rig, "a", 1, BIG)
     submit(rig, "b", 2, BIG, client_id="leaver")
@@ -130,7 +131,7 @@ def test_cancelled_while_waiting_costs_the_shard_nothing() -> None:
 
 
 def test_deadline_ends_what_waits() -> None:
-    """Work that came too late to be of use never reaches an engine."""
+    """Work that arrived too late to be of use never reaches an engine."""
     rig = make_rig(max_queue_seconds=1.0)
     submit(rig, "a", 1, BIG)
     submit(rig, "b", 2, BIG)
@@ -138,8 +139,8 @@ def test_deadline_ends_what_waits() -> None:
     assert only(rig.handle(Tick()), RequestEnded).error_reason == ErrorReason.ERROR_REASON_QUEUE_TIMEOUT
 
 
-def test_line_of_a_lost_shard_is_placed_anew() -> None:
-    """Those who wait for a shard that has gone are nobody's loss."""
+def test_queue_of_a_lost_shard_is_placed_again() -> None:
+    """Requests that wait for a shard that has disconnected are not lost."""
     rig = make_rig(2)
     for slot in range(1, 7):
         submit(rig, f"r{slot}", slot, BIG)
@@ -149,8 +150,8 @@ def test_line_of_a_lost_shard_is_placed_anew() -> None:
     assert all(a.shard_id == "s0" for a in rig.log[-1:] if isinstance(a, SubmitAttempt))
 
 
-def test_draining_shard_loses_its_line() -> None:
-    """A shard that takes nothing more has nobody waiting for it."""
+def test_draining_shard_loses_its_queue() -> None:
+    """No request waits for a draining shard."""
     rig = make_rig(2)
     for slot in range(1, 7):
         submit(rig, f"r{slot}", slot, BIG)
@@ -161,8 +162,8 @@ def test_draining_shard_loses_its_line() -> None:
     assert {a.shard_id for a in rig.log if isinstance(a, SubmitAttempt) and a.request.request_id in late} == {"s0"}
 
 
-def test_tenants_take_turns_in_a_line() -> None:
-    """Short prompts of one tenant do not push out another's for ever: turns come before length."""
+def test_tenants_take_turns_in_a_queue() -> None:
+    """Short prompts of one tenant do not push out another tenant's for ever: turns come before length."""
     rig = make_rig()
     submit(rig, "a", 1, BIG, tenant="x")
     for slot in range(2, 6):
@@ -176,7 +177,8 @@ def test_tenants_take_turns_in_a_line() -> None:
 
 
 def test_other_routers_loosen_the_hold() -> None:
-    """What others keep back cannot be seen: a place in the engine's queue is then worth more than a free choice."""
+    """What other routers keep back cannot be seen: a place in the engine's queue is then worth more than a free
+    choice."""
     alone, shared = make_rig(), make_rig()
     shared.handle(LoadReported("s0", ShardLoad(num_running=1)))
     counts = [sum(bool(sent(submit(rig, f"r{slot}", slot, SMALL))) for slot in range(1, 8)) for rig in (alone, shared)]
