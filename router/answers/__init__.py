@@ -1,8 +1,8 @@
-"""The answers of `RouterService.Generate`: streamed to one caller, or kept so that `Resume` can continue them.
+"""Answers of the router's own `Generate` RPC, and their resumption.
 
-generate.py             one request and its streamed answer
-named_calls.py          calls that clients can name, to end and settle them once they are resumed elsewhere
-resumable_answers.py    all resumable answers of one router
-resumable_answer.py     one resumable answer, its log of events and its readers
-resume.py               the RPCs of resumable answers
+generate.py            one request and its streamed answer, which ends with its RPC
+named_calls.py         calls that their clients can name, so that they can be ended and settled
+resumable_answers.py   all resumable answers of this router, and their metrics
+resumable_answer.py    one answer whose responses are logged and written to its current reader
+resume.py              the RPCs that begin and resume such an answer
 """

@@ -122,9 +122,7 @@ async def kv_events(session: EngineSession) -> str:
         await session.until(lambda: wanted <= session.cached_hashes, "the events of a prompt's blocks", 10)
     except TimeoutError:
         found = len(wanted & session.cached_hashes)
-        message = (
-            f"{found} of {len(wanted)} blocks match those of a router; {session.num_kv_events} events arrived"
-        )
+        message = f"{found} of {len(wanted)} blocks match those of a router; {session.num_kv_events} events arrived"
         raise CheckFailedError(message) from None
     return f"{len(wanted)} of {len(wanted)} blocks match"
 
