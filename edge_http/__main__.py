@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="TOML or JSON file")
     parser.add_argument("--name", default="edge-0", help="name in logs and towards the router")
     parser.add_argument("--port", type=int, default=None, help="overrides edge.port; 0 picks one")
-    parser.add_argument("--metrics-port", type=int, default=None, help="unused: /metrics is on the edge's own port")
     EdgeListenOptions.add_flags(parser)
     run_service(serve(parser.parse_args()))
 

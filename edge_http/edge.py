@@ -85,7 +85,7 @@ class Edge:
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.bodies = BodyBudget(config.max_pending_body_bytes)
-        self.turns = FairYield()
+        self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
         self._remote_responses: RemoteResponses = NoRemoteResponses()

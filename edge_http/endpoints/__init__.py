@@ -1,0 +1,8 @@
+"""The handlers of the HTTP endpoints.
+
+generation.py  POST /v1/chat/completions and POST /v1/completions
+resume.py      resumes a stream or cancels its answer
+models.py      /v1/models
+health.py      /health, /live, /ready, /metrics and /version
+page/          the chat page
+"""

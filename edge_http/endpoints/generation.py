@@ -1,4 +1,4 @@
-"""One request from submission to its end, for chat and plain completions, streamed or not."""
+"""POST /v1/chat/completions and POST /v1/completions: one request from its body to the end of its answer."""
 
 from __future__ import annotations
 
@@ -12,24 +12,36 @@ from edge_http.answers.collected_answer import CollectedAnswer
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
-from edge_http.endpoints.resume import begun_before, deliver, deliver_found
-from edge_http.openai.prompt import Prompt
-from edge_http.openai.requests import GenerationBody
-from edge_http.openai.response_formatters import Envelope, ResponseFormatter
-from edge_http.openai.sampling import check_window
+from edge_http.endpoints.resume import deliver, deliver_found, find_idempotent
+from edge_http.openai.guide import guide_of
+from edge_http.openai.prompt import Prompt, chat_prompt, completion_prompts
+from edge_http.openai.requests import ChatBody, decode_chat, decode_completion
+from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, Envelope, ResponseFormatter
+from edge_http.openai.sampling import (
+    chat_max_tokens,
+    chat_sampling,
+    check_window,
+    completion_max_tokens,
+    completion_sampling,
+    num_choices,
+    stop_conditions,
+    tier_of,
+)
 from edge_http.recovery.takeover import publish
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.submission import Submission, run_resumable, run_submission
-from edge_http.wire.caller import caller_of
+from edge_http.wire.body import digest_of, read_json_body
 from edge_http.wire.headers import (
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
+    caller_of,
     explanation,
     idempotency_key,
     last_event_id,
     request_id,
+    session_key,
     traceparent,
     wants_details,
     wants_explanation,
@@ -43,10 +55,10 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 
 class GenerationJob(msgspec.Struct, frozen=True):
-    """What a body asks for, checked and tokenized."""
+    """A validated and tokenized request."""
 
     operation: str
-    """OpenTelemetry's name: "chat" or "text_completion"."""
+    """The operation's OpenTelemetry name: "chat" or "text_completion"."""
     model: ServedModel
     prompts: Sequence[Prompt]
     n: int
@@ -59,7 +71,7 @@ class GenerationJob(msgspec.Struct, frozen=True):
     tier: router_service_pb2.Tier
     body_digest: str
     guide_field: str = ""
-    """Of the body, that asked for guided decoding."""
+    """The field of the body that requested guided decoding; "" when none did."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,12 +82,65 @@ class GenerationJob(msgspec.Struct, frozen=True):
         return [len(prompt.token_ids) for prompt in self.prompts]
 
 
-def wants_usage(body: GenerationBody) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/chat/completions."""
+    with edge.admit() as permit:
+        job = await _read_job(edge, request, is_chat=True)
+        envelope = _envelope(edge, job, "chatcmpl-")
+        return await _generate(edge, request, permit, job, ChatFormatter(envelope, job.model.tokenizer), envelope.id)
 
 
-def envelope_for(edge: Edge, job: GenerationJob, id_prefix: str) -> Envelope:
-    """`id_prefix`: "chatcmpl-" or "cmpl-". The id also names the request inside the fabric."""
+async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
+    """Serve POST /v1/completions."""
+    with edge.admit() as permit:
+        job = await _read_job(edge, request, is_chat=False)
+        envelope = _envelope(edge, job, "cmpl-")
+        formatter = CompletionFormatter(envelope, job.model.tokenizer)
+        return await _generate(edge, request, permit, job, formatter, envelope.id)
+
+
+async def _read_job(edge: Edge, request: web.BaseRequest, *, is_chat: bool) -> GenerationJob:
+    """Read, validate and tokenize the body. Raises KvloomError."""
+    with edge.bodies.lease() as lease:
+        raw = await read_json_body(request, edge.config, lease)
+        await edge.fair_yield.take(len(raw))
+        edge.check_room()
+        body = decode_chat(raw, edge.config.max_messages) if is_chat else decode_completion(raw)
+        model = edge.find_model(body.model)
+        n = num_choices(body)
+        guide = guide_of(body)
+        if isinstance(body, ChatBody):
+            sampling = chat_sampling(body, guide)
+            max_tokens, max_tokens_field = chat_max_tokens(body)
+        else:
+            sampling = completion_sampling(body, guide)
+            max_tokens, max_tokens_field = completion_max_tokens(body), "max_tokens"
+        stop = stop_conditions(body, max_tokens)
+        key = session_key(request, body.prompt_cache_key)
+        window = edge.window(model.name)
+        if isinstance(body, ChatBody):
+            prompts = [await chat_prompt(body, model.tokenizer, window)]
+        else:
+            prompts = await completion_prompts(body, n, model.tokenizer, window)
+        return GenerationJob(
+            operation="chat" if is_chat else "text_completion",
+            model=model,
+            prompts=prompts,
+            n=n,
+            sampling=sampling,
+            stop=stop,
+            max_tokens_field=max_tokens_field,
+            stream=bool(body.stream),
+            include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+            session_key=key,
+            tier=tier_of(body),
+            body_digest=digest_of(raw),
+            guide_field="" if guide is None else guide.field,
+        )
+
+
+def _envelope(edge: Edge, job: GenerationJob, id_prefix: str) -> Envelope:
+    """Create the envelope. Its id starts with `id_prefix` and also names the request inside the fabric."""
     return Envelope(
         id=new_response_id(id_prefix, edge.tag),
         model=job.model.name,
@@ -85,26 +150,28 @@ def envelope_for(edge: Edge, job: GenerationJob, id_prefix: str) -> Envelope:
     )
 
 
-async def generate(
+async def _generate(
     edge: Edge,
     request: web.BaseRequest,
-    place: AdmissionPermit,
+    permit: AdmissionPermit,
     job: GenerationJob,
-    shape: ResponseFormatter,
+    formatter: ResponseFormatter,
     name: str,
 ) -> web.StreamResponse:
-    """Submit the job under `name` and deliver its answer. Raises KvloomError as long as nothing was sent."""
+    """Submit the job under `name` and deliver its answer. Raises KvloomError while nothing has been sent."""
     window = edge.window(job.model.name)
     if window:
         max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
         for prompt in job.prompts:
             check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
     if not job.stream:
-        return await _collect(edge, request, job, shape, name)
+        return await _collect(edge, request, job, formatter, name)
     if edge.resume.is_wanted(wants_resume(request)):
-        return await _stream_resumable(edge, request, place, job, shape, name)
+        return await _stream_resumable(edge, request, permit, job, formatter, name)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
-    streamed = StreamedAnswer(job.prompt_sizes, job.n, shape, events, _headers(request, name), **_wishes(request, job))
+    streamed = StreamedAnswer(
+        job.prompt_sizes, job.n, formatter, events, _headers(request, name), **_stream_options(request, job)
+    )
     try:
         await run_submission(edge, _submission(edge, request, job, name), streamed)
     except KvloomError:
@@ -114,9 +181,9 @@ async def generate(
 
 
 async def _collect(
-    edge: Edge, request: web.BaseRequest, job: GenerationJob, shape: ResponseFormatter, name: str
+    edge: Edge, request: web.BaseRequest, job: GenerationJob, formatter: ResponseFormatter, name: str
 ) -> web.StreamResponse:
-    collected = CollectedAnswer(job.prompt_sizes, job.n, shape)
+    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter)
     await run_submission(edge, _submission(edge, request, job, name), collected)
     processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
     more = explanation(collected.first_start) if wants_explanation(request) else {}
@@ -130,15 +197,15 @@ async def _collect(
 async def _stream_resumable(
     edge: Edge,
     request: web.BaseRequest,
-    place: AdmissionPermit,
+    permit: AdmissionPermit,
     job: GenerationJob,
-    shape: ResponseFormatter,
+    formatter: ResponseFormatter,
     name: str,
 ) -> web.StreamResponse:
-    """The answer is made by a task of its own, which the loss of this connection does not end."""
+    """Deliver an answer that is made by a task of its own, which survives the loss of this connection."""
     response = ResponseName(name, caller_of(request), idempotency_key(request), job.operation + job.body_digest)
     after = last_event_id(request)
-    known = begun_before(edge, response, after)
+    known = find_idempotent(edge, response, after)
     if known is not None:
         return await deliver(edge, request, known, after or 0)
     if response.idempotency_key:
@@ -148,16 +215,16 @@ async def _stream_resumable(
     stream = edge.resume.open(response)
     headers = {**_headers(request, name), RESUME: f"{edge.resume.grace_seconds:g}"}
     submission = _submission(edge, request, job, name)
-    place.handed_over = True
+    permit.handed_over = True
     if edge.resume.is_published:
-        answer = RecordedAnswer(job.prompt_sizes, job.n, shape, stream, headers, **_wishes(request, job))
-        record = _response_record(request, job, shape.envelope, response, headers)
-        on_submitted = publish(edge, stream, record, answer, shape, submission)
-        job_of_stream = run_resumable(edge, submission, answer, stream, on_submitted)
+        answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
+        record = _response_record(request, job, formatter.envelope, response, headers)
+        on_submitted = publish(edge, stream, record, answer, formatter, submission)
+        run = run_resumable(edge, submission, answer, stream, on_submitted)
     else:
-        answer = StreamedAnswer(job.prompt_sizes, job.n, shape, stream, headers, **_wishes(request, job))
-        job_of_stream = run_resumable(edge, submission, answer, stream)
-    edge.resume.start(stream, job_of_stream, answer.fail, place.release)
+        answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
+        run = run_resumable(edge, submission, answer, stream)
+    edge.resume.start(stream, run, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 
 
@@ -165,8 +232,8 @@ def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:
     return {REQUEST_ID: request_id(request), RESPONSE_ID: name}
 
 
-def _wishes(request: web.BaseRequest, job: GenerationJob) -> dict[str, bool]:
-    """What a streamed answer has besides its text."""
+def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, bool]:
+    """Return the options for what a streamed answer contains besides its text."""
     return {
         "include_usage": job.include_usage,
         "with_details": wants_details(request),
@@ -203,7 +270,7 @@ def _response_record(
         idempotency_key=name.idempotency_key,
         body_digest=name.body_digest,
         guide_field=job.guide_field,
-        **_wishes(request, job),
+        **_stream_options(request, job),
     )
 
 

@@ -1,4 +1,4 @@
-"""What operators and their machines ask: /health, /live, /ready, /metrics, /version."""
+"""The endpoints for operators and monitoring: /health, /live, /ready, /metrics and /version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}"""
+"""GET /v1/models and GET /v1/models/{id}."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def get_model(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
 
 
 def _model_object(edge: Edge, model: ServedModel) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's `max_model_len` and how many shards are ready."""
+    """Return OpenAI's model object with vLLM's `max_model_len` and the number of ready shards."""
     info = edge.model_info(model.name)
     return {
         "id": model.name,

@@ -1,5 +1,5 @@
-"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}): take a stream up again.
-POST .../{id}/cancel: end it for good."""
+"""GET /v1/chat/completions/{id}?stream=true&starting_after=N (and /v1/completions/{id}) resumes a stream.
+POST .../{id}/cancel cancels its answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from edge_http.edge import Edge
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ConnectionReader, ResumableStream
 from edge_http.resume.table import not_kept, other_request
-from edge_http.wire.caller import caller_of
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
+    caller_of,
     event_number,
     last_event_id,
 )
@@ -24,8 +24,8 @@ from kvloom.errors import invalid_argument
 
 
 async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    """The events behind the last one that the client has, and then those that come. 204 when there is none and none
-    will come, which ends the attempts of an EventSource."""
+    """Deliver the events after the last one that the client has, then new ones as they arrive. If the stream has ended
+    and the client has everything, the status is 204, which makes an EventSource stop reconnecting."""
     after = _starting_after(request)
     response_id, caller = _response_id(request), caller_of(request)
     stream = edge.resume.find(response_id, caller)
@@ -39,7 +39,7 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
 
 
 async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
-    """Without this, an answer that its client gave up goes on until its grace period is over."""
+    """Cancel an answer. Without this, an abandoned answer continues until its grace period ends."""
     response_id = _response_id(request)
     stream = edge.resume.find(response_id, caller_of(request))
     if stream is None:
@@ -51,7 +51,7 @@ async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamRes
 async def deliver_found(
     edge: Edge, request: web.BaseRequest, found: web.StreamResponse | ResumableStream, after: int
 ) -> web.StreamResponse:
-    """What a search elsewhere led to: an answer, or a stream that goes on here now."""
+    """Deliver what was found elsewhere: a complete HTTP response, or a stream that this edge continues from now on."""
     if isinstance(found, web.StreamResponse):
         return found
     edge.metrics.on_resumed()
@@ -59,10 +59,10 @@ async def deliver_found(
 
 
 async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream, after: int) -> web.StreamResponse:
-    """Write the events after that number to this connection. Raises KvloomError as long as nothing was sent."""
+    """Write the events with numbers above `after` to this connection. Raises KvloomError while nothing was sent."""
     if stream.is_attended:
-        # A request may be read when its client has gone, and come back by another connection: that one keeps the
-        # stream. The event loop gets to know of it behind the request, and cancels this.
+        # This request may be read after its client has disconnected and resumed the stream over another connection,
+        # which then keeps the stream. The event loop processes the disconnect after the request, and cancels this task.
         await asyncio.sleep(0)
         if edge.resume.find(stream.name.id, stream.name.caller) is not stream:
             raise not_kept()
@@ -79,12 +79,12 @@ async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream,
     return events.response()
 
 
-def begun_before(edge: Edge, name: ResponseName, after: int | None) -> ResumableStream | None:
-    """The stream that an earlier request with the same idempotency key began; None when this edge knows of none.
-    `after`: the last event that the client says it has. Raises KvloomError."""
+def find_idempotent(edge: Edge, name: ResponseName, after: int | None) -> ResumableStream | None:
+    """Return the stream that an earlier request with the same idempotency key began, or None if this edge has none.
+    `after` is the last event that the client reports to have. Raises KvloomError."""
     if not name.idempotency_key:
         if after is not None:
-            message = f"{LAST_EVENT_ID} goes with GET, or with the {IDEMPOTENCY_KEY} that the stream was begun with."
+            message = f"{LAST_EVENT_ID} requires GET, or the {IDEMPOTENCY_KEY} with which the stream was begun."
             raise invalid_argument(message, LAST_EVENT_ID)
         return None
     stream = edge.resume.find_by_key(name.caller, name.idempotency_key)
@@ -97,15 +97,16 @@ def begun_before(edge: Edge, name: ResponseName, after: int | None) -> Resumable
 
 
 def _starting_after(request: web.BaseRequest) -> int:
-    """The header wins: a browser's EventSource sends it with the URL that it was made with."""
+    """Return the last event that the client has. The header takes precedence over the query: a browser's EventSource
+    sends it when it reconnects with its original URL. Raises KvloomError (INVALID_ARGUMENT)."""
     if request.query.get("stream", "").lower() != "true":
-        raise invalid_argument("Only streams can be taken up again: ask with stream=true.", "stream")
+        raise invalid_argument("Only streams can be resumed: set stream=true.", "stream")
     by_header = last_event_id(request)
     return event_number(request.query.get("starting_after", "0"), "starting_after") if by_header is None else by_header
 
 
 def _response_id(request: web.BaseRequest) -> str:
-    """/v1/chat/completions/{id} and /v1/completions/{id}, each for its own kind of ids."""
+    """Return the id in the path. Each of the two paths accepts only ids of its own kind. Raises KvloomError."""
     path = request.path.removesuffix("/cancel")
     parent, _, response_id = path.rpartition("/")
     if response_id.startswith("chatcmpl-") != (parent == "/v1/chat/completions"):

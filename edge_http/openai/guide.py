@@ -1,4 +1,4 @@
-"""`response_format` and `structured_outputs` as the fabric's Guide, checked."""
+"""Validates `response_format` and `structured_outputs` and converts them to the fabric's Guide."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvloom.v1.generation_pb2 import Choices, Guide
 class BodyGuide(NamedTuple):
     guide: Guide
     field: str
-    """Of the body, that asked for it."""
+    """The field of the body that requested the guide."""
 
 
 def guide_of(body: GenerationBody) -> BodyGuide | None:
-    """What the answer must look like; None: anything. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
+    """Return the guide that the body requests, or None. Raises KvloomError (INVALID_ARGUMENT) that names the field."""
     found = _of_response_format(body.response_format) if body.response_format is not None else None
     if body.structured_outputs is not None:
         if found is not None:
@@ -71,7 +71,7 @@ def _is_given(raw: msgspec.Raw) -> bool:
 
 
 def _schema_text(raw: msgspec.Raw) -> str:
-    """A schema, or a string that holds one."""
+    """Return the text of a schema, which is given as JSON or as a string that contains JSON."""
     text = _text(raw)
     return msgspec.json.decode(text, type=str) if text.startswith('"') else text
 

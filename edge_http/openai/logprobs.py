@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: chat (an object per token) and plain completions (parallel lists)."""
+"""Log-probabilities in OpenAI's two formats: chat (an object per token) and plain completions (parallel lists)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
 LOWEST_LOGPROB: Final = -9999.0
-"""What OpenAI reports for a token that could not be drawn; JSON knows no infinity."""
+"""OpenAI reports this for a token that could not be sampled, because JSON has no infinity."""
 
 Json = dict[str, Any]
 
 
 def chat_logprobs(tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> list[Json]:
-    """The entries of `logprobs.content`, one a token."""
+    """Return the entries of `logprobs.content`, one per token."""
     return [
         {
             **_chat_entry(tokenizer, token_id, entry.logprob),
@@ -35,7 +35,7 @@ def _chat_entry(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> Jso
 
 
 class CompletionLogprobs:
-    """Makes the four lists of a plain completion's `logprobs`; keeps the text offset between calls."""
+    """Creates the four lists of a plain completion's `logprobs`. It keeps the text offset between calls."""
 
     __slots__ = ("_decoder", "_num_chars", "_tokenizer")
 
@@ -45,7 +45,7 @@ class CompletionLogprobs:
         self._num_chars = 0
 
     def push(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
-        """The lists for these tokens; `text_offset` counts characters from the beginning of the answer."""
+        """Return the lists for these tokens. `text_offset` counts characters from the beginning of the answer."""
         tokenizer = self._tokenizer
         lists = empty_completion_logprobs()
         for token_id, entry in zip(token_ids, entries, strict=True):
@@ -62,7 +62,7 @@ class CompletionLogprobs:
         return lists
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Count their characters only."""
+        """Count the characters of these tokens, without making lists."""
         for token_id in token_ids:
             self._num_chars += len(self._decoder.decode(self._tokenizer.shown_bytes(token_id)))
 

@@ -1,4 +1,4 @@
-"""From a body to prompts in token ids, with the text that the safety service reads."""
+"""Converts a body to prompts in token ids, with the text that the safety service screens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
 MAX_CHOICES_PER_REQUEST: Final = 128
-"""Of all prompts of one completion request together."""
+"""The limit for all prompts of one completion request together."""
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""As clients say it → as chat templates know it."""
+"""Maps the roles of the OpenAI API to those of chat templates."""
 _UNSUPPORTED_ROLES: Final = frozenset(("tool", "function"))
 
 
 class Prompt(NamedTuple):
     token_ids: Sequence[int]
     text: str
-    """For the safety service; "" when the client sent token ids (the router decodes them)."""
+    """The text for the safety service. It is "" when the client sent token ids, which the router then decodes."""
     field: str
-    """Where it is in the body, e.g. "messages", "prompt[3]"."""
+    """The position of the prompt in the body, e.g. "messages" or "prompt[3]"."""
 
 
 async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Prompt:
-    """`max_model_len`: the model's window in tokens; 0: not known. Raises KvloomError."""
+    """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known.
+    Raises KvloomError."""
     messages = [_chat_message(message, i) for i, message in enumerate(body.messages)]
     contents = [message.content for message in messages]
     check_text_size(sum(map(len, contents)), max_model_len, "messages")
@@ -39,8 +40,8 @@ async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: 
 async def completion_prompts(
     body: CompletionBody, n: int, tokenizer: ModelTokenizer, max_model_len: int = 0
 ) -> list[Prompt]:
-    """One prompt for a string or a list of ids, several for a list of strings or of lists. `max_model_len`: the model's
-    window in tokens; 0: not known. Raises KvloomError."""
+    """Return one prompt for a string or a list of ids, and several for a list of strings or of lists. `max_model_len`
+    is the model's window in tokens, or 0 if it is not known. Raises KvloomError."""
     given = body.prompt
     if isinstance(given, str):
         return [await _text_prompt(given, "prompt", tokenizer, max_model_len)]

@@ -1,7 +1,7 @@
-"""The bodies that clients post: bytes in, typed and checked structs out, errors that name the field.
+"""Decodes the bodies that clients post into typed and validated structs. Errors name the field.
 
-Fields that kvloom does not support are declared from the tables in `unsupported.py`: null and "off" values pass,
-anything else is refused by name. Fields that nobody knows are refused by name too.
+Fields that kvloom does not support are declared from the tables in `unsupported.py`: null and "off" values are
+accepted, and all others are rejected by name. Unknown fields are rejected by name, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Message(Body, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    """Accepted as OpenAI does; chat templates have no place for it."""
+    """Accepted as in OpenAI's API, but ignored because chat templates do not use it."""
 
 
 class StreamOptions(Body, kw_only=True):
@@ -43,7 +43,7 @@ class JsonSchemaFormat(Body, kw_only=True):
     description: str | None = None
     schema: msgspec.Raw = msgspec.Raw()
     strict: bool | None = None
-    """Every answer keeps to its schema, with or without."""
+    """Ignored: every answer conforms to its schema."""
 
 
 class ResponseFormat(Body, kw_only=True):
@@ -52,10 +52,10 @@ class ResponseFormat(Body, kw_only=True):
 
 
 class StructuredOutputs(Body, kw_only=True):
-    """vLLM's extension: exactly one form."""
+    """vLLM's extension for guided decoding. Exactly one form must be given."""
 
     json: msgspec.Raw = msgspec.Raw()
-    """A JSON Schema, or a string that holds one."""
+    """A JSON Schema, or a string that contains one."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -63,20 +63,20 @@ class StructuredOutputs(Body, kw_only=True):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What chat and plain completions share."""
+    """The fields that chat and plain completions share."""
 
     model: str
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """Extension. 0: all tokens."""
+    """An extension. 0 means all tokens."""
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    """Extension."""
+    """An extension."""
     ignore_eos: bool | None = None
-    """Extension, for benchmarks."""
+    """An extension for benchmarks."""
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,14 +84,14 @@ class GenerationBody(Body, kw_only=True):
     frequency_penalty: float | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    """Extension."""
+    """An extension."""
     user: str | None = None
     prompt_cache_key: str | None = None
-    """Requests with the same key belong together, e.g. a conversation: a hint for placement."""
+    """Requests with the same key belong together, e.g. to one conversation. It is a hint for placement."""
     service_tier: Literal["auto", "default", "flex"] | None = None
-    """flex: it can wait, and is the first to be refused when too much is asked for."""
+    """"flex" requests may wait, and are the first to be rejected under overload."""
     priority: int | None = None
-    """vLLM's extension: above 0 is less urgent, as service_tier "flex"."""
+    """vLLM's extension: values above 0 are less urgent, like service_tier "flex"."""
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -107,7 +107,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     body = _plain(_PLAIN_CHAT_DECODER, raw)
     is_plain = body is not None
     if body is None:
@@ -125,7 +125,7 @@ def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
 
 
 def decode_completion(raw: bytes) -> CompletionBody:
-    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    """Decode a body. Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
     body = _plain(_PLAIN_COMPLETION_DECODER, raw)
     if body is None:
         body = _decode(_COMPLETION_DECODER, raw)
@@ -135,7 +135,7 @@ def decode_completion(raw: bytes) -> CompletionBody:
 
 
 def message_text(message: Message, number: int) -> str:
-    """The text of the body's message of that number; parts are joined in order."""
+    """Return the text of the message with that index in the body. Its parts are joined in order."""
     content = message.content
     if isinstance(content, str):
         return content
@@ -173,10 +173,10 @@ _T = TypeVar("_T")
 
 
 def _with_refused_fields(base: type[_T], harmless: Harmless, **replaced: Any) -> type[_T]:
-    """`base` plus a field of any type for every name in `harmless`."""
+    """Return a subclass of `base` with an additional field of any type for every name in `harmless`."""
     fields = [(name, Any, None) for name in harmless]
     fields += [(name, annotation, *default) for name, (annotation, *default) in replaced.items()]
-    # defstruct does not say that it returns a subclass.
+    # The type of defstruct does not show that it returns a subclass.
     return msgspec.defstruct(  # pyright: ignore[reportReturnType]
         base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True
     )
@@ -201,8 +201,8 @@ _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`", re.D
 
 
 def _plain(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T | None:
-    """A body that names no field which might have to be refused, as nearly all do: there is nothing to look for. None:
-    it does, or is faulty."""
+    """Decode a body without unsupported fields, as nearly all are, so that no field needs to be checked for rejection.
+    Returns None for a body with such a field and for an invalid body."""
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -223,7 +223,7 @@ def _decode(decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
 
 
 def _field_error(text: str) -> KvloomError:
-    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" in our words."""
+    """msgspec's "Expected `int`, got `str` - at `$.messages[0].role`" as an error of kvloom."""
     match = _AT.fullmatch(text)
     what, path = (match["what"], match["path"] or "") if match else (text, "")
     prefix = f"{path}." if path else ""

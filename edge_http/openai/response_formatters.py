@@ -1,7 +1,7 @@
-"""OpenAI's two answer shapes (chat and plain completion), streamed and whole.
+"""OpenAI's two response formats (chat and plain completion), streamed and complete.
 
-A shape makes the bytes of a stream's chunks from templates, so that a token costs the encoding of its text and no
-more, and the body of an answer that is not streamed.
+A formatter creates the bytes of a stream's chunks from templates, so that a token costs only the encoding of its text.
+It also creates the body of a response that is not streamed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ encode_json: Final = msgspec.json.Encoder().encode
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What all objects of one answer have in common."""
+    """The fields that all objects of one response have in common."""
 
     id: str
     model: str
@@ -44,7 +44,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class CollectedChoice:
-    """One choice of an answer that is not streamed."""
+    """One choice of a response that is not streamed."""
 
     text: str
     finish_reason: str
@@ -52,7 +52,7 @@ class CollectedChoice:
 
 
 class ResponseFormatter(abc.ABC):
-    """Base of both shapes. One object serves one answer."""
+    """The base of both formatters. One object formats one response."""
 
     __slots__ = ("_envelope", "_head", "_tail", "prefixes", "suffix")
 
@@ -64,9 +64,9 @@ class ResponseFormatter(abc.ABC):
         self._head = encode_json(envelope.fields(self.chunk_object))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}' if envelope.include_usage else b"]}"
         self.prefixes = [self._delta_prefix(index) for index in range(envelope.num_choices)]
-        """By choice: everything before a delta's text (a JSON string)."""
+        """For each choice, the bytes before a delta's text (a JSON string)."""
         self.suffix = self._delta_suffix() + self._tail
-        """Everything behind it."""
+        """The bytes after a delta's text."""
 
     @property
     def envelope(self) -> Envelope:
@@ -74,14 +74,14 @@ class ResponseFormatter(abc.ABC):
 
     @abc.abstractmethod
     def opening(self, index: int) -> bytes | None:
-        """The chunk that comes before a choice's text."""
+        """Return the chunk that precedes a choice's text, if the format has one."""
 
     @abc.abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:
-        """`logprobs` of these tokens, ready for JSON. To be called once for every token, in order."""
+        """Return the `logprobs` of these tokens as a JSON value. Each token must be passed once, in order."""
 
     def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
-        """These tokens of a choice have been delivered by somebody else, who is gone on from."""
+        """Account for tokens of a choice that another edge has delivered before this one continued the response."""
         return
 
     @abc.abstractmethod
@@ -92,11 +92,11 @@ class ResponseFormatter(abc.ABC):
 
     @abc.abstractmethod
     def collected(self, index: int, choice: CollectedChoice) -> Json:
-        """An element of `choices` in a body."""
+        """Return an element of `choices` in a body."""
 
     @abc.abstractmethod
     def join_logprobs(self, pieces: Sequence[Any]) -> Any:
-        """What `logprobs` returned for the parts of an answer, as one."""
+        """Join the values that `logprobs` returned for the parts of an answer."""
 
     def usage_chunk(self, usage: Json, details: Json | None) -> bytes:
         chunk = self._envelope.fields(self.chunk_object) | {"choices": [], "usage": usage}
@@ -120,7 +120,7 @@ class ResponseFormatter(abc.ABC):
 
 
 class ChatFormatter(ResponseFormatter):
-    """chat.completion and chat.completion.chunk."""
+    """Formats chat.completion and chat.completion.chunk."""
 
     __slots__ = ("_tokenizer",)
 
@@ -160,7 +160,7 @@ class ChatFormatter(ResponseFormatter):
 
 
 class CompletionFormatter(ResponseFormatter):
-    """text_completion, for bodies and chunks alike."""
+    """Formats text_completion, which is the object of bodies and of chunks."""
 
     __slots__ = ("_logprobs",)
 

@@ -1,4 +1,4 @@
-"""A body's parameters as the fabric's SamplingParams and StopConditions, checked."""
+"""Validates a body's parameters and converts them to the fabric's SamplingParams and StopConditions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 _MAX_UINT32: Final = 2**32 - 1
 _MAX_UINT64: Final = 2**64 - 1
 MAX_CHARS_PER_TOKEN: Final = 16
-"""On average, over a whole prompt; text has 3 to 5."""
+"""A limit for the average over a whole prompt. Ordinary text has 3 to 5."""
 DEFAULT_COMPLETION_MAX_TOKENS: Final = 16
 """OpenAI's default for plain completions."""
 
@@ -43,7 +43,7 @@ def completion_sampling(body: CompletionBody, guide: BodyGuide | None = None) ->
 
 
 def chat_max_tokens(body: ChatBody) -> tuple[int | None, str]:
-    """(limit, the field that set it). Both fields may be given when they agree."""
+    """Return (limit, the field that set it). Both fields may be given if they agree."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid_argument(
@@ -89,7 +89,7 @@ def check_window(
     prompt_field: str,
     max_tokens_field: str = "max_tokens",
 ) -> None:
-    """Raise CONTEXT_LENGTH_EXCEEDED when prompt and answer do not fit the model's window."""
+    """Raise CONTEXT_LENGTH_EXCEEDED if prompt and answer do not fit the model's window."""
     asked = 1 if max_tokens is None else max_tokens
     if num_prompt_tokens + asked <= max_model_len:
         return
@@ -101,8 +101,8 @@ def check_window(
 
 
 def check_text_size(num_chars: int, max_model_len: int, field: str) -> None:
-    """Raise CONTEXT_LENGTH_EXCEEDED for a text that cannot fit the window (0: not known): tokenizing it would take a
-    hundred times its memory."""
+    """Raise CONTEXT_LENGTH_EXCEEDED for a text that cannot fit the window (0 if not known), because tokenizing it would
+    take a hundred times its memory."""
     limit = max_model_len * MAX_CHARS_PER_TOKEN
     if limit and num_chars > limit:
         raise KvloomError(
@@ -128,7 +128,7 @@ def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | Non
 
 
 def _seed(seed: int) -> int:
-    """OpenAI's seeds are signed 64-bit numbers; ours are the same bits, unsigned."""
+    """OpenAI's seeds are signed 64-bit numbers. The fabric's are the same bits, unsigned."""
     if not -(2**63) <= seed <= _MAX_UINT64:
         raise invalid_argument("seed must be a 64-bit integer.", "seed")
     return seed & _MAX_UINT64

@@ -1,6 +1,6 @@
-"""OpenAI parameters that kvloom does not support: known by name, so that each is refused by name and never ignored.
+"""OpenAI parameters that kvloom does not support. They are listed by name, so that each is rejected and never ignored.
 
-The tables give, for every such field, the values besides null that ask for nothing and are therefore accepted.
+For every such field, the tables give the values besides null that request nothing and are therefore accepted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvloom.errors import unsupported
 
 Harmless = Mapping[str, Sequence[Any]]
-"""Field name → values that mean "off"."""
+"""Maps each field name to the values that mean "off"."""
 
 _BOTH: Final[Harmless] = {
     "logit_bias": ({},),
@@ -63,7 +63,7 @@ CONTENT_PART: Final[Harmless] = {
 
 
 def refuse(body: object, harmless: Harmless, at: str = "") -> None:
-    """Raise KvloomError (UNSUPPORTED_PARAMETER) for the first field that asks for something we cannot do.
+    """Raise KvloomError (UNSUPPORTED_PARAMETER) for the first field that requests an unsupported feature.
 
     `at` prefixes the field's name, e.g. "messages[2].".
     """

@@ -1,7 +1,7 @@
-"""One connection, from its first byte: what clients owe us before there is a request to answer.
+"""One HTTP connection and its limits before there is a request.
 
-aiohttp bounds a request's line and each header, and closes idle connections. What it has no limit for is here: how many
-connections there are, how long and how large a request's head may be in all, and peers that are gone without a word.
+aiohttp limits the request line and each header, and closes idle connections. This module adds the limits that it lacks:
+the number of connections, the duration and total size of a request's head, and the detection of peers that vanished.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 log = structlog.get_logger()
 
 KEEPALIVE_SECONDS: Final = 75.0
-"""Idle connections are closed after this; longer than load balancers' usual 60 s, so that they close first."""
+"""Idle connections are closed after this time. It exceeds load balancers' usual 60 s, so that they close first."""
 LINGER_SECONDS: Final = 2.0
-"""How long the rest of a refused body is read, so that its sender sees the answer."""
+"""How long the rest of a rejected body is read, so that its sender sees the response."""
 MAX_HEADERS: Final = 100
 SILENT_PEER_SECONDS: Final = 30
-"""A peer that acknowledges neither data nor keep-alive probes for about this long is gone."""
+"""A peer that acknowledges neither data nor keep-alive probes for about this long is considered gone."""
 RESPONSE_SECONDS: Final = 60.0
-"""A complete answer must have been taken within this time. Streams have bounds of their own."""
+"""The client must receive a complete response within this time. Streams have limits of their own."""
 RETRY_SECONDS: Final = 2.0
 ROUTE: Final = "connection"
-"""In metrics: what ended before there was a request."""
+"""The route label in metrics for connections that ended before there was a request."""
 
 
 class Connection(web.RequestHandler):
@@ -54,9 +54,9 @@ class Connection(web.RequestHandler):
         )
         self._edge = edge
         self._head_timer: asyncio.TimerHandle | None = None
-        """Runs while a request's head is awaited."""
+        """Runs while the connection waits for a request's head."""
         self._num_head_bytes = 0
-        """Of a head that is not complete."""
+        """The number of bytes of an incomplete head."""
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
@@ -100,16 +100,16 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002
     ) -> web.StreamResponse:
-        """What is not well-formed HTTP ends here; the connection is closed."""
+        """aiohttp calls this for malformed HTTP and for failed handlers. The connection is closed."""
         if isinstance(exc, LineTooLong):
             error = _head_too_large()
         elif status < 500:
             error = invalid_argument("The request is not valid HTTP.")
         else:
-            if isinstance(exc, ConnectionError):  # nobody is there any more, here or at the edge that was asked
+            if isinstance(exc, ConnectionError):  # the client or the peer edge has disconnected
                 log.info("a connection ended before its answer", error=str(exc))
             else:
-                log.error("connection broke", exc_info=exc)
+                log.error("the connection failed", exc_info=exc)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
         response = error_response(error)
         response.force_close()
@@ -118,9 +118,9 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Whoever asks for a long answer and does not read it must not keep it in memory for ever."""
+        """Limit how long a client that does not read its response can keep it in memory."""
         if isinstance(resp, WrittenResponse):
-            return await super().finish_response(request, resp, start_time)  # there is nothing to wait for
+            return await super().finish_response(request, resp, start_time)  # it has been written already
         try:
             async with asyncio.timeout(RESPONSE_SECONDS):
                 return await super().finish_response(request, resp, start_time)
@@ -151,11 +151,11 @@ class Connection(web.RequestHandler):
         if self._num_head_bytes:
             seconds = self._edge.config.header_timeout_seconds
             self._refuse(request_timeout(f"The request's headers did not arrive within {seconds:g} s."))
-        else:  # opened in advance, as browsers do, or for nothing
+        else:  # browsers open connections in advance
             self.force_close()
 
     def _refuse(self, error: KvloomError) -> None:
-        """Without a request there is nothing for aiohttp to answer."""
+        """Write the error directly to the transport: without a request, aiohttp cannot send a response."""
         self._stop_head_timer()
         response = error_response(error)
         body = encode_json(error.to_openai())
@@ -174,7 +174,7 @@ def _head_too_large() -> KvloomError:
 
 
 def _watch_peer(peer: socket.socket | None) -> None:
-    """Find out that the other machine is gone: by what it does not acknowledge, and by probes while nothing is sent."""
+    """Detect that the other machine has vanished, by unacknowledged data and by probes while nothing is sent."""
     if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
         return
     options = {
@@ -184,6 +184,6 @@ def _watch_peer(peer: socket.socket | None) -> None:
         "TCP_USER_TIMEOUT": 2 * SILENT_PEER_SECONDS * 1000,
     }
     for name, value in options.items():
-        number = getattr(socket, name, None)  # not every system has all of them
+        number = getattr(socket, name, None)  # not every operating system has all of them
         if number is not None:
             peer.setsockopt(socket.IPPROTO_TCP, number, value)

@@ -1,4 +1,4 @@
-"""The routing table, and the one place where anything that goes wrong becomes an OpenAI error."""
+"""The routing table, and the one place where every failure becomes an OpenAI error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import structlog
 from aiohttp import web
 
 from edge_http.edge import Edge
-from edge_http.endpoints.chat import chat_completions
-from edge_http.endpoints.completions import completions
+from edge_http.endpoints.generation import chat_completions, completions
 from edge_http.endpoints.health import health, metrics, ready, version
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.page import PAGE_ROUTES
@@ -48,7 +47,7 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
 
 
 class HttpRouter:
-    """The handler that aiohttp calls for every well-formed request."""
+    """aiohttp calls this handler for every well-formed request."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -57,7 +56,7 @@ class HttpRouter:
         route = _route(request.path)
         response = await self._answer(request, route)
         self._edge.metrics.on_response(route, response.status)
-        if isinstance(response, web.Response):  # a stream's headers are long gone
+        if isinstance(response, web.Response):  # a stream's headers have been sent already
             response.headers[REQUEST_ID] = request_id(request)
             if self._edge.draining:
                 response.force_close()
@@ -75,7 +74,7 @@ class HttpRouter:
                 log.info("request failed", request_id=request_id(request), route=route, reason=error.reason_name)
             return response
         except ConnectionError:
-            raise  # the client is gone: nobody to answer
+            raise  # the client has disconnected
         except Exception:
             log.exception("request broke", request_id=request_id(request), route=route)
             return error_response(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
@@ -95,7 +94,7 @@ def _route(path: str) -> str:
 def _handler(request: web.BaseRequest, route: str) -> Handler:
     methods = ROUTES.get(route)
     if methods is None:
-        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "There is nothing at this path.")
+        raise KvloomError(ErrorReason.ERROR_REASON_NOT_FOUND, "This path does not exist.")
     handler = methods.get(request.method)
     if handler is None:
         message = f"This path does not take {request.method[:16]}, only {', '.join(methods)}."

@@ -1,5 +1,5 @@
-"""The HTTP server: aiohttp's protocol without its application layer, so that a request meets one table and one handler,
-and so that even a request that is not HTTP gets an error in OpenAI's form."""
+"""The HTTP server. It uses aiohttp's protocol without its application layer, so that a request passes one routing table
+and one handler, and so that even malformed HTTP gets an error in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = structlog.get_logger()
 BACKLOG: Final = 1024
 SHUTDOWN_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 1.0
-"""How long idle connections stay open once a successor takes the new ones: a request may be on its way in them. Also
-behind an answer that had begun before, and said that its connection stays open."""
+"""How long idle connections stay open once a successor accepts new ones, because a request may be in flight on them.
+The time also applies after a response that began earlier and announced that its connection stays open."""
 LEAVE_POLL_SECONDS: Final = 0.02
 
 
 class _Server(web.Server):
     def __init__(self, edge: Edge) -> None:
-        # Cancelling handlers is how a client that goes away ends its request.
+        # When a client disconnects, its handler is cancelled, which ends its request.
         super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=self._request)
         self._edge = edge
 
@@ -46,7 +46,7 @@ class _Server(web.Server):
 
 
 class _LastRequest(web.BaseRequest):
-    """Of its connection: the answer says that it will be closed."""
+    """The last request of its connection: the response announces that the connection will be closed."""
 
     @property
     def keep_alive(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -54,7 +54,7 @@ class _LastRequest(web.BaseRequest):
 
 
 class EdgeServer:
-    """An Edge that listens."""
+    """The HTTP server of an Edge: its listeners, its drain and its end."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -63,7 +63,7 @@ class EdgeServer:
         self._taken_over: web.SockSite | None = None
 
     async def take_over(self, listener: socket.socket) -> str:
-        """Serve what comes to a socket that is bound already, and that others may go on with. Returns "host:port"."""
+        """Serve a socket that is bound already and that successors may continue to use. Returns "host:port"."""
         await self._set_up()
         site = web.SockSite(self._runner, listener, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
@@ -73,7 +73,7 @@ class EdgeServer:
         return address
 
     async def listen(self, host: str, port: int) -> str:
-        """Port 0 picks one. Returns "host:port". Raises StartError when the port is taken."""
+        """Listen on a port; 0 picks a free one. Returns "host:port". Raises StartError if the port is taken."""
         await self._set_up()
         site = web.TCPSite(self._runner, host, port, reuse_port=False, backlog=BACKLOG)
         await self._listen(site, f"{host}:{port}")
@@ -91,9 +91,10 @@ class EdgeServer:
             raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
 
     async def drain(self, on_leave: Callable[[], None] = lambda: None) -> None:
-        """Let running requests finish within the drain timeout, /ready says 503. New ones are refused (503); but with a
-        socket that others go on with, requests that come over connections which exist are served, and those closed.
-        `on_leave` is called when such a socket is no longer looked at."""
+        """Let running requests finish within the drain timeout, while /ready returns 503 and new requests are rejected
+        with 503. If a successor continues to use the socket, requests that arrive over existing connections are served
+        before these connections are closed. `on_leave` is called when this server has stopped accepting from that
+        socket."""
         try:
             async with asyncio.timeout(self._edge.config.drain_timeout_seconds):
                 if self._taken_over is not None:
@@ -104,14 +105,14 @@ class EdgeServer:
                 await self._edge.wait_idle()
         except TimeoutError:
             self._edge.drain()
-            log.warning("drain timed out", num_running=self._edge.num_running)
+            log.warning("the drain timed out", num_running=self._edge.num_running)
 
     async def _leave(self) -> None:
         self._edge.leave()
         loop = asyncio.get_running_loop()
         idle_since = loop.time()
         while loop.time() < idle_since + LEAVE_SECONDS:
-            # aiohttp does not say when a connection ends, nor when one that was accepted just now begins.
+            # aiohttp does not report when a connection ends, nor when one that was just accepted begins.
             await asyncio.sleep(LEAVE_POLL_SECONDS)
             if not self._connections.connections:
                 return
@@ -119,6 +120,6 @@ class EdgeServer:
                 idle_since = loop.time()
 
     async def stop(self) -> None:
-        """Close all connections; what still runs is cancelled, in the engine too."""
+        """Close all connections. Requests that still run are cancelled, in the engine too."""
         await self._edge.resume.close()
         await self._runner.cleanup()

@@ -1,4 +1,4 @@
-"""An edge from its first connection to its last, whatever its way to a router is."""
+"""The lifecycle of an edge, whatever kind of link connects it to a router."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from kvloom.text.tokenizer import ModelTokenizer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EdgeListenOptions:
-    """Where an edge listens."""
+    """The listeners of an edge."""
 
     port: int
-    """Of `edge.host`; 0 picks one."""
+    """The port on `edge.host`; 0 picks a free one."""
     listen_fd: int | None = None
-    """A socket that is bound, and may listen already, instead of `port`. Whoever passed it keeps it, and may pass it to
-    a successor: then what waits in it is not lost."""
+    """A bound socket, which may be listening already, to use instead of `port`. The process that passed it keeps it and
+    may pass it to a successor, so that connections waiting in it are not lost."""
     peer_port: int | None = None
-    """One that no other edge shares, for other edges and /metrics; 0 picks one, None: `port` is not shared."""
+    """A port of this edge alone, for other edges and /metrics; 0 picks a free one; None if `port` is not shared."""
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +56,8 @@ async def serve_edge(
     stop: asyncio.Event,
     on_ready: Callable[[str, str], None],
 ) -> None:
-    """Until `stop` is set; then lets running requests end. `on_ready` is told the address and that of /metrics. Raises
-    StartError."""
+    """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address and with that of
+    /metrics. Raises StartError."""
     group = link if isinstance(link, RouterGroup) else None
     edge = Edge(config.edge, link, {model.name: model}, group)
     if group is not None:
@@ -65,8 +65,8 @@ async def serve_edge(
     server = EdgeServer(edge)
     peers: EdgeMembership | None = None
     try:
-        # Clients may wait at the door already: they would be turned away until a shard can be reached, and at a shared
-        # one, until the others are known, an answer of theirs would be denied.
+        # Clients may be waiting to connect already. They would be rejected until a shard can be reached. On a shared
+        # port, responses of other edges would appear not to exist until those edges are known.
         if listen_options.peer_port is None:
             await wait_to_open(_until_ready(edge), stop)
             address = own_address = await _open(server, config.edge.host, listen_options)
@@ -103,7 +103,7 @@ async def _open(server: EdgeServer, host: str, listen_options: EdgeListenOptions
 
 
 def load_model(config: KvloomConfig) -> ServedModel:
-    """Raises StartError when the model's tokenizer cannot be read."""
+    """Load the model's tokenizer. Raises StartError if it cannot be read."""
     if not config.model.path:
         raise StartError("model.path is not set: the edge needs the model's tokenizer")
     try:

@@ -1,4 +1,4 @@
-"""Metrics of an edge's way to several routers."""
+"""Metrics of an edge's links to several routers."""
 
 from __future__ import annotations
 

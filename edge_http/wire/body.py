@@ -1,4 +1,4 @@
-"""Reads a JSON body within its limits: of size, of time, and of what all bodies together may hold in memory."""
+"""Reads a JSON body within the limits on its size, on its duration and on the memory of all bodies together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RETRY_SECONDS: Final = 2.0
 
 
 class BodyBudget:
-    """Bytes of bodies that have come and are not read yet. They are counted as they come: who announces much and sends
-    little takes nobody's place."""
+    """Limits the bytes of bodies that have been received but not processed yet. Bytes count when they arrive, so that a
+    client that announces a large body and sends little does not use up the budget."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -40,7 +40,7 @@ class BodyBudget:
 
 
 class BodyLease:
-    """One body's part of the budget, given back at the end of the `with` block."""
+    """One body's part of the budget. The end of the `with` block releases it."""
 
     __slots__ = ("_budget", "num_bytes")
 
@@ -62,7 +62,7 @@ class BodyLease:
 
 
 async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: BodyLease) -> bytes:
-    """The raw bytes. Raises KvloomError (UNSUPPORTED_MEDIA_TYPE, REQUEST_TOO_LARGE, REQUEST_TIMEOUT, OVERLOADED,
+    """Return the raw bytes. Raises KvloomError (UNSUPPORTED_MEDIA_TYPE, REQUEST_TOO_LARGE, REQUEST_TIMEOUT, OVERLOADED,
     INVALID_ARGUMENT)."""
     _check_headers(request)
     length = request.content_length
@@ -72,7 +72,7 @@ async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: Bo
     if expected is not None and expected.lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
-        if request.content.is_eof():  # it came with its head, as most do: no timer for it
+        if request.content.is_eof():  # most bodies arrive with their head and need no timer
             return _taken(request.content.read_nowait(), config, lease)
         chunks: list[bytes] = []
         async with asyncio.timeout(config.body_timeout_seconds):
@@ -86,7 +86,7 @@ async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: Bo
 
 
 def _taken(chunk: bytes, config: EdgeConfig, lease: BodyLease) -> bytes:
-    """Counted."""
+    """Count the chunk against the limits and return it. Raises KvloomError (REQUEST_TOO_LARGE, OVERLOADED)."""
     if lease.num_bytes + len(chunk) > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     lease.take(len(chunk))
@@ -94,13 +94,13 @@ def _taken(chunk: bytes, config: EdgeConfig, lease: BodyLease) -> bytes:
 
 
 def digest_of(raw: bytes) -> str:
-    """Tells bodies of one client apart."""
+    """Return a digest that distinguishes the bodies of one client."""
     return xxhash.xxh3_128_hexdigest(raw)
 
 
 def _check_headers(request: web.BaseRequest) -> None:
     headers = request.headers
-    if headers.get("Content-Type") != "application/json":  # else there is nothing to take apart
+    if headers.get("Content-Type") != "application/json":  # the common value needs no parsing
         if request.content_type != "application/json" or "Content-Type" not in headers:
             raise _unsupported_media("The body must be sent with Content-Type: application/json.")
         if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):

@@ -1,7 +1,8 @@
-"""Request headers that mean something here, and the ones that every answer carries."""
+"""The request headers that the edge reads, and the headers that its responses carry."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import Final
@@ -32,7 +33,7 @@ _TRACEPARENT: Final = re.compile(
 
 
 def request_id(request: web.BaseRequest) -> str:
-    """The client's x-request-id (or x-correlation-id) when it is fit for headers and logs, else one made here."""
+    """Return the client's x-request-id (or x-correlation-id) if it is safe for headers and logs, else a new one."""
     known = request.get(_REQUEST_ID_KEY)
     if known is not None:
         return known
@@ -42,21 +43,30 @@ def request_id(request: web.BaseRequest) -> str:
     return chosen
 
 
+def caller_of(request: web.BaseRequest) -> bytes:
+    """Return a digest of the Authorization header, which binds a response to the caller that began it.
+
+    All requests without the header belong to one caller. The secrets themselves are not kept.
+    """
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(given, digest_size=16).digest()
+
+
 def traceparent(request: web.BaseRequest) -> str:
-    """W3C trace context to pass on; "" when there is none or it is malformed."""
+    """Return the W3C trace context to propagate, or "" if it is missing or malformed."""
     given = request.headers.get("traceparent")
     return given if given and _TRACEPARENT.fullmatch(given) else ""
 
 
 def session_key(request: web.BaseRequest, prompt_cache_key: str | None) -> str:
-    """What names the conversation: the body's field, else the x-session-id header, else "". Raises KvloomError
-    (INVALID_ARGUMENT) for a key that is too long or not printable."""
+    """Return the key of the conversation: the body's field, else the x-session-id header, else "". Raises KvloomError
+    (INVALID_ARGUMENT) if the key is too long or not printable."""
     field, key = "prompt_cache_key", prompt_cache_key
     if not key:
         field, key = SESSION_ID, request.headers.get(SESSION_ID)
     if not key:
         return ""
-    if not key.isprintable():  # nor are lone surrogates, which could not be sent on
+    if not key.isprintable():  # this also rejects lone surrogates, which could not be encoded
         raise invalid_argument(f"{field} must be printable text.", field)
     if len(key) > MAX_SESSION_KEY_CHARS:
         raise invalid_argument(f"{field} has {len(key)} characters; at most {MAX_SESSION_KEY_CHARS}.", field)
@@ -74,7 +84,8 @@ def wants_explanation(request: web.BaseRequest) -> bool:
 
 
 def wants_resume(request: web.BaseRequest) -> bool | None:
-    """What the client says about resuming its stream; None when nothing. Raises KvloomError (INVALID_ARGUMENT)."""
+    """Return whether the client wants a resumable stream, or None if it does not specify. Raises KvloomError
+    (INVALID_ARGUMENT)."""
     given = request.headers.get(RESUME)
     if given is None:
         return None
@@ -84,7 +95,7 @@ def wants_resume(request: web.BaseRequest) -> bool | None:
 
 
 def idempotency_key(request: web.BaseRequest) -> str:
-    """The client's name for its request; "" when it gave none. Raises KvloomError (INVALID_ARGUMENT)."""
+    """Return the client's idempotency key, or "" if there is none. Raises KvloomError (INVALID_ARGUMENT)."""
     given = request.headers.get(IDEMPOTENCY_KEY, "")
     if given and not _SAFE_ID.fullmatch(given):
         message = f"{IDEMPOTENCY_KEY} must have at most 128 letters, digits or ._:/+=@-"
@@ -93,20 +104,21 @@ def idempotency_key(request: web.BaseRequest) -> str:
 
 
 def last_event_id(request: web.BaseRequest) -> int | None:
-    """The last event that the client has; None when it does not say. Raises KvloomError (INVALID_ARGUMENT)."""
+    """Return the last event that the client has, or None if it does not specify. Raises KvloomError
+    (INVALID_ARGUMENT)."""
     given = request.headers.get(LAST_EVENT_ID, "")
     return event_number(given, LAST_EVENT_ID) if given else None
 
 
 def event_number(given: str, field: str) -> int:
-    """Raises KvloomError (INVALID_ARGUMENT)."""
+    """Parse the number of an event. Raises KvloomError (INVALID_ARGUMENT)."""
     if not (given.isascii() and given.isdigit() and len(given) <= 16 and int(given) <= MAX_EVENT_NUMBER):
         raise invalid_argument(f"{field} must be the number of an event, or 0.", field)
     return int(given)
 
 
 def explanation(start: SequenceStart | None) -> dict[str, str]:
-    """The answer's headers that `x-kvloom-explain` asks for; none when nothing has started."""
+    """Return the response headers that `x-kvloom-explain` requests; they are empty if no sequence has started."""
     if start is None:
         return {}
     return {SHARD: quote(start.shard_id, safe="-._~:@"), CACHED_TOKENS: str(start.num_cached_tokens)}

@@ -1,4 +1,4 @@
-"""JSON answers, errors included, in OpenAI's form."""
+"""JSON responses, including errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def error_response(error: KvloomError) -> web.Response:
     response = json_response(error.to_openai(), error.kind.http_status)
     if error.retry_after_seconds > 0:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
-        response.headers["retry-after-ms"] = str(round(error.retry_after_seconds * 1e3))  # OpenAI's clients look here
+        response.headers["retry-after-ms"] = str(
+            round(error.retry_after_seconds * 1e3)
+        )  # OpenAI's clients read this one
     if error.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
-        response.force_close()  # what is left of the request is not worth reading
+        response.force_close()  # the rest of the request need not be read
     return response

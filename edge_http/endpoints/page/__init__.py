@@ -1,4 +1,10 @@
-"""The chat page: three static files, kept in memory, that load nothing from elsewhere."""
+"""The chat page: static files that are kept in memory and load nothing from other hosts.
+
+index.html   the page
+chat.js      its code
+chat.css     its style
+favicon.svg  its icon
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ _SECURITY_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asks each time, answered with 304
+    "Cache-Control": "no-cache",  # the browser revalidates each time and gets a 304
 }
 
 
@@ -42,4 +48,4 @@ def _file_handler(name: str, content_type: str) -> Callable[[Edge, web.BaseReque
 PAGE_ROUTES: Final[Mapping[str, Callable[[Edge, web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
     path: _file_handler(name, content_type) for path, (name, content_type) in _FILES.items()
 }
-"""Path → handler."""
+"""Maps each path to its handler."""

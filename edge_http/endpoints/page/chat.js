@@ -186,7 +186,7 @@ async function stream(signal, onChunk) {
   if (!response.ok) throw await errorOf(response);
   const url = `/v1/chat/completions/${response.headers.get("x-kvloom-response-id")}`;
   const isResumable = response.headers.has("x-kvloom-resume");
-  // Without this the server would go on for a client that has left for good.
+  // Without this, the server would continue generation for a client that has left for good.
   const cancel = () => { if (isResumable) navigator.sendBeacon(`${url}/cancel`); };
   const position = { event: 0 };
   addEventListener("pagehide", cancel);
@@ -245,7 +245,7 @@ async function errorOf(response) {
   let error = { message: `The server answered with status ${response.status}.` };
   try {
     error = (await response.json()).error ?? error;
-  } catch { /* not JSON: the status says it */ }
+  } catch { /* not JSON: the status explains the error */ }
   return Object.assign(new Error(error.message), { asOpenAI: error });
 }
 
