@@ -10,6 +10,8 @@ from router.core.live import Choice, Client
 
 
 class ActionBuffer:
+    """The actions of the event that is being handled."""
+
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self.clients: list[Client] = []

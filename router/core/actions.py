@@ -50,6 +50,8 @@ class PlacementDecided(msgspec.Struct, frozen=True):
 
 
 class CancelOnShard(msgspec.Struct, frozen=True):
+    """Cancel sequences on a shard; slots are those of the shard's stream."""
+
     shard_id: str
     slots: Sequence[int]
     num_output_tokens: Sequence[int] = ()
@@ -71,6 +73,8 @@ class SendStep(msgspec.Struct):
 
 
 class CheckPrompt(msgspec.Struct, frozen=True):
+    """Ask the safety service for a verdict on a prompt."""
+
     check_id: int
     text: str
     tenant: str

@@ -166,9 +166,8 @@ class RouterCore:
             check(event)
         self._deferred.flush()
         if has_due:
-            self._expire(
-                now
-            )  # Ticks may be late, by much if this process was stopped: expired requests must not be dispatched.
+            # Ticks may be late, by much if this process was stopped: expired requests must not be dispatched.
+            self._expire(now)
         self._handlers[type(event)](event, now)
         return self._conclude(now)
 

@@ -124,6 +124,7 @@ class Choice:
         self.output_token_ids: list[int] = list(spec.output_token_ids)
         """The client's own tokens, then all that shards have emitted (delivered or withheld)."""
         self.num_resumed_tokens = len(self.output_token_ids)
+        """Tokens that the client already had when it sent the request; they are not metered again."""
         self.num_resumed_chars = spec.num_delivered_chars
         self.max_tokens: int | None = None
         """The limit of its last attempt: the requested one, or the rest of that shard's window."""

@@ -9,6 +9,8 @@ from router.core.relay.lifecycle import Lifecycle
 
 
 class Outage:
+    """Decides how long unschedulable requests wait, and fails them afterwards."""
+
     def __init__(
         self, queue: DispatchQueue, lifecycle: Lifecycle, deadlines: Deadlines, patience_seconds: float
     ) -> None:

@@ -26,6 +26,8 @@ PROBE_TOKEN_IDS: Final = (0,)
 
 
 class AttemptSender:
+    """Sends attempts, prefill chunks and probes to shards, and records what each of them reserves."""
+
     def __init__(
         self,
         fleet: Fleet,

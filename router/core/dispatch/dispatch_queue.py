@@ -30,6 +30,8 @@ MIN_TICK_SECONDS: Final = 0.001
 
 
 class AttemptTarget(Protocol):
+    """The methods of AttemptSender that the queue calls; the sender owns the queue, so it cannot be imported here."""
+
     def send(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         """Dispatch the request now."""
 
@@ -43,6 +45,8 @@ class AttemptTarget(Protocol):
 
 
 class DispatchQueue:
+    """Places requests, keeps those that cannot be sent yet, and sends them when their shard opens."""
+
     def __init__(
         self,
         fleet: Fleet,

@@ -38,6 +38,8 @@ what prefill chunks have computed is evicted before it is used."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunkSettings:
+    """The cost of a chunk, and its lower bounds."""
+
     overhead_seconds: float = 0.02
     """The cost of one more chunk to a request: messages there and back, and steps that the shard spends on others or on
     a token that is not needed."""

@@ -75,6 +75,8 @@ class Shard:
 
 
 class ModelState(msgspec.Struct, frozen=True):
+    """One model as clients see it: its shards, and the limits that hold on all of them."""
+
     name: str
     num_ready_shards: int
     max_model_len: int
@@ -103,6 +105,8 @@ class ShardState:
 
 
 class Fleet:
+    """The connected shards by id, and the limits of every model that has been served."""
+
     def __init__(self) -> None:
         self.shards: dict[str, Shard] = {}
         self.is_draining = False

@@ -14,6 +14,8 @@ from router.core.relay.lifecycle import MAX_MOVES, Lifecycle
 
 
 class Migrator:
+    """Moves running requests from one shard to others that have room."""
+
     def __init__(
         self, placer: Placer, attempt_sender: AttemptSender, lifecycle: Lifecycle, action_buffer: ActionBuffer
     ) -> None:

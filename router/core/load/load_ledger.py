@@ -28,6 +28,8 @@ SHARING_SMOOTHING: Final = 0.2
 
 
 class Reservation(msgspec.Struct, frozen=True):
+    """What one dispatch reserves on its shard until it ends there."""
+
     shard_id: str
     num_sequences: int
     num_prefill_tokens: int

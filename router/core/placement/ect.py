@@ -15,6 +15,8 @@ from router.core.placement.policy import Arrival, Candidate, Policy, QueueHoldPo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EctWeights:
+    """The weight of each term; they were chosen on traces (docs/routing.md)."""
+
     lost_capacity: float = 0.5
     """Prefill that a cache hit elsewhere would have saved is time that the fleet loses, whichever request has to wait
     for it."""
@@ -38,6 +40,8 @@ DEFAULT_HOLD: Final = QueueHoldPolicy(backlog_seconds=0.05, shared_backlog_secon
 
 
 class Ect(Policy):
+    """Estimated completion cost, in seconds of shard time."""
+
     terms: ClassVar = (
         "queue",
         "own_prefill",

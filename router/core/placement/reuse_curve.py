@@ -33,6 +33,8 @@ _PRIOR_LONGER: Final = [PRIOR_REUSES / NUM_BINS * (NUM_BINS - index) for index i
 
 
 class ReuseCurve:
+    """The probability of reuse as a function of idle time."""
+
     def __init__(self) -> None:
         self._last_used: OrderedDict[int, float] = OrderedDict()
         """Hash of a prompt's last full block → when the prompt came."""

@@ -19,6 +19,8 @@ DEFAULT_MESSAGE = "The safety policy does not allow this content."
 
 
 class Verdicts:
+    """Acts on the verdicts of the safety service: releases, halts, and what follows when it is absent."""
+
     def __init__(self, lifecycle: Lifecycle, screening: Screening, config: CoreConfig) -> None:
         answer_mode = config.answer_mode
         if answer_mode not in ("gate", "async", "off"):
