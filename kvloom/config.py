@@ -26,10 +26,12 @@ class ConfigError(Exception):
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
+    """The base of all sections: unknown keys are errors."""
 
 
 class ModelConfig(Section):
+    """The model that the fabric serves."""
+
     name: str = "smollm2-135m-instruct"
     """The name by which clients request the model."""
     path: str = ""
@@ -57,6 +59,8 @@ class ResumeConfig(Section):
 
 
 class EdgeResumeConfig(ResumeConfig):
+    """Resumable streams of an edge, which other edges can continue."""
+
     commit_seconds: Annotated[float, Meta(ge=0, le=10)] = 0.2
     """How long an event of a resumable stream may wait until Redis has it, so that another edge can continue exactly
     after the client's last event when this edge dies. Mostly it takes less than a millisecond. 0: events do not wait,
@@ -70,6 +74,8 @@ class EdgeResumeConfig(ResumeConfig):
 
 
 class EdgeConfig(Section):
+    """The HTTP edges."""
+
     host: str = "127.0.0.1"
     port: Port = 8080
     num_edges: Annotated[int, Meta(ge=1, le=256)] = 1
@@ -102,6 +108,8 @@ class EdgeConfig(Section):
 
 
 class PlacementConfig(Section):
+    """How the router chooses a shard for a request."""
+
     policy: str = "ect"
     """The name of a policy in router/core/placement: "ect", "round_robin", "least_requests" ..."""
     prefill_chunks: bool = True
@@ -160,6 +168,8 @@ class HealthConfig(Section):
 
 
 class RouterConfig(Section):
+    """The routers."""
+
     host: str = "127.0.0.1"
     port: Port = 8081
     num_routers: Annotated[int, Meta(ge=1, le=256)] = 1
@@ -208,6 +218,8 @@ class SpeculationConfig(Section):
 
 
 class TorchConfig(Section):
+    """The embedded engine."""
+
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda: an NVIDIA GPU, with torch's CUDA build (docs/performance-gpu.md). Without one a shard does not start."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -223,6 +235,8 @@ class TorchConfig(Section):
 
 
 class TensorRtKvCacheConfig(Section):
+    """TensorRT-LLM's KV cache."""
+
     free_gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The share of the memory that is free once the weights are loaded. If `shard.num_blocks` is set too, the smaller
     of the two limits applies."""
@@ -237,6 +251,8 @@ class TensorRtKvCacheConfig(Section):
 
 
 class TensorRtSpeculationConfig(Section):
+    """TensorRT-LLM's speculative decoding."""
+
     method: Literal["off", "ngram", "eagle3", "mtp", "draft_target"] = "off"
     max_draft_len: PositiveInt = 4
     max_matching_ngram_size: PositiveInt = 4
@@ -246,6 +262,8 @@ class TensorRtSpeculationConfig(Section):
 
 
 class TensorRtLoraConfig(Section):
+    """TensorRT-LLM's LoRA adapters."""
+
     enabled: bool = False
     max_rank: PositiveInt = 64
     max_loras: PositiveInt = 4
@@ -305,6 +323,8 @@ class TensorRtLlmConfig(Section):
 
 
 class ShardConfig(Section):
+    """The shards, and the engine that each runs."""
+
     engine: Literal["torch", "sim", "tensorrt_llm"] = "torch"
     num_shards: PositiveInt = 2
     """How many shards `kvloom up` starts."""
@@ -329,6 +349,8 @@ class ShardConfig(Section):
 
 
 class SafetyConfig(Section):
+    """The safety service, and what happens when it is missing."""
+
     host: str = "127.0.0.1"
     port: Port = 0
     policy_file: str = ""
@@ -345,17 +367,23 @@ class SafetyConfig(Section):
 
 
 class RedisConfig(Section):
+    """The Redis server with the registry and the edges' journals."""
+
     url: str = ""
     """redis://host:port/db. Empty: `kvloom up` starts an embedded server."""
     key_prefix: str = "kvloom"
 
 
 class LogConfig(Section):
+    """The logs of all processes."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["console", "json"] = "console"
 
 
 class KvloomConfig(Section):
+    """The whole configuration."""
+
     data_dir: str = ""
     """The directory in which `kvloom up` keeps logs, sockets and converted models. Empty: ~/.kvloom."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
@@ -374,13 +402,13 @@ def load_config(path: Path | None) -> KvloomConfig:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(raw, type=KvloomConfig)
         return msgspec.toml.decode(raw, type=KvloomConfig)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"The configuration file {path} is not valid: {error}") from error
 
 
 def dump_config(config: KvloomConfig, path: Path) -> None:

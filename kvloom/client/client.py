@@ -15,7 +15,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Final, Self, TypeVar, Unpack
+from typing import Final, Self, Unpack
 
 from kvloom.client.generate_request import GenerateOptions, build_request
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
@@ -30,8 +30,6 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 
 MAX_BUFFERED_TOKENS: Final = 16_384
 CONNECT_TIMEOUT_SECONDS: Final = 10.0
-
-_Answer = TypeVar("_Answer")
 
 
 class Client:

@@ -51,9 +51,11 @@ class Finishes:
 
     @property
     def complete(self) -> bool:
+        """Whether all choices have ended."""
         return self._num_open == 0
 
     def note(self, delta: Delta) -> None:
+        """Record a delta that the reader gets."""
         self._has_output = self._has_output or bool(delta.token_ids or delta.text)
         finish = delta.finish
         if finish is None:

@@ -82,7 +82,7 @@ async def failover_deltas(
                     for delta in deltas:
                         yield delta
             except grpc.aio.AioRpcError as error:
-                is_open = error_from_peer(error) is None
+                is_open = error_from_peer(error) is None  # an answer that the router itself ended needs no cancel
                 pause_seconds = recovery.after_break(error)
                 is_open = True
             except TimeoutError:
@@ -107,14 +107,14 @@ class _CallRecovery:
         self._routes = routes
         self._reattach_seconds = reattach_seconds
         self._is_resumable = answer.current_request.resumable
-        self._gives_up_seconds = max(GIVE_UP_SECONDS, reattach_seconds) if self._is_resumable else reattach_seconds
+        self._give_up_seconds = max(GIVE_UP_SECONDS, reattach_seconds) if self._is_resumable else reattach_seconds
         self._uses_resume = False
         """The next call is a Resume; otherwise a Generate."""
         self._needs_new_request = True
         """That Generate gets a new request; otherwise the current one is sent again."""
         self._is_repeated = False
         """The current request was sent more than once."""
-        self._continues = False
+        self._can_continue = False
         """The router has reported that it supports `partial_choices`."""
         self._num_losses = 0
         self._num_breaks = 0
@@ -122,13 +122,14 @@ class _CallRecovery:
         self._broken_at = 0.0
 
     def next_call(self) -> Any:
+        """Start the next call, a Resume or a Generate."""
         answer, stub = self._answer, self._routes.stub
         if self._uses_resume:
             name, token = answer.current_request.request_id, answer.current_request.resume_token
             return stub.Resume(ResumeRequest(request_id=name, resume_token=token, starting_after=answer.last_event))
         if self._needs_new_request:
             answer.next_request()
-            self._needs_new_request = self._is_repeated = self._continues = False
+            self._needs_new_request = self._is_repeated = self._can_continue = False
         return stub.Generate(answer.current_request)
 
     async def wait_until_accepted(self, call: Any) -> None:
@@ -139,16 +140,17 @@ class _CallRecovery:
             metadata = await call.initial_metadata()
         if not self._uses_resume:
             self._routes.note_owner(metadata)
-        self._continues = self._continues or any(key == CONTINUES_KEY for key, _ in metadata or ())
+        self._can_continue = self._can_continue or any(key == CONTINUES_KEY for key, _ in metadata or ())
 
     def check_continuation(self) -> None:
         """Raises KvloomError when the router would generate the answer again from its beginning."""
-        if self._answer.current_request.partial_choices and not self._continues and not self._uses_resume:
+        if self._answer.current_request.partial_choices and not self._can_continue and not self._uses_resume:
             raise KvloomError(
                 _R.ERROR_REASON_ROUTER_LOST, "The router was lost, and the other one is too old to continue the answer."
             )
 
     def on_response(self) -> None:
+        """A response has arrived."""
         if self._num_breaks or self._num_losses == 0:
             self._routes.note_heard()
         self._is_resumable = self._answer.last_event > 0  # a router that cannot resume does not number events
@@ -247,7 +249,7 @@ class _CallRecovery:
         self._needs_new_request = True
 
     def _pause_seconds(self, failure: KvloomError) -> float:
-        if time.monotonic() - self._broken_at > self._gives_up_seconds:
+        if time.monotonic() - self._broken_at > self._give_up_seconds:
             self._routes.give_up(self._answer.settlement())
             raise failure
         return _BACKOFF.delay_seconds(self._num_breaks - 1)

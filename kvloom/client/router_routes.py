@@ -42,10 +42,12 @@ class RouterRoutes:
         return len(self._stubs)
 
     def note_owner(self, metadata: Any) -> None:
+        """Take the owner's address from a call's initial metadata."""
         address = next((unquote(str(value)) for key, value in metadata or () if key == ADDRESS_KEY), "")
         self._owner_address = address or self._owner_address
 
     def note_heard(self) -> None:
+        """The router of `stub` has responded: call it first in future."""
         if not self.is_at_owner:
             self._routers.prefer(self.stub)
 

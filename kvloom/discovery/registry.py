@@ -26,6 +26,8 @@ POLL_SECONDS: Final = 2.0
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
+    """A shard's announcement."""
+
     shard_id: str
     address: str
     """gRPC target."""
@@ -39,6 +41,8 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
 
 class RouterRecord(msgspec.Struct, frozen=True):
+    """A router's announcement."""
+
     address: str
     """gRPC target. It also identifies the router: two processes never share one."""
     router_id: str
@@ -138,6 +142,8 @@ class Registry(Generic[_Record]):
 
 
 class ShardRegistry(Registry[ShardRecord]):
+    """The announced shards."""
+
     def __init__(self, url: str, key_prefix: str) -> None:
         super().__init__(url, key_prefix, "shard", ShardRecord)
 
@@ -147,6 +153,8 @@ class ShardRegistry(Registry[ShardRecord]):
 
 
 class RouterRegistry(Registry[RouterRecord]):
+    """The announced routers."""
+
     def __init__(self, url: str, key_prefix: str) -> None:
         super().__init__(url, key_prefix, "router", RouterRecord)
 

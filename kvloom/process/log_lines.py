@@ -56,6 +56,7 @@ class LineWriter:
     err = failure = warn = warning = error = critical = fatal = exception = urgent
 
     def flush(self) -> None:
+        """Write the lines that were collected."""
         with self._lock:
             lines, self._lines = self._lines, []
             if lines:

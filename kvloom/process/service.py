@@ -145,12 +145,13 @@ async def wait_to_open(can_serve: Coroutine[Any, Any, None], stop: asyncio.Event
 def bind(server: grpc.aio.Server, host: str, port: int) -> str:
     """Listen on host:port (port 0 picks a free one) and return the address. Raises StartError when the port is
     taken."""
+    message = f"cannot listen on {host}:{port}: is another process using the port?"
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise StartError(f"cannot listen on {host}:{port}: is another process using the port?") from error
+        raise StartError(message) from error
     if bound == 0:
-        raise StartError(f"cannot listen on {host}:{port}: is another process using the port?")
+        raise StartError(message)
     return f"{host}:{bound}"
 
 

@@ -17,7 +17,7 @@ from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
-MAX_LOST: Final = 4096
+MAX_WAITING: Final = 4096
 """Beyond that the oldest are dropped without a notification."""
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 1.0
@@ -45,7 +45,7 @@ class CancelNotifier:
     def add(self, address: str, settlement: CancelRequest) -> None:
         """Send `settlement` to the router at `address` as soon as it can be reached."""
         self._waiting[address, settlement.SerializeToString()] = (settlement, time.monotonic() + GIVE_UP_SECONDS)
-        if len(self._waiting) > MAX_LOST:
+        if len(self._waiting) > MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._notify_all(), name="cancel notifier")

@@ -31,6 +31,7 @@ class RouterView(NamedTuple):
 
 
 def salt_of(address: str) -> int:
+    """The hash of a router's address, as pick_router uses it."""
     return xxhash.xxh3_64_intdigest(address.encode())
 
 

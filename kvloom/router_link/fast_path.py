@@ -111,5 +111,6 @@ class LinkFastPath:
             choice.sink.on_fast_path_tokens(choice.index, token_ids, len(text))
 
     def end_all(self) -> None:
+        """Report all forwarded tokens, and take every slot off the fast path."""
         self.flush()
         self._writers.clear()

@@ -150,6 +150,7 @@ class PieceCache:
             self._num_bytes -= _size_bytes(forgotten, its_ids)
 
     def note_piece(self, piece: str, ids: bytes) -> None:
+        """Add a word, or another short piece."""
         if len(piece) > MAX_WORD_CHARS:
             return
         if piece[0] != " ":
@@ -210,6 +211,7 @@ class TextEncoding:
         self.num_missing_chars = 0
 
     def miss(self, piece: str) -> None:
+        """Note that a piece must be encoded."""
         if piece not in self.misses:
             self.misses[piece] = None
             self.num_missing_chars += len(piece)

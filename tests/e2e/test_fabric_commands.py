@@ -129,7 +129,7 @@ def test_a_process_that_cannot_start_fails_up_with_its_reason(model_dir: Path, t
         (["--model", "no-such-model"], "error: no such model: no-such-model"),
         (["--model", "."], "is not a model directory: it has no config.json"),
         (["--shards", "0"], "error: Invalid value for '--shards'"),
-        (["--config", "nowhere.toml"], "nowhere.toml: No such file or directory"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read: No such file or directory"),
         (["--engine", "abacus"], "error: Invalid value for '--engine'"),
     ],
 )

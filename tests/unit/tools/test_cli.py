@@ -92,7 +92,7 @@ def test_a_bad_file_is_named_with_its_key(tmp_path: Path):
     """The user must see which key of which file is wrong."""
     path = tmp_path / "kvloom.toml"
     path.write_text("[edge]\nprot = 1\n")
-    with pytest.raises(CommandError, match=r"kvloom\.toml: .*prot"):
+    with pytest.raises(CommandError, match=r"kvloom\.toml is not valid: .*prot"):
         load_config_file(path)
 
 
