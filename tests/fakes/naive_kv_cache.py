@@ -1,5 +1,5 @@
-"""A prefix cache that keeps its books block by block: what tools.simulate.fleet.kv_cache must be indistinguishable
-from."""
+"""A prefix cache that does its accounting block by block, from which tools.simulate.fleet.kv_cache must be
+indistinguishable."""
 
 from __future__ import annotations
 
