@@ -1,4 +1,4 @@
-"""Status 0 when the shard at HOST:PORT serves. Docker's HEALTHCHECK; runs with the image's gRPC."""
+"""Docker's HEALTHCHECK: exits with 0 if the shard at HOST:PORT serves. Runs with the image's gRPC."""
 
 import sys
 

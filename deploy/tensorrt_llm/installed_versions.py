@@ -1,4 +1,4 @@
-"""Prints what is installed as constraints for pip: what comes on top must leave it alone."""
+"""Prints the installed packages as constraints for pip, so that later installations do not replace them."""
 
 import importlib.metadata
 import re

@@ -1,4 +1,4 @@
-"""Runs an engine for a test, and keeps the books that the suite asks: tokens, ends, blocks."""
+"""Runs an engine for a test, and records its tokens, ends and blocks for the suite's checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP_TIMEOUT_SECONDS = 30.0
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
-    """Ordinary tokens, different for every number."""
+    """A prompt of ordinary tokens, different for every number."""
     return random.Random(number).choices(range(500, 5000), k=num_tokens)
 
 
@@ -41,7 +41,7 @@ class EngineDriver:
         self.engine = engine
         self._steps = engine.steps()
         self._reading: asyncio.Task[StepOutput | None] | None = None
-        """Of the next output; None where the engine was closed."""
+        """The read of the next output; its result is None if the engine was closed."""
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.starts: dict[str, SequenceStart] = {}
@@ -60,7 +60,7 @@ class EngineDriver:
         return output
 
     async def read_ready(self) -> None:
-        """All that has been computed: an engine continues while a busy machine keeps the test from reading."""
+        """Read everything that has been computed: an engine continues while a busy machine delays the test."""
         while True:
             reading = self._read_on()
             await asyncio.sleep(0)
@@ -75,7 +75,7 @@ class EngineDriver:
         return self._reading
 
     def _take(self) -> StepOutput | None:
-        """What was read; it counts from now on."""
+        """Record an output that was read."""
         assert self._reading is not None
         reading, self._reading = self._reading, None
         output = reading.result()

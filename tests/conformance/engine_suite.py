@@ -19,8 +19,8 @@ BLOCK_SIZE = 16
 
 
 class EngineSuite:
-    """A subclass has `make_engine`: an engine that has not started, with `block_size` 16, a `max_batch` of 16 and the
-    given ShardConfig fields."""
+    """A subclass defines `make_engine`, which returns an engine that has not started, with a `block_size` of 16, a
+    `max_batch` of 16 and the given ShardConfig fields."""
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: int) -> Engine:
         raise NotImplementedError
@@ -39,7 +39,7 @@ class EngineSuite:
             yield start
 
     async def test_info_is_complete_once_started(self, start: StartEngine) -> None:
-        """The hello to routers is made of it."""
+        """The hello to routers is built from it."""
         info = (await start(max_model_len=256)).engine.info
         assert info.block_size == BLOCK_SIZE
         assert info.max_batch == 16
@@ -50,7 +50,7 @@ class EngineSuite:
         assert info.model
 
     async def test_a_sequence_starts_gives_exactly_max_tokens_and_ends(self, start: StartEngine) -> None:
-        """Usage is billed by it."""
+        """Usage records are built from it."""
         driver = await start()
         (tokens,) = await driver.run(request_of("a", prompt_of(1, 20), 9))
         assert len(tokens) == 9
@@ -67,7 +67,7 @@ class EngineSuite:
         assert driver.ends == {"a": FinishReason.LENGTH}
 
     async def test_a_stop_token_ends_the_sequence_and_is_emitted(self, start: StartEngine) -> None:
-        """End-of-sequence is such a token; it counts as output."""
+        """End-of-sequence is a stop token; it counts as output."""
         driver = await start()
         (tokens,) = await driver.run(request_of("free", prompt_of(2, 10), 8))
         stop = tokens[5]
@@ -90,7 +90,7 @@ class EngineSuite:
         assert driver.load.num_running == 0
 
     async def test_a_sequence_is_cancelled_while_it_waits(self, start: StartEngine) -> None:
-        """It ends without a token, and the running ones never notice."""
+        """It ends without a token, and running sequences are not affected."""
         driver = await start(max_batch=1)
         driver.engine.submit(request_of("runs", prompt_of(4, 20), 12))
         driver.engine.submit(request_of("waits", prompt_of(5, 20), 12))
@@ -101,7 +101,7 @@ class EngineSuite:
         assert "waits" not in driver.tokens
 
     async def test_cancelling_the_unknown_or_the_ended_changes_nothing(self, start: StartEngine) -> None:
-        """Cancels and ends cross on their way."""
+        """A cancel and the end of its sequence can cross."""
         driver = await start()
         driver.engine.cancel("never heard of")
         await driver.run(request_of("a", prompt_of(1, 10), 3))
@@ -149,7 +149,7 @@ class EngineSuite:
         assert first != other
 
     async def test_a_resumed_sequence_continues_identically(self, start: StartEngine) -> None:
-        """Failover rests on it."""
+        """Failover depends on it."""
         driver = await start()
         if Capability.SEEDED_RESUME not in driver.engine.info.capabilities:
             pytest.skip("not promised")
@@ -160,7 +160,8 @@ class EngineSuite:
             assert whole[:cut] + rest == whole
 
     async def test_many_sequences_at_once_lose_and_double_nothing(self, start: StartEngine) -> None:
-        """More than fit in a batch, ragged, with prompts longer than a prefill chunk; alone each says the same."""
+        """More than fit in a batch, ragged, with prompts longer than a prefill chunk; alone, each has the same
+        tokens."""
         driver = await start(max_batch=4, max_prefill_tokens_per_step=32)
         lengths = [(5 + 11 * i % 60, 2 + 5 * i % 11) for i in range(12)]
         requests = [request_of(f"r{i}", prompt_of(i, prompt), out) for i, (prompt, out) in enumerate(lengths)]
@@ -212,7 +213,7 @@ class EngineSuite:
         assert all(parents[h] == 0 or parents[h] in cached for h in cached)
 
     async def test_a_known_prefix_is_reused_and_reported(self, start: StartEngine) -> None:
-        """Routing pays only if engines do this; the last token is always computed."""
+        """Prefix-aware routing depends on it; the last token is always computed."""
         driver = await start()
         if Capability.PREFIX_CACHING not in driver.engine.info.capabilities:
             pytest.skip("not promised")
@@ -236,7 +237,7 @@ class EngineSuite:
         assert driver.starts["yours"].num_cached_tokens == 0
 
     async def test_load_tells_what_runs_and_waits_and_returns_to_idle(self, start: StartEngine) -> None:
-        """Placement reads it."""
+        """Placement depends on it."""
         driver = await start(max_batch=2)
         for i in range(3):
             driver.engine.submit(request_of(f"r{i}", prompt_of(i, 20), 10))
@@ -253,7 +254,7 @@ class EngineSuite:
         assert load.num_available_blocks == driver.engine.info.num_blocks
 
     async def test_load_tells_whose_it_is(self, start: StartEngine) -> None:
-        """Several routers place on one shard; each knows its own part, and must learn the others'."""
+        """Several routers place requests on one shard; each knows its own load, and must learn that of the others."""
         driver = await start(max_batch=2)
         for i in range(4):
             driver.engine.submit(request_of(f"r{i}", prompt_of(i, 20), 10, origin=i % 3))
@@ -268,7 +269,7 @@ class EngineSuite:
         assert not driver.load.shares
 
     async def test_logprobs_have_the_asked_shape(self, start: StartEngine) -> None:
-        """One per token: its own, and the k likeliest, likeliest first; none for those who did not ask."""
+        """One entry per token: its own logprob and those of the k likeliest, likeliest first; none if not requested."""
         driver = await start()
         if Capability.LOGPROBS not in driver.engine.info.capabilities:
             pytest.skip("not promised")
@@ -311,7 +312,7 @@ class EngineSuite:
             driver.engine.submit(request_of("b", prompt_of(1, 10), 5))
 
     async def test_close_wakes_who_waits_for_an_idle_engine(self, start: StartEngine) -> None:
-        """A drained shard stops this way."""
+        """A drained shard stops like this."""
         driver = await start()
         waiting = asyncio.create_task(driver.step())
         await asyncio.sleep(0)

@@ -25,7 +25,7 @@ END = "<!-- end of what is written -->"
 
 
 def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
-    """By the heading of their column."""
+    """The engines, by the heading of their column."""
 
     def torch(**fields: object) -> Callable[[], Engine]:
         torch_config = TorchConfig(num_threads=1, **fields)  # pyright: ignore
@@ -52,7 +52,7 @@ def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
 
 
 async def capabilities(model_dir: Path) -> dict[str, frozenset[Capability]]:
-    """What each says once it has started; TensorRT-LLM's adapter over the fake library."""
+    """The capabilities of each started engine; TensorRT-LLM's adapter runs over the fake library."""
     found: dict[str, frozenset[Capability]] = {}
     with installed_tensorrt_llm():
         for name, make in engines(model_dir).items():
@@ -66,7 +66,7 @@ async def capabilities(model_dir: Path) -> dict[str, frozenset[Capability]]:
 
 
 def table(found: Mapping[str, frozenset[Capability]]) -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     num_tests = sum(name.startswith("test_") for name in dir(EngineSuite))
     lines = [f"| | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
     lines.append(f"| tests of the suite | {' | '.join(str(num_tests) for _ in found)} |")
@@ -77,7 +77,7 @@ def table(found: Mapping[str, frozenset[Capability]]) -> str:
 
 
 def split_page(page: str) -> tuple[str, str, str]:
-    """(before, the table, behind). Raises ValueError when the markers are not there."""
+    """Split a page into (before, the table, after). Raises ValueError when the markers are not there."""
     before, rest = page.split(BEGIN)
     written, behind = rest.split(END)
     return before, written.strip("\n"), behind

@@ -1,4 +1,4 @@
-"""docs/engines.md says what the engines can do: a router filters on these, and so do people."""
+"""docs/engines.md lists the capabilities of the engines, which routers and operators rely on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fakes.int8_products import skip_unless_exact
 
 
 def test_only_the_table_is_replaced() -> None:
-    """What stands around it was written by people."""
+    """The text around the table is written by hand."""
     assert split_page(f"a\n{BEGIN}\n{END}\nb") == ("a\n", "", "\nb")
     assert split_page(f"a\n{BEGIN}\n| x |\n{END}\nb") == ("a\n", "| x |", "\nb")
     with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""The conformance suite on every engine there is."""
+"""The conformance suite on every engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestTorchEngine(TorchEngineSuite):
 
 
 class SmallTorchEngineSuite(TorchEngineSuite):
-    """On a small random model."""
+    """The torch engine on a small random model."""
 
     torch_fields: ClassVar[dict[str, Any]] = {}
 
@@ -61,7 +61,7 @@ class SmallTorchEngineSuite(TorchEngineSuite):
 
 
 class TestTorchEngineInt8(SmallTorchEngineSuite):
-    """This is about the kernels' promises."""
+    """Checks what the kernels promise."""
 
     torch_fields: ClassVar[dict[str, Any]] = {"weights": "int8"}
 
@@ -84,7 +84,7 @@ class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
 
 
 class TestTensorRtLlmEngine(EngineSuite):
-    """On a fake library: this is about the adapter."""
+    """The adapter over a fake library."""
 
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class TestTensorRtLlmEngine(EngineSuite):
 
 
 class TestTensorRtLlmEngineNewer(TestTensorRtLlmEngine):
-    """A version that tells salts, on a model with two attention windows, with attention data parallelism."""
+    """A version whose events include salts, on a model with two attention windows, with attention data parallelism."""
 
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""An engine that gives up sequences where a test says, around a real one; and a simulated one that recites."""
+"""An engine around a real one that fails sequences where a test says so, and a simulated engine that recites."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shard_server.engines.sim_tokens import expected_token_id
 
 
 class FailingEngine:
-    """`fails_at(request)`: behind how many output tokens (those of earlier attempts included) a sequence fails here;
-    None: it does not. `die` ends the whole engine."""
+    """`fails_at(request)` returns the number of output tokens (including those of earlier attempts) after which a
+    sequence fails here, or None if it does not fail. `die` ends the whole engine."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
@@ -32,7 +32,7 @@ class FailingEngine:
         self.num_failed = 0
         self.num_submitted = 0
         self._limits: dict[str, int] = {}
-        """What each may still emit."""
+        """By request id: the number of tokens that may still be emitted."""
         self._failed: set[str] = set()
         self._dead = asyncio.Event()
 
@@ -60,7 +60,7 @@ class FailingEngine:
             yield self._cut(output)
 
     def die(self) -> None:
-        """With the next step."""
+        """The engine dies with the next step."""
         self._dead.set()
 
     async def close(self) -> None:
@@ -100,7 +100,7 @@ class FailingEngine:
 
 
 class RecitingEngine(SimEngine):
-    """The simulated engine, but to a prompt that begins with `cue` it answers with `recital`, over and over."""
+    """The simulated engine, except that it answers a prompt that begins with `cue` with `recital`, repeatedly."""
 
     def __init__(
         self, model_name: str, config: ShardConfig, vocab_size: int, recital: Sequence[int], cue: int, **options: int

@@ -43,7 +43,7 @@ class FakeModelRunner:
         self.num_tokens_computed = 0
         self.before_run: Callable[[list[ScheduledSequence]], None] = lambda batch: None
         self.num_context_tokens: int | None = None
-        """Logits depend on so many last tokens only: a small number makes answers that repeat themselves."""
+        """Logits depend only on this many last tokens; a small number makes answers that repeat themselves."""
         self._kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
 
     def run(self, batch: list[ScheduledSequence]) -> torch.Tensor:
@@ -72,7 +72,7 @@ class FakeModelRunner:
 
 
 def logits_of(token_ids: list[int]) -> torch.Tensor:
-    """Logits [VOCAB_SIZE] behind these tokens; eos (0) never wins by itself."""
+    """Logits [VOCAB_SIZE] after these tokens; eos (0) never wins by itself."""
     assert min(token_ids) >= 0, "KV was read that was never written"
     seed = xxhash.xxh3_64_intdigest(token_bytes(token_ids))
     logits = np.random.default_rng(seed).standard_normal(VOCAB_SIZE).astype(np.float32) * 3

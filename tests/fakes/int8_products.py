@@ -1,4 +1,4 @@
-"""Whether this machine can compute with int8 weights: some CPUs add up pairs in 16 bits, and the engine refuses."""
+"""Whether this machine can compute with int8 weights: some CPUs add pairs in 16 bits, which the engine rejects."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shard_server.engines.torch_engine.kernels.int8_linear import check_int8_pro
 
 
 def skip_unless_exact() -> None:
-    """Skip the test that calls this, and say why."""
+    """Skip the calling test with a reason if int8 products are not exact here."""
     if reason := _why_not():
         pytest.skip(reason)
 
 
 @functools.cache
 def _why_not() -> str:
-    """Nothing where they must be exact: a fault of the engine is no reason to skip the tests that would find it."""
+    """Do nothing on CPUs on which they must be exact: a fault of the engine must not skip the tests that would find
+    it."""
     if not _lacks_instructions():
         return ""
     try:
@@ -31,7 +32,7 @@ def _why_not() -> str:
 
 
 def _lacks_instructions() -> bool:
-    """Of x86: those that add up in 32 bits at once."""
+    """x86 CPUs that add in 32 bits directly."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -1,4 +1,5 @@
-"""A prefix cache that tracks every block. tools.simulate.fleet.kv_cache must behave exactly like it."""
+"""A prefix cache that does its accounting block by block, from which tools.simulate.fleet.kv_cache must be
+indistinguishable."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.submitted: list[EngineRequest] = []
         self.cancelled: list[str] = []
         self.refusal: EngineError | None = None
-        """What `submit` raises."""
+        """The error that `submit` raises."""
         self._outputs: asyncio.Queue[StepOutput | Exception | None] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -44,7 +44,7 @@ class ScriptedEngine:
         self.submitted.append(request)
 
     def cancel(self, request_id: str) -> None:
-        """Two steps later it has ended, as the protocol allows: the test puts that step."""
+        """The protocol allows two steps until the end; the test supplies the step with it."""
         self.cancelled.append(request_id)
 
     def put(self, output: StepOutput) -> None:

@@ -1,4 +1,4 @@
-"""Small tokenizers, trained on the spot, for tests that need no model."""
+"""Small tokenizers, trained when they are needed, for tests that need no model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model_tokenizer() -> ModelTokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Llama 2 style: "▁" for spaces, <0xNN> for what the vocabulary lacks."""
+    """Llama 2 style: "▁" for spaces, <0xNN> for bytes that the vocabulary lacks."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "é"]
     model = {"type": "BPE", "vocab": {p: i for i, p in enumerate(pieces)}, "merges": []}
     tokenizer = Tokenizer(models.BPE(vocab=model["vocab"], merges=[], unk_token="<unk>", byte_fallback=True))

@@ -1,4 +1,4 @@
-"""config.json of a Llama-family model, checked, as the engine uses it."""
+"""The config.json of a Llama-family model, checked and in the form that the engine uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shard_server.engines.torch_engine.rope import RopeScaling
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _QWEN = ("qwen2", "qwen3")
 _DEFAULT_SLIDING_WINDOW = 4096
-"""Where a file leaves it out; one without says null."""
+"""The window if a file leaves it out; a model without a window says null."""
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-"""Qwen's: so many layers at the front have no window, where a file does not say."""
+"""Qwen's number of leading layers without a window, if a file does not say."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -39,10 +39,11 @@ class LlamaConfig:
     qk_norm: bool
     """Queries and keys are normalised head by head before they are rotated."""
     layer_windows: tuple[int | None, ...]
-    """By layer: how many tokens each token sees at most, itself included (sliding-window attention). None: all."""
+    """By layer: the largest number of tokens that a token sees, including itself (sliding-window attention). None:
+    all."""
     qkv_bias: bool
     output_bias: bool
-    """Of the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
     mlp_bias: bool
     eos_token_ids: frozenset[int]
 
@@ -56,7 +57,7 @@ class LlamaConfig:
 
     @property
     def kv_size(self) -> int:
-        """Of the keys, and again of the values, of one token."""
+        """The size of the keys of one token, and of its values."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -103,9 +104,9 @@ def _parse(content: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
     model_type = content["model_type"]
     num_heads = _positive(content, "num_attention_heads")
     hidden_size = _positive(content, "hidden_size")
-    # Where a file leaves out the size of a head, the family's own default holds.
+    # If a file leaves out the size of a head, the family's default applies.
     default_head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
-    # The Mistral and Qwen2 families know no such switches: their biases are part of the architecture.
+    # The Mistral and Qwen2 families have no such switches: their biases are part of the architecture.
     attention_bias = model_type in ("llama", "qwen3") and bool(content.get("attention_bias", False))
     rope = content.get("rope_parameters") or {}
     config = LlamaConfig(

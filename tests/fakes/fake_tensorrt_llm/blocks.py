@@ -1,4 +1,4 @@
-"""The fake engine's KV cache: paged, reused by content and salt, with events in TensorRT-LLM's shape."""
+"""The fake engine's KV cache: blocks, reused by content and salt, with events in TensorRT-LLM's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Parent = int | None
 
 
 class EventBuffer:
-    """Bounded; a drain takes everything. `window_sizes`: the same blocks are told once per attention window, the
+    """Bounded; a drain takes everything. `window_sizes`: the same blocks are reported once per attention window, the
     largest first, and smaller ones under identities of their own."""
 
     def __init__(self, max_size: int, window_sizes: Sequence[int], rank: int | None) -> None:

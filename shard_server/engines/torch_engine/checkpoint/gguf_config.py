@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a configuration in Hugging Face's layout."""
+"""Converts the metadata of a GGUF file to a configuration in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Which GGUF calls a model so, and what transformers calls it. Mistral's models are "llama" in GGUF."""
+"""GGUF's name of an architecture → the name in transformers. Mistral's models are "llama" in GGUF."""
 ROPE_FACTORS = "rope_freqs.weight"
 
 GgufFields = dict[str, Any]
@@ -47,7 +47,7 @@ def model_config(fields: GgufFields, reader: GGUFReader) -> dict[str, Any]:
         "num_key_value_heads": int(field("attention.head_count_kv", num_heads)),
         "head_dim": head_dim,
         "max_position_embeddings": int(field("context_length")),
-        # float32 in the file; the shortest decimal that rounds to it is what the model's authors wrote.
+        # float32 in the file; the model's authors wrote the shortest decimal that rounds to it.
         "rms_norm_eps": float(str(np.float32(field("attention.layer_norm_rms_epsilon")))),
         "rope_theta": float(field("rope.freq_base", 10_000.0)),
         "rope_scaling": _rope_scaling(field, reader, head_dim),
@@ -58,7 +58,7 @@ def model_config(fields: GgufFields, reader: GGUFReader) -> dict[str, Any]:
 
 
 def _llama_switches(field: Any, reader: GGUFReader) -> dict[str, Any]:
-    """What tells Mistral and the variants of Llama apart; the other families have no such choices."""
+    """The fields that distinguish Mistral from Llama's variants; the other families have no such choices."""
     if sliding_window := field("attention.sliding_window", None):
         return {
             "architectures": ["MistralForCausalLM"],
@@ -72,7 +72,7 @@ def _llama_switches(field: Any, reader: GGUFReader) -> dict[str, Any]:
 
 
 def _rope_scaling(field: Any, reader: GGUFReader, head_dim: int) -> dict[str, Any] | None:
-    """GGUF keeps Llama 3's scaling as a tensor of factors; find the parameters that give exactly those."""
+    """Find the parameters of Llama 3's scaling that give exactly the factors that GGUF stores as a tensor."""
     kind = field("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise ValueError(f"rope scaling {kind!r} is not supported")

@@ -41,7 +41,7 @@ _PERMUTED = ("llama", "mistral")
 """Families whose query and key rows llama.cpp's converter reorders."""
 _TENSORS_PER_REPORT = 100
 _MAX_FILE_BYTES = 2**30
-"""Of one file of weights, about: what conversion keeps in memory at a time."""
+"""The approximate size of one file of weights, which conversion keeps in memory at a time."""
 
 
 def convert_weights(

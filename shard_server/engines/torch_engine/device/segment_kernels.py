@@ -1,9 +1,9 @@
 """Attention of single rows over KV blocks as two Triton kernels. Imported only if Triton is installed (torch's CUDA
 builds bring it; TRITON_INTERPRET=1 runs the kernels on a CPU).
 
-A row's keys are taken in segments of SEGMENT_KEYS, counted from the first token of its sequence, so that one row alone
-keeps a GPU busy; then its segments are merged in order (Dao et al., Flash-Decoding, 2023). What a row gets depends on
-its own keys only, not on how many rows there are or how they were scheduled.
+A row's keys are processed in segments of SEGMENT_KEYS, counted from the first token of its sequence, so that one row
+alone keeps a GPU busy; then its segments are merged in order (Dao et al., Flash-Decoding, 2023). A row's result depends
+on its own keys only, not on how many rows there are or how they were scheduled.
 """
 
 # Triton compiles kernels from their source: no postponed annotations, and types that checkers cannot infer.

@@ -1,11 +1,11 @@
-"""Intel's matrix tiles (AMX) for compiled kernels: eight registers of 16 rows of 64 bytes, and a product of bf16.
+"""Intel's matrix tiles (AMX) for compiled kernels: eight registers of 16 rows of 64 bytes, and their products.
 
 `tile_dot(c, a, b)` adds to the float32 [16, 16] in c the product of bf16 [16, 32] in a and [32, 16] in b; b's rows 2i
 and 2i+1 lie in one row of the register as pairs. Every sum runs in the order of the 32, in float32, whatever the other
-rows and columns hold: this is why rows have the same bits in any batch.
+rows and columns hold: so rows have the same bits in any batch.
 
 The register numbers are part of the instructions, so they must be literals. oneDNN uses the same registers with a
-configuration of its own: a kernel puts back the one that it found.
+configuration of its own, which a kernel restores when it ends.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def request_amx() -> bool:
 
 
 def aligned_zeros(size: int, dtype: type) -> np.ndarray[Any, Any]:
-    """From a cache line on, since a tile's row is one: products from anywhere take three times as long. Zeros: products
-    read what was never written, which must not be a NaN."""
+    """Zeros that begin at a cache line, since a tile's row is one: unaligned products take three times as long. Zeros,
+    because products also read parts that were never written, which must not be NaN."""
     num_bytes = size * np.dtype(dtype).itemsize
     raw = np.zeros(num_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -49,7 +49,7 @@ def aligned_zeros(size: int, dtype: type) -> np.ndarray[Any, Any]:
 
 
 def tile_configuration() -> np.ndarray[Any, Any]:
-    """uint8 [64]: all eight registers have 16 rows of 64 bytes."""
+    """uint8 [64]: a configuration in which all eight registers have 16 rows of 64 bytes."""
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1
     configuration[16:32:2] = 64
@@ -117,7 +117,7 @@ def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
 
 
 def address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
-    """For intrinsics: a pointer to `target` at `array[index]`."""
+    """A pointer to `array[index]` of type `target`, for intrinsics."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
 
@@ -131,7 +131,7 @@ def _with_address(name: str) -> Any:
 
 
 def _on_registers(name: str, *registers: Any) -> Any:
-    """None, which makes numba try again with literals, unless all are."""
+    """None unless all registers are literals, which makes numba retry with literals."""
     if not all(isinstance(register, types.IntegerLiteral) for register in registers):
         return None
     numbers = [ir.Constant(_I8, register.literal_value) for register in registers]

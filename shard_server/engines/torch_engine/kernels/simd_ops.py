@@ -1,7 +1,7 @@
-"""Sixteen float32 at a time, from sums that tiles have left in the cache to bf16: numba makes no such vectors of loops
-whose places it must compute.
+"""Operations on sixteen float32 at a time, mostly from the sums of tiles to bf16. numba does not vectorise loops whose
+indices it must compute.
 
-Each is a function of its lane alone.
+Each result is a function of its own lane only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shard_server.engines.torch_engine.kernels.amx import address, intrinsic
 _LANES = 16
 _I16, _I32, _F32 = (ir.VectorType(scalar, _LANES) for scalar in (ir.IntType(16), ir.IntType(32), ir.FloatType()))
 _EXP2 = (9.9999994e-1, 6.9315308e-1, 2.4015361e-1, 5.5826318e-2, 8.9893397e-3, 1.8775767e-3)
-"""2**x on [0, 1], to 1e-6 of it: a polynomial, lowest power first."""
+"""A polynomial for 2**x on [0, 1] with a relative error of 1e-6, lowest power first."""
 
 _Lanes = Any
 
 
 @intrinsic
 def copied(_typing: Any, source: Any, first: Any, target: Any, target_first: Any) -> Any:
-    """target[target_first ..] = the float32 of source[first ..]; `target` may be of another type, counted in its
-    own numbers."""
+    """target[target_first ..] = the float32 of source[first ..]. `target` may have another type; `target_first` counts
+    its elements."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, first, target, target_first = args
@@ -43,8 +43,8 @@ def copied(_typing: Any, source: Any, first: Any, target: Any, target_first: Any
 def joined_digits(
     _typing: Any, sums: Any, first: Any, second: Any, base: Any, row_scale: Any, scales: Any, bias: Any, column: Any
 ) -> Any:
-    """The int32 sums[first ..] become float32: with those of second digits, sums[second ..] / base, added; times
-    row_scale and scales[column ..]; plus bias[column ..]"""
+    """Convert the int32 sums[first ..] to float32: add the sums of second digits, sums[second ..] / base; multiply by
+    row_scale and scales[column ..]; add bias[column ..]."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         sums, first, second, base, row_scale, scales, bias, column = args
@@ -109,7 +109,8 @@ def rounded_gated(_typing: Any, source: Any, first: Any, gated_first: Any, targe
 
 @intrinsic
 def largest_between(_typing: Any, source: Any, first: Any, width: Any, seen_from: Any, seen_to: Any) -> Any:
-    """Of float32 source[first + seen_from] to source[first + seen_to - 1]; `width`, a multiple of 16, covers them."""
+    """The largest of float32 source[first + seen_from] to source[first + seen_to - 1]; `width`, a multiple of 16,
+    covers them."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, first, width, seen_from, seen_to = args
@@ -139,8 +140,8 @@ def weigh(
     target: Any,
     target_first: Any,
 ) -> Any:
-    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift) where `largest_between` looks, else 0.
-    Their sum, float32."""
+    """target[target_first ..] = bf16 of 2**(source[first ..] * scale - shift) in the range of `largest_between`, else
+    0. Returns their sum, float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, first, width, seen_from, seen_to, scale, shift, target, target_first = args
@@ -165,7 +166,7 @@ def weigh(
 
 @intrinsic
 def scaled(_typing: Any, target: Any, first: Any, width: Any, factor: Any) -> Any:
-    """target[first ..] *= factor; `width`: a multiple of 16"""
+    """target[first ..] *= factor; `width` is a multiple of 16."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         target, first, width, factor = args
@@ -191,7 +192,7 @@ def exp2(_typing: Any, x: Any) -> Any:
 
 @contextlib.contextmanager
 def _each(builder: ir.IRBuilder, width: Any) -> Iterator[Any]:
-    """A loop over the sixteens of `width`."""
+    """A loop over `width` in steps of sixteen."""
     zero, step = (ir.Constant(width.type, value) for value in (0, _LANES))
     with cgutils.for_range_slice(builder, zero, width, step) as (index, _):
         yield index
@@ -214,7 +215,7 @@ def _store(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, fir
 
 
 class _Bfloat(ir.Type):
-    """llvmlite has no such type."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -231,13 +232,13 @@ def _widened(builder: ir.IRBuilder, bits: _Lanes) -> _Lanes:
 
 
 def _sigmoid(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """For finite x."""
+    """The sigmoid of finite x."""
     power = _exp2(builder, builder.fmul(x, _floats(-math.log2(math.e))))
     return builder.fdiv(_floats(1.0), builder.fadd(power, _floats(1.0)))
 
 
 def _exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
-    """2**x of finite x, to 1e-6 of it; 0 and infinity where that is too small or too large."""
+    """2**x of finite x with a relative error of 1e-6; 0 and infinity if the result is too small or too large."""
     whole = _call(builder, "llvm.floor.v16f32", x)
     fraction = builder.fsub(x, whole)
     power = _floats(_EXP2[-1])

@@ -1,12 +1,12 @@
 """Causal attention over the block-based KV cache with AMX tiles: reads blocks in place, for prompts and for decoding.
 
-Keys and values lie in the pool as tiles want them (`store`): 16 tokens together, pairs of numbers that are multiplied
-together side by side. A sequence's keys are taken 128 at a time, at fixed positions. The query rows of all heads that
-share keys are stacked, 16 to a tile. The softmax is computed on the go (Milakov & Gimelshein, arXiv:1805.02867): when a
-larger score comes, what was summed so far is scaled down.
+Keys and values are stored in the pool in the layout of tiles (`store`): 16 tokens together, with pairs of numbers that
+are multiplied together side by side. A sequence's keys are processed 128 at a time, at fixed positions. The query rows
+of all heads that share keys are stacked, 16 to a tile. The softmax is computed online (Milakov & Gimelshein,
+arXiv:1805.02867): when a larger score appears, the sums so far are scaled down.
 
-A row's bits are a function of its query, its keys and its position: a tile's rows do not touch one another, keys come
-in the same steps in the same order, and masked ones, and whole tiles of them, add zeros.
+A row's bits are a function of its query, its keys and its position: the rows of a tile do not affect one another, keys
+come in the same steps in the same order, and masked keys, and whole tiles of them, add zeros.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shard_server.engines.torch_engine.kernels.compiled import jit
 from shard_server.engines.torch_engine.kernels.simd_ops import copied, exp2, largest_between, rounded, scaled, weigh
 
 _VALUE_TILE_NUMBERS = 256
-"""bf16, of values: 8 pairs of 16 columns' numbers"""
+"""The number of bf16 values in a tile: 8 pairs of 16 columns"""
 _PAIR = 32
-"""bf16 numbers in a tile's row: what one product of queries and keys sums over."""
+"""The number of bf16 in a tile's row, over which one product of queries and keys sums."""
 PIECE_SIZE = 6
 PASS_DIM = 64
 """The number of columns of values for which there are registers."""
@@ -38,7 +38,7 @@ PASS_DIM = 64
 
 @jit()
 def store(tokens: Any, lane: Any, keys_and_values: Any) -> None:
-    """One token's keys and values of all heads (bf16 [2 * kv_size]), as number `lane` of the 16 in `tokens`: keys
+    """Store one token's keys and values of all heads (bf16 [2 * kv_size]) as number `lane` of the 16 in `tokens`: keys
     [kv_size / 2 pairs, 16 tokens, 2], then values [kv_size / 16, 8 pairs of tokens, 16 columns, 2]."""
     kv_size = keys_and_values.size // 2
     for pair in range(kv_size // 2):
@@ -64,8 +64,8 @@ def attend_pieces(
     scale: Any,
     scratch: Any,
 ) -> None:
-    """`pool`: bf16 bits of the KV cache. `tables`: block tables, one behind the other. `pieces`: int64 [pieces *
-    PIECE_SIZE]: first row, rows, position of the first, where its table begins, first KV head and end. `queries`: bf16
+    """`pool`: bf16 bits of the KV cache. `tables`: the concatenated block tables. `pieces`: int64 [pieces *
+    PIECE_SIZE]: first row, rows, position of the first, index of its table, first KV head and end. `queries`: bf16
     bits, rows `query_stride` apart; `out`: of `num_heads * head_dim` numbers each."""
     layer_start = layer * shape.block_size * shape.token_size
     configured_rows = 0
@@ -98,7 +98,7 @@ def attend_pieces(
 
 @jit()
 def _configure(configuration: Any, rows: Any) -> None:
-    """Registers 0 to 3: sums; 4: queries; 5: 16 keys; 6: weights of 16 keys; 7: 8 pairs of their values."""
+    """Registers 0 to 3 hold sums; 4 queries; 5 16 keys; 6 weights of 16 keys; 7 8 pairs of their values."""
     configuration[0] = 1
     for register in range(8):
         configuration[16 + 2 * register] = 32 if register == 6 else 64
@@ -129,7 +129,7 @@ def _prefetch(
     layer_start: Any,
     shape: Any,
 ) -> None:
-    """One of `num_parts` of the keys and values that a piece sees of a chunk."""
+    """Prefetch one of `num_parts` parts of the keys and values of a chunk that a piece sees."""
     num_keys, table = pieces[piece + 1] + pieces[piece + 2], pieces[piece + 3]
     first_head, num_heads = pieces[piece + 4], pieces[piece + 5] - pieces[piece + 4]
     size = TILE * shape.head_dim
@@ -155,7 +155,7 @@ def _take_queries(
     shape: Any,
     scratch: Any,
 ) -> None:
-    """Rows of heads that share keys lie together: token by token, head by head."""
+    """Gather queries so that rows of heads that share keys are adjacent: token by token, head by head."""
     dim, group = shape.head_dim, shape.group_size
     padded_rows = _padded_rows(num_rows, shape)
     for head in range(first_head, end_head):
@@ -183,7 +183,7 @@ def _attend_tile(
     shape: Any,
     scratch: Any,
 ) -> None:
-    """Up to 16 rows of one head over one chunk."""
+    """Attend with up to 16 rows of one head over one chunk."""
     dim, group = shape.head_dim, shape.group_size
     rows = min(TILE, num_rows * group - first_row)
     last_seen = position + (first_row + rows - 1) // group
@@ -214,7 +214,7 @@ def _attend_tile(
 
 @jit()
 def _score(pool: Any, first_key: Any, first_query: Any, width: Any, dim: Any, scratch: Any) -> None:
-    """Products of a tile of queries with `width` keys."""
+    """Multiply a tile of queries with `width` keys."""
     for column in range(0, width, TILE):
         key = scratch.places[column // TILE] + first_key
         tile_zero(0)
@@ -227,7 +227,7 @@ def _score(pool: Any, first_key: Any, first_query: Any, width: Any, dim: Any, sc
 
 @jit()
 def _add_weighted_values(pool: Any, first_value: Any, first_sum: Any, width: Any, dim: Any, scratch: Any) -> None:
-    """`width` values by the weights of a tile's rows, to their sums."""
+    """Add `width` values, times the weights of a tile's rows, to the rows' sums."""
     for column in range(0, dim, PASS_DIM):
         sums = first_sum + column
         tile_load(0, scratch.sums, sums, dim * 4)
