@@ -1,1 +1,16 @@
+"""The HTTP edge: an OpenAI-compatible API over HTTP and server-sent events, in front of one or more routers.
+
+__main__.py    `python -m edge_http`: one edge process
+server/        the HTTP server: connections, the routing table, start and stop
+endpoints/     one handler per path
+edge.py        what all handlers share: configuration, link, models, admission
+submission.py  one answer from its submission to a router until its end
+openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
+wire/          bytes on the connection: bodies, headers, JSON, server-sent events
+answers/       receives an answer's tokens and turns them into a response
+resume/        streams that outlive their connection
+recovery/      streams that outlive their edge: the journal in Redis, claims, takeover
+metrics.py     counters and histograms of the edge
+"""
+
 import kvloom.transport.grpc_settings as _  # noqa: F401  (before anything imports gRPC)
