@@ -81,7 +81,7 @@ async def _drain(shard: str, address: str, deadline_seconds: float | None) -> No
                 await asyncio.sleep(POLL_SECONDS)
                 info = await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
                 if not info.load.draining:
-                    raise CommandError(f"{shard} takes requests again: it was undrained, or started anew")
+                    raise CommandError(f"{shard} takes requests again: it was undrained or restarted")
                 counts = (info.load.num_running, info.load.num_waiting)
     except grpc.aio.AioRpcError as error:
         raise _unreachable(shard, address, error) from error
