@@ -77,7 +77,7 @@ class EdgeMetrics:
         )
         self._unclaimed = Counter(
             "kvloom_edge_unclaimed_events",
-            "Events of expired answers that came after their client had left: work for nobody.",
+            "Events of expired answers that were generated after their client had left, in vain.",
             registry=registry,
         )
         running = Gauge("kvloom_edge_running_requests", "Generation requests under way.", registry=registry)

@@ -81,10 +81,10 @@ class StreamedAnswer(Answer):
 
     @property
     def _is_visible(self) -> bool:
-        return self._events.begun
+        return self._events.has_begun
 
     def fail(self, error: KvloomError) -> None:
-        if not self.ended.done() and self._events.begun:
+        if not self.ended.done() and self._events.has_begun:
             payload = encode_json(error.to_openai())
             if error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:
                 self._events.break_off(payload, SLOW_CLIENT_LINGER_SECONDS)
@@ -127,7 +127,7 @@ class StreamedAnswer(Answer):
         self._prefixes[index] = self._formatter.prefixes[index]
         self._note_first_token()
         self._events.cork()  # the first token leaves together with the head
-        if not self._events.begun:
+        if not self._events.has_begun:
             more = explanation(self.first_start) if self._with_explanation else {}
             self._events.begin({**self._headers, **more})
         opening = self._formatter.opening(index)

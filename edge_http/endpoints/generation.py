@@ -175,7 +175,7 @@ async def _generate(
     try:
         await run_submission(edge, _submission(edge, request, job, name), streamed)
     except KvloomError:
-        if not events.begun:
+        if not events.has_begun:
             raise
     return events.response()
 

@@ -58,7 +58,7 @@ class ConnectionReader:
         if self.over.done():
             return
         self.error = error
-        if self.events.begun:
+        if self.events.has_begun:
             self.events.break_off(encode_json(error.to_openai()), LINGER_SECONDS)
         self.finish()
 
@@ -73,10 +73,10 @@ class ResumableStream:
         "_on_left",
         "_on_slow_reader",
         "_slot",
-        "begun",
         "commit",
         "ended",
         "error",
+        "has_begun",
         "log",
         "name",
     )
@@ -100,7 +100,7 @@ class ResumableStream:
         self._headers: Mapping[str, str] = {}
         self._live: EventStream | None = None
         """The reader's connection, once it has caught up."""
-        self.begun = False
+        self.has_begun = False
         self.ended = False
         self.error: KvloomError | None = None
         """Why it was refused: it ended before it began."""
@@ -126,7 +126,7 @@ class ResumableStream:
         return self.log.num_events
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        self.begun = True
+        self.has_begun = True
         self._headers = headers
         if (self.commit is None or self.commit.begin()) and self._live is not None:
             self._live.begin(headers)
@@ -174,9 +174,9 @@ class ResumableStream:
         if commit is None:  # closed meanwhile
             return
         released = commit.release(up_to, self.log.num_events)
-        if live is None or not self.begun:
+        if live is None or not self.has_begun:
             return
-        if not live.begun:
+        if not live.has_begun:
             live.begin(self._headers)
         if len(released) > 1:
             live.cork()
@@ -206,7 +206,7 @@ class ResumableStream:
         """Write to an attached reader the events that it missed, and then new ones, until it is over. Raises
         KvloomError if nothing was written."""
         try:
-            if self.begun and (self.commit is None or self.commit.is_shown):
+            if self.has_begun and (self.commit is None or self.commit.is_shown):
                 reader.events.begin(self._headers)
                 await self._catch_up(reader, writer)
             if self._slot.reader is reader:
@@ -217,7 +217,7 @@ class ResumableStream:
                 self._leave_live()
                 self._on_left(self)
         error = reader.error or self.error
-        if error is not None and not reader.events.begun:
+        if error is not None and not reader.events.has_begun:
             raise error.with_traceback(None)
 
     async def _catch_up(self, reader: ConnectionReader, writer: AbstractStreamWriter) -> None:
@@ -272,7 +272,7 @@ class ResumableStream:
     @property
     def _is_known_to_client(self) -> bool:
         """A client can name the response: it has seen the id, or chosen a key."""
-        return self.begun or bool(self.name.idempotency_key)
+        return self.has_begun or bool(self.name.idempotency_key)
 
     def await_reader(self) -> None:
         """Start the grace period of a stream whose client is expected to attach."""

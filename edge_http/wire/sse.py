@@ -60,7 +60,7 @@ class EventSink(Protocol):
     def num_events(self) -> int: ...
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """The status line was sent, or would have been if a client were connected."""
         ...
 
@@ -128,8 +128,8 @@ class EventStream:
         "_num_events",
         "_on_slow_reader",
         "_transport",
-        "begun",
         "ended",
+        "has_begun",
     )
 
     def __init__(
@@ -145,7 +145,7 @@ class EventStream:
         self._corked: bytearray | None = None
         """The bytes that leave when the stream is uncorked; None: everything leaves at once."""
         self._coalescer = write_coalescer
-        self.begun = False
+        self.has_begun = False
         """The status line was sent."""
         self.ended = False
         self._before_text = self._after_text = b""
@@ -158,7 +158,7 @@ class EventStream:
         return self._num_events
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        self.begun = True
+        self.has_begun = True
         lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
         lines.append("Transfer-Encoding: chunked\r\n" if self._chunked else "")
         lines.append("\r\n" if self._keep_alive else "Connection: close\r\n\r\n")
@@ -237,7 +237,7 @@ class EventStream:
 
     def end(self) -> None:
         """Complete the response; the connection can serve the next request."""
-        if self.begun and not self.ended:
+        if self.has_begun and not self.ended:
             self._write(_LAST_CHUNK if self._chunked else b"")
         self.ended = True
         self._on_slow_reader = None  # it refers back to this object

@@ -49,7 +49,7 @@ class ResumeMetrics:
         self._evicted = counter("evicted_answers", "Answers whose responses were forgotten to keep others'.")
         self._unclaimed = counter(
             "unclaimed_responses",
-            "Responses of expired answers that came after their client had left: work for nobody.",
+            "Responses of expired answers that were generated after their client had left, in vain.",
         )
 
     def watch(

@@ -127,7 +127,7 @@ class RouterLinkSuite:
         other_ending.victim = rig.link.submit(link_request([2], 1000, request_id="b"), victim)
         rig.link.submit(link_request([3], 8, request_id="c"), other_ending)
         rig.go_on()
-        await eventually(lambda: other_ending.done, "the end of the one that goes on")
+        await eventually(lambda: other_ending.done, "the end of the request that continues")
         await eventually(lambda: not rig.num_running, "the engine's end")
         assert not any((*self_ending.finishes, *victim.finishes))
         assert other_ending.token_ids == [expected_tokens([3], 0, 8)]

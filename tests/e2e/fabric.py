@@ -44,7 +44,7 @@ def run_kvloom(
     *args: str, env: dict[str, str], timeout_seconds: float = START_TIMEOUT_SECONDS, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [shutil.which("kvloom", path=env["PATH"]) or str(KVLOOM), *args],
+        [shutil.which("kvloom", path=env.get("PATH", "")) or str(KVLOOM), *args],
         env=env,
         input=stdin,
         capture_output=True,

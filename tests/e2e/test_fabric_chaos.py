@@ -35,9 +35,9 @@ def test_two_minutes_of_chaos_lose_double_and_change_nothing(
     assert report["num_faults"] >= 6 * MINUTES
     assert report["requests"] > 70 * MINUTES
     assert verdicts["ok"] > 0.7 * report["requests"]
-    assert report["ledger"]["exact"] > 0
-    lives = {row["name"]: row["lives"] for row in report["memory"]}
-    assert max(lives.values()) > 1, lives
+    assert report["metering"]["exact"] > 0
+    incarnations = {row["name"]: row["incarnations"] for row in report["memory"]}
+    assert max(incarnations.values()) > 1, incarnations
     assert not list(scratch.iterdir())
     left_over = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in left_over if str(scratch) in line]

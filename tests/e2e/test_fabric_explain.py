@@ -102,7 +102,7 @@ def test_what_cannot_be_placed_says_why(sim_fabric: RunningFabric):
     [
         ((), 2, "give one of --prompt, --tokens and --request-id"),
         (("--prompt", "x", "--request-id", "y"), 2, "give one of"),
-        (("--request-id", "never-seen"), 1, "'never-seen' is remembered"),
+        (("--request-id", "never-seen"), 1, "placement of a request 'never-seen'"),
         (("--prompt", "x", "--model", "gpt-17"), 1, "'gpt-17' does not exist"),
         (("--prompt", "", "--raw"), 1, "text must not be empty"),
         (("--prompt", "x", "--router-address", "127.0.0.1:1"), 1, "no router answers at 127.0.0.1:1"),

@@ -69,7 +69,7 @@ class Got:
 
     def take(self, delta: Delta) -> None:
         i = delta.index
-        assert not self.ends[i], "news after the end"
+        assert not self.ends[i], "output after the end"
         self.token_ids[i] += delta.token_ids
         self.texts[i] += delta.text
         self.logprobs[i] += [(entry.logprob, tuple(entry.top_token_ids)) for entry in delta.logprobs]

@@ -70,7 +70,7 @@ async def test_client_that_does_not_return_is_cancelled() -> None:
         request.start()
         await begin
         await unattended(world)
-        request.tokens("for nobody")
+        request.tokens("in vain")
         assert not request.cancelled.is_set()
         async with asyncio.timeout(5):
             await request.cancelled.wait()

@@ -99,7 +99,7 @@ async def test_who_listens_where_is_known_while_redis_is_there(config: KvloomCon
         await registry.announce(RouterRecord("h:1", "router-0", "first life"))
         await eventually(lambda: found and found[-1] == ["h:1=first life"], "the router")
         await registry.announce(RouterRecord("h:1", "router-0", "second life"))
-        await eventually(lambda: found[-1] == ["h:1=second life"], "its next life")
+        await eventually(lambda: found[-1] == ["h:1=second life"], "its new incarnation")
         await asyncio.to_thread(server.stop)
         await eventually(lambda: found[-1] == ["h:1"], "the address alone")
     await registry.close()
@@ -108,12 +108,12 @@ async def test_who_listens_where_is_known_while_redis_is_there(config: KvloomCon
 async def test_watchers_are_woken_when_a_process_replaces_another(config: KvloomConfig) -> None:
     """A process that was restarted at its address is known within milliseconds; a heartbeat wakes no watcher."""
     registry = RouterRegistry(config.redis.url, config.redis.key_prefix)
-    async with redis.asyncio.Redis.from_url(config.redis.url) as client, client.pubsub() as news:
-        await news.subscribe(f"{config.redis.key_prefix}:routers")
+    async with redis.asyncio.Redis.from_url(config.redis.url) as client, client.pubsub() as announcements:
+        await announcements.subscribe(f"{config.redis.key_prefix}:routers")
         for incarnation_id in ("first life", "first life", "second life"):
             await registry.announce(RouterRecord("h:1", "router-0", incarnation_id))
         await registry.withdraw("h:1")
-        heard = [await news.get_message(timeout=10.0) for _ in range(4)]
+        heard = [await announcements.get_message(timeout=10.0) for _ in range(4)]
         assert [message["type"] for message in heard if message] == ["subscribe", "message", "message", "message"]
     await registry.close()
 

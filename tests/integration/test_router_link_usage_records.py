@@ -36,7 +36,7 @@ async def test_usage_records_add_up_when_only_connections_break(
         routers = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
         await world.link(2)
         proxies = [BreakingProxy(router.address) for router in routers]
-        group = RouterGroup("bills", [await proxy.start() for proxy in proxies], reattach_seconds=20.0)
+        group = RouterGroup("usage", [await proxy.start() for proxy in proxies], reattach_seconds=20.0)
         await group.start()
         await eventually(lambda: len(ready_routers(group)) == 2, "both routers")
         expected = await _ask(group, "undisturbed", [])
@@ -62,7 +62,7 @@ async def test_usage_records_add_up_at_an_address_that_routers_share(
         hung, other = await asyncio.gather(world.start_router("router-0"), world.start_router("router-1"))
         await world.link(2)
         shared = BreakingProxy(hung.address)
-        group = RouterGroup("bills", [await shared.start()], reattach_seconds=20.0)
+        group = RouterGroup("usage", [await shared.start()], reattach_seconds=20.0)
         await group.start()
         await eventually(lambda: ready_routers(group), "the router")
         answers = _submit(group, "hung")

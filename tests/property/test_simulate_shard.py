@@ -60,11 +60,11 @@ class _Both:
             self._end_and_begin(now)
 
     def _end_and_begin(self, at: float) -> None:
-        news = self.shard.end_steps(at)
-        self.started_at.update({sequence.slot: at for sequence in news.starts})
-        self.ended_at.update({sequence.slot: at for sequence in news.ends})
-        if news.stored or news.removed:
-            self.kv_changes.append((list(news.stored), sorted(news.removed)))
+        result = self.shard.end_steps(at)
+        self.started_at.update({sequence.slot: at for sequence in result.starts})
+        self.ended_at.update({sequence.slot: at for sequence in result.ends})
+        if result.stored or result.removed:
+            self.kv_changes.append((list(result.stored), sorted(result.removed)))
         self.shard.begin_steps(at)
 
     def check_load(self, now: float) -> None:

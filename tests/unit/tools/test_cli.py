@@ -111,7 +111,7 @@ def test_without_a_command_the_help_is_shown(args: list[str], capsys: pytest.Cap
 def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """`pip install kvloom` brings the SDK alone: whoever then runs a command is told what is missing, in one line. A
+    """`pip install kvloom` brings the SDK alone: a user who then runs a command is told what is missing, in one line. A
     module of ours that is missing is a bug, and shows as one."""
     (tmp_path / "command_of_a_test.py").write_text("import torch.no_such_module\n")
     (tmp_path / "damaged_command_of_a_test.py").write_text("import tools.no_such_module\n")

@@ -99,7 +99,7 @@ def _figures_of(processes: Sequence[ProcessMemory]) -> dict[str, Any]:
     return {
         "name": longest.name,
         "role": longest.role,
-        "lives": len(processes),
+        "incarnations": len(processes),
         "seconds": round(warm[-1][0] - warm[0][0], 1),
         "start_mb": round(warm[0][1] / 1e6, 1),
         "end_mb": round(warm[-1][1] / 1e6, 1),
@@ -115,8 +115,8 @@ def soak_problems(figures: Iterable[dict[str, Any]]) -> list[str]:
     """What must not happen in a run without faults."""
     problems: list[str] = []
     for row in figures:
-        if row["lives"] > 1:
-            problems.append(f"{row['name']} was replaced although there was no fault: {row['lives']} processes")
+        if row["incarnations"] > 1:
+            problems.append(f"{row['name']} was replaced although there was no fault: {row['incarnations']} processes")
         if row["is_flat"] is False:
             problems.append(
                 f"{row['name']} grows by {row['slope_mb_per_hour']:g} MB an hour (uncertain by "

@@ -10,16 +10,16 @@ _NEVER: Final = ("wrong", "lost", "doubled", "miscounted")
 
 def summary(report: dict[str, Any]) -> str:
     """The report for the terminal."""
-    verdicts, latency, metering = report["verdicts"], report["latency"], report["ledger"]
+    verdicts, latency, metering = report["verdicts"], report["latency"], report["metering"]
     lines = [
         f"{report['minutes']:g} minutes, seed {report['seed']}, {report['engine']} engine: "
         f"{report['requests']:,} requests, {report['num_faults']} faults",
         "answers: "
         + ", ".join(f"{count:,} {name}" for name, count in verdicts.items() if count or name in _NEVER)
-        + f", {report['double_billed']} overmetered, {report['not_billed']} undermetered, "
+        + f", {report['overmetered']} overmetered, {report['undermetered']} undermetered, "
         f"{report['unexplained']} failed without a fault",
         f"connections: {report['connections_broken']:,} broken, {report['resumes']:,} streams resumed, "
-        f"{report['refusals_tried_again']:,} rejections retried",
+        f"{report['retried_rejections']:,} rejections retried",
         f"usage records: {metering['billed_tokens']:,} tokens of {metering['billed_requests']:,} requests, "
         f"{metering['exact']:,} complete answers metered exactly, {metering['lost_with_their_router']} records "
         "lost with their router",
@@ -29,7 +29,7 @@ def summary(report: dict[str, Any]) -> str:
     ]
     if report["failures"]:
         lines.append("failures: " + ", ".join(f"{count} {name}" for name, count in report["failures"].items()))
-        lines += report["excused"]
+        lines += report["explained"]
     if report["faults"]:
         lines += ["", _fault_table(report)]
     lines += ["", _memory_table(report)]
@@ -38,7 +38,7 @@ def summary(report: dict[str, Any]) -> str:
 
 def chaos_page(report: dict[str, Any]) -> str:
     """The Markdown between the markers of `chaos`."""
-    verdicts, latency, metering = report["verdicts"], report["latency"], report["ledger"]
+    verdicts, latency, metering = report["verdicts"], report["latency"], report["metering"]
     fleet = f"{report['edges']} edges, {report['routers']} routers, {report['shards']} {report['engine']} shards"
     rows = [
         ("run", f"{report['minutes']:g} minutes, seed {report['seed']}; {fleet}; {report['users']} users"),
@@ -47,7 +47,7 @@ def chaos_page(report: dict[str, Any]) -> str:
         ("wrong / lost / doubled", " / ".join(str(verdicts[name]) for name in ("wrong", "lost", "doubled"))),
         (
             "overmetered / undermetered / miscounted",
-            f"{report['double_billed']} / {report['not_billed']} / {verdicts['miscounted']}",
+            f"{report['overmetered']} / {report['undermetered']} / {verdicts['miscounted']}",
         ),
         ("complete and right", f"{verdicts['ok']:,}"),
         ("left by their client (what it received was right)", f"{verdicts['left']:,}"),
@@ -104,7 +104,7 @@ def _memory_table(report: dict[str, Any]) -> str:
             "maximum",
         )
         rows = [
-            (row["name"], str(row["lives"]), f"{row['seconds']:.0f}", *_sizes(row), f"{row['most_mb']}")
+            (row["name"], str(row["incarnations"]), f"{row['seconds']:.0f}", *_sizes(row), f"{row['most_mb']}")
             for row in report["memory"]
         ]
     else:

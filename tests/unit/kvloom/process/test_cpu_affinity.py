@@ -71,7 +71,7 @@ def test_a_process_is_numbered_by_the_end_of_its_name():
 async def until(holds: Callable[[], bool]) -> None:
     """Iterations of the loop, one after the other, keep it busy meanwhile."""
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while not holds():  # noqa: ASYNC110  (the kernel tells nobody)
+        while not holds():  # noqa: ASYNC110  (the kernel sends no event)
             await asyncio.sleep(0)
 
 

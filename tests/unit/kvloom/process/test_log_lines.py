@@ -17,7 +17,7 @@ async def test_lines_of_a_moment_leave_together() -> None:
     writer.info("b")
     assert file.getvalue() == ""
     async with asyncio.timeout(5):
-        while not file.getvalue():  # noqa: ASYNC110  (a file tells nobody)
+        while not file.getvalue():  # noqa: ASYNC110  (a file sends no event)
             await asyncio.sleep(FLUSH_SECONDS / 4)
     assert file.getvalue() == "a\nb\n"
 

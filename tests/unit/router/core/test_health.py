@@ -345,9 +345,9 @@ def test_2000_healthy_streams_trip_nothing() -> None:
     actions: list[Action] = []
     running: dict[str, dict[int, int]] = {f"s{i}": {} for i in range(num_shards)}
 
-    def take(news: list[Action]) -> None:
-        actions.extend(news)
-        for action in news:
+    def take(new_actions: list[Action]) -> None:
+        actions.extend(new_actions)
+        for action in new_actions:
             if isinstance(action, SubmitAttempt):
                 running[action.shard_id][action.choices[0].slot] = -(len(action.choices[0].output_token_ids) + 1)
 

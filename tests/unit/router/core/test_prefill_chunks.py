@@ -88,8 +88,8 @@ def test_tokens_of_prefill_chunks_are_not_reported_as_cached() -> None:
     rig = PrefillChunkRig()
     prefill_chunks, last, _ = run_prefill_chunks(rig, only(rig.ask("r", 1, BIG), SubmitAttempt))
     ready = len(prefill_chunks[-1].request.prompt_token_ids)
-    news = only(rig.compute(last, ready, ends=False), SendStep).step
-    assert news.starts[0].num_cached_tokens == 0
+    step = only(rig.compute(last, ready, ends=False), SendStep).step
+    assert step.starts[0].num_cached_tokens == 0
     end = only(rig.finish("s0", last.choices[0].slot), RequestEnded)
     assert (end.num_cached_tokens, end.num_attempts, end.num_output_tokens) == (0, 1, 1)
 

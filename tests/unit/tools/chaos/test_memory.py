@@ -44,7 +44,7 @@ def test_the_warm_up_does_not_count_and_the_longest_process_does():
         watch.note(1, "router-0", "router", at, int(size + grown))
     watch.note(2, "router-0", "router", 0.0, 400 * MB)
     (row,) = watch.figures()
-    assert (row["lives"], row["most_mb"], row["start_mb"], row["end_mb"]) == (2, 400.0, 150.0, 150.0)
+    assert (row["incarnations"], row["most_mb"], row["start_mb"], row["end_mb"]) == (2, 400.0, 150.0, 150.0)
     assert row["is_flat"]
     assert 1150 < row["seconds"] < 1200
 

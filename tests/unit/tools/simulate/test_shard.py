@@ -55,11 +55,11 @@ class _Bench:
     def run_until(self, at: float = 1e9) -> None:
         while self.shard.busy_until < at:
             now = self.shard.busy_until
-            news = self.shard.end_steps(now)
-            for sequence in news.starts:
+            result = self.shard.end_steps(now)
+            for sequence in result.starts:
                 self.starts[sequence.slot] = now
                 self.order.append(sequence.slot)
-            self.ends.update({sequence.slot: now for sequence in news.ends})
+            self.ends.update({sequence.slot: now for sequence in result.ends})
             self.shard.begin_steps(now)
 
 

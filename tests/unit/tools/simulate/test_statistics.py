@@ -33,7 +33,7 @@ def summary(
 
 
 def test_the_first_tenth_by_arrival_is_warm_up():
-    """It meets an empty fleet: its TTFT tells of the start, not of the policy. The order of ends must not matter."""
+    """It meets an empty fleet: its TTFT depends on the start, not on the policy. The order of ends must not matter."""
     outcomes = [outcome(index, ttft=100.0 if index < 2 else 1.0) for index in reversed(range(20))]
     found = summary(outcomes)
     assert found.requests == 18
