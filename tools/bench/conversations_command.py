@@ -31,7 +31,7 @@ _DEFAULT_POLICIES: Final = "ect,round_robin"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class ConversationsPlan:
     """The conversations to play, and the fabric to play them on."""
 
     model: ModelConfig
@@ -52,7 +52,10 @@ class Plan:
 
 
 def run_bench(
-    plan: Plan, policies: Sequence[str], num_rounds: int = 1, on_progress: Callable[[str], None] = lambda _: None
+    plan: ConversationsPlan,
+    policies: Sequence[str],
+    num_rounds: int = 1,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Return one report per policy over all rounds. In each round every policy gets a fresh fabric, and the order
     rotates. Raises CommandError."""
@@ -70,7 +73,7 @@ def run_bench(
 
 
 async def _play_on_fresh_fabric(
-    plan: Plan, policy: str, tokenizer: ModelTokenizer, on_progress: Callable[[str], None]
+    plan: ConversationsPlan, policy: str, tokenizer: ModelTokenizer, on_progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     data_dir = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
     config = plan.config(policy)
@@ -125,7 +128,7 @@ def _turns(exchanges: Sequence[Exchange], prompts: Sequence[Sequence[int]], bloc
     ]
 
 
-def _report(policy: str, plan: Plan, turns: list[dict[str, Any]]) -> dict[str, Any]:
+def _report(policy: str, plan: ConversationsPlan, turns: list[dict[str, Any]]) -> dict[str, Any]:
     """`cached_share` is relative to the infinite cache's tokens. Tokens that a shard has beyond those (a prefix that
     was still being prefilled when the request was sent) are not counted."""
     infinite = sum(turn["infinite_cache_tokens"] for turn in turns)
@@ -187,7 +190,7 @@ def bench_conversations(
 
     cache_dir = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute() / "models"
     found = resolve_model(model, cache_dir, report_progress)
-    plan = Plan(model=ModelConfig(name=found.name, path=str(found.path)), **sizes)
+    plan = ConversationsPlan(model=ModelConfig(name=found.name, path=str(found.path)), **sizes)
     reports = run_bench(plan, names, num_rounds, report_progress)
     if as_json:
         click.echo(json.dumps(reports))

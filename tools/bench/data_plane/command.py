@@ -13,7 +13,7 @@ from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.bench.data_plane.peer_comparison import PEERS, run_with_peers
 from tools.bench.data_plane.peer_table import peers_table, write_into_page
-from tools.bench.data_plane.run import OURS, Layout, Plan, run_bench
+from tools.bench.data_plane.run import OURS, BenchPlan, Layout, run_bench
 from tools.bench.data_plane.scale import GRID, parse_layout, run_scale_out
 from tools.bench.data_plane.scale_table import BEGIN as SCALE_BEGIN
 from tools.bench.data_plane.scale_table import END as SCALE_END
@@ -112,7 +112,7 @@ def bench_data_plane(
 
     home = (data_dir or DEFAULT_DATA_DIR).expanduser().absolute()
     found = resolve_model(model, home / "models", report_progress)
-    plan = Plan(
+    plan = BenchPlan(
         model=ModelConfig(name=found.name, path=str(found.path)),
         workloads=[WORKLOADS[name].scaled(scale) for name in dict.fromkeys(chosen)],
         num_runs=num_runs,

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.peer_systems import System, gateway, http_workers, our_fabric, site_of
-from tools.bench.data_plane.run import Plan, figures_of, pace_of, report_of, warm_ups
+from tools.bench.data_plane.run import BenchPlan, figures_of, pace_of, report_of, warm_ups
 from tools.bench.data_plane.workloads import Workload
 from tools.bench.peers.dynamo import DYNAMO
 from tools.bench.peers.install import Installed, install
@@ -41,7 +41,7 @@ Outcome = tuple[list[dict[str, Any]], dict[str, str]]
 """Reports, with fields `system` and `version`; and the reason for each contender that is missing."""
 
 
-def run_with_peers(plan: Plan, peers: Sequence[Peer], cache_dir: Path, on_progress: Progress) -> Outcome:
+def run_with_peers(plan: BenchPlan, peers: Sequence[Peer], cache_dir: Path, on_progress: Progress) -> Outcome:
     """Run the comparison. Raises CommandError when our own fabric fails. Every process that it starts ends with it,
     also at Ctrl-C and SIGTERM."""
     began = time.monotonic()
@@ -65,7 +65,7 @@ async def _until_terminated(run: Coroutine[Any, Any, Outcome]) -> Outcome:
 
 
 class _Run:
-    def __init__(self, plan: Plan, cache_dir: Path, on_progress: Progress) -> None:
+    def __init__(self, plan: BenchPlan, cache_dir: Path, on_progress: Progress) -> None:
         self._plan = plan
         self._cache_dir = cache_dir
         self._on_progress = on_progress
@@ -120,7 +120,7 @@ class Turns:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BenchPlan,
         drive: Drive,
         on_progress: Progress,
         missing: dict[str, str],

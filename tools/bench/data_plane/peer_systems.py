@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from tools.bench.data_plane.run import GATEWAY, Plan, fabric_config, fabric_pids
+from tools.bench.data_plane.run import GATEWAY, BenchPlan, fabric_config, fabric_pids
 from tools.bench.data_plane.workloads import Workload
 from tools.bench.peers import mock_worker
 from tools.bench.peers.install import Installed, last_words
@@ -56,7 +56,7 @@ class System(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def our_fabric(
-    plan: Plan, workload: Workload, work_dir: Path, version: str, *, colocate: bool
+    plan: BenchPlan, workload: Workload, work_dir: Path, version: str, *, colocate: bool
 ) -> AsyncIterator[System]:
     """Start our fabric. Raises CommandError."""
     data_dir = work_dir / f"kvloom-{colocate:d}"
@@ -68,14 +68,14 @@ async def our_fabric(
 
 
 @contextlib.asynccontextmanager
-async def http_workers(plan: Plan, workload: Workload) -> AsyncIterator[list[str]]:
+async def http_workers(plan: BenchPlan, workload: Workload) -> AsyncIterator[list[str]]:
     """Start the engines that all gateways without engines of their own share. Yields their URLs."""
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(_http_worker(plan, workload)) for _ in range(_NUM_WORKERS)]
 
 
 @contextlib.asynccontextmanager
-async def _http_worker(plan: Plan, workload: Workload) -> AsyncIterator[str]:
+async def _http_worker(plan: BenchPlan, workload: Workload) -> AsyncIterator[str]:
     order = mock_worker.Order(plan.model.name, plan.model.path, workload.step_ms, workload.decode_every)
     command = bound_command((sys.executable, "-P", "-m", "tools.bench.peers.mock_worker"))
     process = await asyncio.create_subprocess_exec(
@@ -93,7 +93,9 @@ async def _http_worker(plan: Plan, workload: Workload) -> AsyncIterator[str]:
         await _stop(process)
 
 
-def site_of(peer: Peer, at: Installed, work_dir: Path, plan: Plan, workload: Workload, urls: Sequence[str]) -> Site:
+def site_of(
+    peer: Peer, at: Installed, work_dir: Path, plan: BenchPlan, workload: Workload, urls: Sequence[str]
+) -> Site:
     """Assign a peer a folder and ports of its own."""
     own_dir = work_dir / peer.name
     own_dir.mkdir()

@@ -40,7 +40,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     colocate: bool = False
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     workloads: Sequence[Workload]
     num_runs: int = 3
@@ -49,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     is_warmed_up: bool = True
 
 
-def run_bench(plan: Plan, on_progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+def run_bench(plan: BenchPlan, on_progress: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Return one report per workload. Workloads that need the same pace of the engine share a fabric and are measured
     alternately. Raises CommandError."""
     reports: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def run_bench(plan: Plan, on_progress: Callable[[str], None] = lambda _: None) -
 
 
 async def _run_on_fresh_fabric(
-    plan: Plan, workloads: Sequence[Workload], on_progress: Callable[[str], None]
+    plan: BenchPlan, workloads: Sequence[Workload], on_progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     data_dir = Path(tempfile.mkdtemp(prefix="kvloom-bench-"))
     runs: dict[str, list[dict[str, Any]]] = {workload.name: [] for workload in workloads}
@@ -96,7 +96,7 @@ def pace_of(workload: Workload) -> tuple[float, int]:
     return workload.step_ms, workload.decode_every
 
 
-def fabric_config(plan: Plan, workload: Workload, data_dir: Path) -> KvloomConfig:
+def fabric_config(plan: BenchPlan, workload: Workload, data_dir: Path) -> KvloomConfig:
     """A configuration in which the engine delays a request only by its steps: it has room for all, and prefill takes no
     time."""
     config = KvloomConfig(model=plan.model)
@@ -162,7 +162,7 @@ def _percentiles_ms(ordered: Sequence[float]) -> dict[str, float | None]:
     return {"p50": at(0.50), "p99": at(0.99)}
 
 
-def report_of(workload: Workload, runs: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+def report_of(workload: Workload, runs: Sequence[dict[str, Any]], plan: BenchPlan) -> dict[str, Any]:
     """Return the median of every figure over the runs, its `spread` (highest less lowest) and the runs. Of memory, the
     highest is taken, because a run reuses memory that the run before has left."""
     return {

@@ -16,8 +16,8 @@ import msgspec
 
 from tools.bench.data_plane.client import drive
 from tools.bench.data_plane.run import (
+    BenchPlan,
     Layout,
-    Plan,
     fabric_config,
     fabric_pids,
     figures_of,
@@ -67,7 +67,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def run_scale_out(
-    plan: Plan, layouts: Sequence[str], on_progress: Callable[[str], None] = lambda _: None
+    plan: BenchPlan, layouts: Sequence[str], on_progress: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
     """Return one report per layout: `layout`, `standing`, and `workloads` with a report of each. Every run measures all
     layouts, one after the other, each with a fresh fabric (one for each pace that the workloads need). Raises
@@ -93,7 +93,7 @@ def run_scale_out(
     ]
 
 
-async def _measure(plan: Plan, workloads: Sequence[Workload], seed: int) -> tuple[Standing, list[dict[str, Any]]]:
+async def _measure(plan: BenchPlan, workloads: Sequence[Workload], seed: int) -> tuple[Standing, list[dict[str, Any]]]:
     """Measure one fabric that is started for this."""
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
         data_dir = Path(home)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvloom.config import KvloomConfig
 from tools.bench.data_plane.client import drive
-from tools.bench.data_plane.run import Plan, fabric_config, fabric_pids, figures_of, report_of, warm_ups
+from tools.bench.data_plane.run import BenchPlan, fabric_config, fabric_pids, figures_of, report_of, warm_ups
 from tools.bench.data_plane.workloads import Workload, beside_long_prompts
 from tools.supervisor.child_fabric import child_fabric
 
@@ -25,18 +25,18 @@ _SETTLE_SECONDS: Final = 1.0
 
 Measure = Callable[[Workload, int], Any]
 """Measures a workload with a seed, and returns the client's figures."""
-Ways = Callable[[Plan, Workload, Path], contextlib.AbstractAsyncContextManager[Mapping[str, Measure]]]
+Variants = Callable[[BenchPlan, Workload, Path], contextlib.AbstractAsyncContextManager[Mapping[str, Measure]]]
 """Starts the variants of a workload, in a directory for the fabrics' files. The first variant is the reference."""
 
 
-def run_by_turns(comparison: str, plan: Plan, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def run_by_turns(comparison: str, plan: BenchPlan, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return one comparison per workload: a report of each variant, and the `difference` of the second from the first,
     the median over pairs of runs. Raises CommandError."""
     return [asyncio.run(_compare(comparison, plan, workload, on_progress)) for workload in plan.workloads]
 
 
 async def _compare(
-    comparison: str, plan: Plan, workload: Workload, on_progress: Callable[[str], None]
+    comparison: str, plan: BenchPlan, workload: Workload, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
@@ -51,7 +51,7 @@ async def _compare(
     return {
         "comparison": comparison,
         "workload": workload.name,
-        "ways": {name: report_of(workload, own, plan) for name, own in runs.items()},
+        "variants": {name: report_of(workload, own, plan) for name, own in runs.items()},
         "difference": _differences(runs[without], runs[with_it]),
     }
 
@@ -64,11 +64,11 @@ def _stay_on_cpus(config: KvloomConfig, is_on: bool) -> None:
     config.edge.stays_on_cpu = config.router.stays_on_cpu = is_on
 
 
-def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -> Ways:
+def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -> Variants:
     """Two fabrics with different settings that run at the same time."""
 
     @contextlib.asynccontextmanager
-    async def ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+    async def variants(plan: BenchPlan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
         async with contextlib.AsyncExitStack() as stack:
             measures: dict[str, Measure] = {}
             for is_on, name in enumerate((off, on)):
@@ -78,11 +78,13 @@ def _settings(off: str, on: str, switch: Callable[[KvloomConfig, bool], None]) -
                 measures[name] = await stack.enter_async_context(fabric)
             yield measures
 
-    return ways
+    return variants
 
 
 @contextlib.asynccontextmanager
-async def _long_prompt_ways(plan: Plan, workload: Workload, home: Path) -> AsyncIterator[Mapping[str, Measure]]:
+async def _long_prompt_variants(
+    plan: BenchPlan, workload: Workload, home: Path
+) -> AsyncIterator[Mapping[str, Measure]]:
     async with _fabric(plan, workload, fabric_config(plan, workload, home), home / "fabric") as measure:
         yield {
             "alone": measure,
@@ -91,7 +93,7 @@ async def _long_prompt_ways(plan: Plan, workload: Workload, home: Path) -> Async
 
 
 @contextlib.asynccontextmanager
-async def _fabric(plan: Plan, workload: Workload, config: KvloomConfig, data_dir: Path) -> AsyncIterator[Measure]:
+async def _fabric(plan: BenchPlan, workload: Workload, config: KvloomConfig, data_dir: Path) -> AsyncIterator[Measure]:
     """A fabric that has been warmed up."""
     data_dir.mkdir()  # noqa: ASYNC240  (nothing else runs here)
     async with child_fabric(config, data_dir) as url:
@@ -118,8 +120,8 @@ def _differences(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
     }
 
 
-_WAYS: Final[Mapping[str, Ways]] = {
+_WAYS: Final[Mapping[str, Variants]] = {
     GATE: _settings("answers not screened", "answers gated", _gate),
     CPUS: _settings("on any CPU", "event loops stay on one", _stay_on_cpus),
-    LONG_PROMPTS: _long_prompt_ways,
+    LONG_PROMPTS: _long_prompt_variants,
 }

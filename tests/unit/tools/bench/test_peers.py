@@ -16,7 +16,7 @@ from kvloom.config import ModelConfig
 from tools.bench.data_plane.peer_comparison import PEERS, Turns
 from tools.bench.data_plane.peer_systems import System
 from tools.bench.data_plane.peer_table import BEGIN, END, peers_table, write_into_page
-from tools.bench.data_plane.run import Plan
+from tools.bench.data_plane.run import BenchPlan
 from tools.bench.data_plane.workloads import WORKLOADS, Workload
 from tools.bench.peers.dynamo import DYNAMO
 from tools.bench.peers.install import install, last_words
@@ -121,7 +121,7 @@ class FakeSystems:
         return answer
 
     def turns_of(self, num_runs: int) -> Turns:
-        plan = Plan(model=ModelConfig(name="model", path="path"), workloads=[W1], num_runs=num_runs)
+        plan = BenchPlan(model=ModelConfig(name="model", path="path"), workloads=[W1], num_runs=num_runs)
         return Turns(plan, self.drive, lambda _: None, self.missing, settle_seconds=0.0)
 
     def systems(self, *, has_stamps: bool = True) -> Sequence[System]:

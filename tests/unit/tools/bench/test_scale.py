@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvloom.config import KvloomConfig, ModelConfig
-from tools.bench.data_plane.run import Plan, figures_of, report_of
+from tools.bench.data_plane.run import BenchPlan, figures_of, report_of
 from tools.bench.data_plane.scale import GRID, Standing, parse_layout
 from tools.bench.data_plane.scale_table import scale_table
 from tools.bench.data_plane.workloads import WORKLOADS
@@ -54,7 +54,7 @@ def test_every_shard_is_in_exactly_one_process() -> None:
 
 def test_the_table_has_tokens_where_answers_are_long_and_requests_where_they_are_short() -> None:
     """A reader compares lines: each has its layout, its costs by process, and its errors."""
-    plan = Plan(model=ModelConfig(), workloads=[WORKLOADS["W1"], WORKLOADS["W3"]], num_runs=1)
+    plan = BenchPlan(model=ModelConfig(), workloads=[WORKLOADS["W1"], WORKLOADS["W3"]], num_runs=1)
     standing = Standing(3.0, {"router": 1700.0, "edge": 900.0}, {"router": 101.5})
     reports = [
         {
