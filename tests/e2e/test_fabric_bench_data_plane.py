@@ -59,8 +59,8 @@ def test_two_variants_are_measured_alternately(model_dir: Path, tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     [compared] = json.loads(done.stdout)
-    alone, beside = compared["ways"].values()
-    assert list(compared["ways"]) == ["alone", "beside long prompts"]
+    alone, beside = compared["variants"].values()
+    assert list(compared["variants"]) == ["alone", "beside long prompts"]
     assert (alone["requests"], beside["requests"]) == (1, 1)
     assert alone["num_errors"] == beside["num_errors"] == 0
     assert beside["cpu_us_per_token"]["edge"] > alone["cpu_us_per_token"]["edge"]

@@ -53,7 +53,7 @@ from tools.options import DEFAULT_DATA_DIR, data_dir_option
     "comparison",
     type=click.Choice(COMPARISONS),
     default=None,
-    help="Each workload in two ways, by turns: answers gated or not screened; alone or beside long prompts; event "
+    help="Each workload in two variants, measured alternately: answers gated or not screened; alone or beside long prompts; event "
     "loops that stay on a CPU or not.",
 )
 @click.option("--scale-out", is_flag=True, help="Fabrics of growing size: edges x routers x shards, up to 256 shards.")
@@ -178,7 +178,7 @@ def _print(reports: Sequence[dict[str, Any]]) -> None:
 def _print_turns(comparisons: Sequence[dict[str, Any]]) -> None:
     for compared in comparisons:
         print(f"{compared['workload']}, {compared['comparison']}:")
-        rows = [(name, report["cpu_us_per_token"]["sum"], report) for name, report in compared["ways"].items()]
+        rows = [(name, report["cpu_us_per_token"]["sum"], report) for name, report in compared["variants"].items()]
         rows.append(("difference", compared["difference"]["cpu_us_per_token"], compared["difference"]))
         for name, cpu_us, figures in rows:
             ttft, transit = (

@@ -40,7 +40,7 @@ async def _compare(
 ) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvloom-bench-") as home:
-        async with _WAYS[comparison](plan, workload, Path(home)) as measures:
+        async with _VARIANTS[comparison](plan, workload, Path(home)) as measures:
             for run in range(plan.num_runs):
                 for name, measure in measures.items():
                     on_progress(f"{workload.name}, run {run + 1} of {plan.num_runs}: {name}")
@@ -120,7 +120,7 @@ def _differences(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
     }
 
 
-_WAYS: Final[Mapping[str, Variants]] = {
+_VARIANTS: Final[Mapping[str, Variants]] = {
     GATE: _settings("answers not screened", "answers gated", _gate),
     CPUS: _settings("on any CPU", "event loops stay on one", _stay_on_cpus),
     LONG_PROMPTS: _long_prompt_variants,
