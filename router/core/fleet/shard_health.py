@@ -18,6 +18,7 @@ from statistics import median
 from typing import Final
 
 from kvloom.config import HealthConfig
+from kvloom.process.backoff import Backoff
 from router.core.events import ShardLoad
 
 MIN_EVIDENCE: Final = 0.6
@@ -106,7 +107,7 @@ class ShardHealth:
         """Engine failures since a sequence last ended well."""
         self._noted_at = 0.0
         self._load = ShardLoad()
-        self._back_off_seconds = 0.0
+        self._backoff = Backoff(settings.probe_seconds, settings.max_probe_seconds)
         self._closed_at = -FLAP_SECONDS
         self._num_answered = 0
         self._was_missed = False
@@ -167,11 +168,11 @@ class ShardHealth:
         """Suspect the shard."""
         is_again = self.state is HealthState.PROBING or now - self._closed_at < FLAP_SECONDS
         if not is_again:
-            self._back_off_seconds = 0.0
+            self._backoff.num_failures = 0
         self.state = HealthState.SUSPECTED
         self.symptom = symptom
         self._reset_evidence()
-        self._back_off(now)
+        self.probe_at = now + self._backoff.next_seconds()
 
     def send_probe(self, slot: int, limit_seconds: float, now: float) -> None:
         self.probe_slot = slot
@@ -189,7 +190,7 @@ class ShardHealth:
         self._was_missed = True
         self._num_answered = 0
         self.state = HealthState.SUSPECTED
-        self._back_off(now)
+        self.probe_at = now + self._backoff.next_seconds()
 
     def take_answer(self, now: float) -> None:
         """Update the state after an answer that came since the last call."""
@@ -228,10 +229,3 @@ class ShardHealth:
         self.pace = Pace(self._settings.slow_seconds)
         self.silent_seconds = 0.0
         self.num_failures = 0
-
-    def _back_off(self, now: float) -> None:
-        settings = self._settings
-        self._back_off_seconds = min(
-            max(2 * self._back_off_seconds, settings.probe_seconds), settings.max_probe_seconds
-        )
-        self.probe_at = now + self._back_off_seconds
