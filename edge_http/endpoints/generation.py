@@ -27,7 +27,7 @@ from edge_http.openai.sampling import (
     stop_conditions,
     tier_of,
 )
-from edge_http.recovery.takeover import publish
+from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.submission import Submission, run_resumable, run_submission
@@ -219,7 +219,7 @@ async def _stream_resumable(
     if edge.resume.is_published:
         answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
         record = _response_record(request, job, formatter.envelope, response, headers)
-        on_submitted = publish(edge, stream, record, answer, formatter, submission)
+        on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
         run = run_resumable(edge, submission, answer, stream, on_submitted)
     else:
         answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))

@@ -34,7 +34,7 @@ OnSubmitted = Callable[[int, int], None]
 """Called with a prompt's number and the link's handle of its request."""
 
 
-def publish(
+def register_for_recovery(
     edge: Edge,
     stream: ResumableStream,
     response: ResponseRecord,
