@@ -222,12 +222,19 @@ class TorchConfig(Section):
 
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda: an NVIDIA GPU, with torch's CUDA build (docs/performance-gpu.md). Without one a shard does not start."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    weights: Literal["dtype", "int8"] = "dtype"
-    """The type of the linear layers' weights. int8: with a scale per output channel; the products are of int8 rows, the
-    rest is computed in `dtype`. docs/engines.md shows the gain in speed and the loss of quality."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """The type of the numbers in memory. auto: bfloat16, but float32 where neither compiled kernels run nor the CPU
+    multiplies bfloat16."""
+    weights: Literal["auto", "dtype", "int8"] = "auto"
+    """The type of the linear layers' weights. int8: with a scale per output channel; docs/engines.md shows the gain in
+    speed and the loss of quality. auto: as `dtype` says, but int8 where only that fits into memory."""
+    kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "generic", "torch"] = "auto"
+    """What computes on a CPU: kernels compiled for an instruction set, or torch's operators. auto: the fastest,
+    measured once per machine. avx512, avx2 and generic compute the same bits, so one of them suits shards on different
+    kinds of CPU."""
     num_threads: Annotated[int, Meta(ge=0)] = 0
-    """0: the machine's cores divided by `num_shards`, at least 1."""
+    """0: all cores while no other engine of this user computes, and a fair share of them while some do. torch's
+    operators: the machine's cores divided by `num_shards`."""
     deterministic: bool = True
     """Whether results are independent of the batch, bit for bit (docs/engines.md has the cost). Otherwise an answer
     that fails over continues from the tokens delivered, but not always with the same tokens as without the failure."""

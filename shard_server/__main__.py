@@ -30,7 +30,10 @@ async def serve(
         address = await server.start(port)
     except EngineError as error:
         raise service.StartError(f"{name}: {error}") from error
-    service.announce_ready(address, metrics_address)
+    info = engine.info
+    service.announce_ready(
+        service.ReadyLine(address, metrics_address, engine=info.description or info.engine, variant=info.variant)
+    )
     try:
         await server.serve(stop)
     except EngineError as error:

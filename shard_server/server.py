@@ -197,4 +197,6 @@ def _shard_info(info: EngineInfo, shard_id: str, incarnation_id: str) -> ShardIn
         max_model_len=info.max_model_len,
         capabilities=sorted(info.capabilities),
         version=importlib.metadata.version("kvloom"),
+        variant=info.variant,
+        description=info.description,
     )

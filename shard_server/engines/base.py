@@ -75,6 +75,11 @@ class EngineInfo:
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0
     """Both speeds as measured before the first request; 0 = unknown. `decode_step_seconds` is the time of one step."""
+    variant: str = ""
+    """What the bits of results depend on: engines of one model compute the same only if their variants are equal. "" =
+    it promises no bits."""
+    description: str = ""
+    """What computes, and how fast, in one line for people."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class SimEngine:
         num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         step_seconds = config.sim.step_ms / 1000
         self._info = EngineInfo(
+            variant="sim",
             engine="sim",
             model=model_name,
             block_size=config.block_size,

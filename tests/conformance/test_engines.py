@@ -13,7 +13,6 @@ from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.engine_suite import EngineSuite
 from tests.fakes.fake_tensorrt_llm import Variant, installed_tensorrt_llm
-from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.tiny_llama import write_tiny_llama
 
 
@@ -66,7 +65,6 @@ class TestTorchEngineInt8(SmallTorchEngineSuite):
     torch_fields: ClassVar[dict[str, Any]] = {"weights": "int8"}
 
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
-        skip_unless_exact()
         return super().make_engine(request, **shard_fields)
 
 

@@ -30,7 +30,9 @@ class FakeModelRunner:
         max_model_len: int = 0,
         num_threads: int = 1,
         wants_batch_invariance: bool = True,
-        int8_weights: bool = False,
+        weights: str = "dtype",
+        kernels: str = "auto",
+        shared_cores: int = 0,
         on_progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.vocab_size = VOCAB_SIZE
@@ -39,6 +41,7 @@ class FakeModelRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.batch_invariant = True
+        self.variant, self.description = "fake", "a fake"
         self.batches: list[list[ScheduledSequence]] = []
         self.num_tokens_computed = 0
         self.before_run: Callable[[list[ScheduledSequence]], None] = lambda batch: None

@@ -1,25 +1,52 @@
-"""A thread pool for compiled kernels, where this machine can run them."""
+"""Thread pools of compiled kernels, for the kernel families that this machine can run."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-
-@contextlib.contextmanager
-def kernel_thread_pool(num_threads: int) -> Iterator[object]:
-    """Restores torch's number of threads afterwards. Skips the test without AMX."""
-    from shard_server.engines.torch_engine.kernels.amx import request_amx
+if TYPE_CHECKING:
     from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 
-    if not request_amx():
-        pytest.skip("no AMX")
-    before = torch.get_num_threads()
+
+def runnable_family_names() -> list[str]:
+    """At least one: the generic family runs everywhere."""
+    families = pytest.importorskip("shard_server.engines.torch_engine.kernels.families")
+    return [family.name for family in families.runnable_families()]
+
+
+def float32_family_names() -> list[str]:
+    """Those that compute the same bits."""
+    families = pytest.importorskip("shard_server.engines.torch_engine.kernels.families")
+    arithmetic = families.GENERIC.arithmetic
+    return [family.name for family in families.runnable_families() if family.arithmetic == arithmetic]
+
+
+def new_thread_pool(family_name: str, num_threads: int) -> ThreadPool:
+    """Sets torch's number of threads."""
     torch.set_num_threads(num_threads)
+    return _thread_pool(family_name, num_threads)
+
+
+@functools.cache
+def _thread_pool(family_name: str, num_threads: int) -> ThreadPool:
+    from shard_server.engines.torch_engine.kernels.families import FAMILIES
+    from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
+
+    assert torch.get_num_threads() == num_threads
+    return ThreadPool(FAMILIES[family_name])
+
+
+@contextlib.contextmanager
+def kernel_thread_pool(num_threads: int, family_name: str = "generic") -> Iterator[ThreadPool]:
+    """Restores torch's number of threads afterwards."""
+    before = torch.get_num_threads()
     try:
-        yield ThreadPool()
+        yield new_thread_pool(family_name, num_threads)
     finally:
         torch.set_num_threads(before)

@@ -20,7 +20,6 @@ from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams
 from shard_server.engines.base import Capability, EngineRequest
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world
-from tests.fakes.int8_products import skip_unless_exact
 
 pytest_plugins = ("tests.fakes.router_fixtures",)
 
@@ -82,8 +81,6 @@ async def world(
     model_dir: Path,
     load_runner: Callable[..., Any],
 ) -> AsyncIterator[FailoverWorld]:
-    if request.param == "int8":
-        skip_unless_exact()
     # The engine computes the largest chunk several times when it starts, so the chunks are small here, though longer
     # than the prompts.
     config = ShardConfig(num_blocks=256, max_batch=32, max_prefill_tokens_per_step=64, torch=TORCH[request.param])

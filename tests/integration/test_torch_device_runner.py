@@ -118,6 +118,8 @@ def test_without_cuda_the_error_names_what_to_install(tmp_path: Path):
             max_model_len=0,
             num_threads=0,
             wants_batch_invariance=True,
-            int8_weights=False,
+            weights="auto",
+            kernels="auto",
+            shared_cores=0,
             on_progress=lambda _message: None,
         )

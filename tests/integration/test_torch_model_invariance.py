@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shard_server.engines.torch_engine.kernels.amx import request_amx
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
-from tests.fakes.int8_products import skip_unless_exact
+from tests.fakes.kernel_threads import runnable_family_names
 
 pytestmark = pytest.mark.timeout(400)
 """CPUs without bf16 arithmetic take two minutes for one of these tests."""
@@ -20,12 +19,9 @@ NUM_BLOCKS = 400
 BLOCKS_PER_SEQUENCE = 48
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "int8", "torch's kernels"])
+@pytest.fixture(scope="module", params=[*runnable_family_names(), "int8", "int8 in float32", "torch's operators"])
 def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
-    if request.param == "int8":
-        skip_unless_exact()
-    if request.param == "bfloat16" and not request_amx():
-        pytest.skip("no AMX: torch's kernels compute it all")
+    kernels = {"int8": "auto", "int8 in float32": "generic", "torch's operators": "torch"}
     return ModelRunner(
         model_dir,
         dtype="bfloat16",
@@ -33,8 +29,8 @@ def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
         num_blocks=NUM_BLOCKS,
         max_model_len=0,
         num_threads=1,
-        int8_weights=request.param == "int8",
-        compiled_kernels=request.param != "torch's kernels",
+        weights="int8" if "int8" in request.param else "dtype",
+        kernels=kernels.get(request.param, request.param),
     )
 
 

@@ -34,9 +34,7 @@ def random_tokens(num_tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(320), k=num_tokens)
 
 
-def load(
-    model_dir: Path, dtype: str = "float32", block_size: int = 16, *, compiled_kernels: bool = True
-) -> ModelRunner:
+def load(model_dir: Path, dtype: str = "float32", block_size: int = 16, *, kernels: str = "auto") -> ModelRunner:
     return ModelRunner(
         model_dir,
         dtype=dtype,
@@ -44,7 +42,7 @@ def load(
         num_blocks=NUM_BLOCKS,
         max_model_len=2048,
         num_threads=1,
-        compiled_kernels=compiled_kernels,
+        kernels=kernels,
     )
 
 
@@ -83,18 +81,24 @@ def test_keys_that_no_row_sees_are_left_out_unnoticed(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "compiled_kernels"),
-    [("bfloat16", 16, True), ("bfloat16", 16, False), ("float32", 16, True), ("float32", 5, True)],
+    ("dtype", "block_size", "kernels"),
+    [
+        ("bfloat16", 16, "auto"),
+        ("bfloat16", 16, "generic"),
+        ("bfloat16", 16, "torch"),
+        ("float32", 16, "auto"),
+        ("float32", 5, "auto"),
+    ],
 )
 def test_windowed_results_do_not_depend_on_batch_chunks_or_reuse(
-    tmp_path: Path, dtype: str, block_size: int, compiled_kernels: bool
+    tmp_path: Path, dtype: str, block_size: int, kernels: str
 ):
     """As without windows, chunks end anywhere, decoding starts at other keys than the prefill did, and prefix blocks
     belong to another sequence."""
     model_dir = write_tiny_llama(
         tmp_path, **QWEN3, sliding_window=70, max_window_layers=1, num_hidden_layers=3, head_dim=64
     )
-    runner = load(model_dir, dtype, block_size, compiled_kernels=compiled_kernels)
+    runner = load(model_dir, dtype, block_size, kernels=kernels)
     assert runner.batch_invariant
     prefix = random_tokens(300, 4)
     lengths = (303, 450, 584, 700)

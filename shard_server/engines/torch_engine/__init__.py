@@ -8,17 +8,17 @@ sequence.py      one request's tokens, KV blocks and progress
 block_pool.py    reference-counted KV blocks with a prefix cache
 speed.py         moving averages of prefill and decode speed
 model_runner.py  runs a step's batch on the CPU
+arithmetic.py    what computes on this CPU: number formats and kernels
+core_share.py    how many threads an engine computes with beside others
 forward.py       a forward pass with torch's operators or compiled kernels
 model.py         the decoder: weights and layers
 config.py        config.json, checked
-linear.py        linear layers whose rows do not depend on the batch
-attention.py     causal attention over the block-based KV cache
 rope.py          rotary position embedding
 kv_cache.py      the memory of the KV blocks
-invariance.py    measures whether attention depends on the batch
 memory.py        how much memory is available and needed
 sampling/        draws tokens: sampling, guides and speculation
 checkpoint/      reads model files and converts GGUF files
 kernels/         compiled CPU kernels
+operators/       what torch's operators compute, where compiled kernels cannot
 device/          runs the model on a GPU
 """

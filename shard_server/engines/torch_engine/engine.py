@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections import deque
@@ -20,10 +19,12 @@ import structlog
 from kvloom.config import ShardConfig
 from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, StepOutput
 from shard_server.engines.torch_engine.block_pool import BlockPool
+from shard_server.engines.torch_engine.core_share import available_cores
 from shard_server.engines.torch_engine.memory import forget_code, return_freed_memory
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS
 from shard_server.engines.torch_engine.scheduler import Scheduler
+from shard_server.engines.torch_engine.speed import StepSpeed
 from shard_server.engines.torch_engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
@@ -223,16 +224,18 @@ class TorchEngine:
             self._call_loop(self._readable.set)
 
     def _load(self) -> StepLoop:
-        config = self._config
+        config, cores = self._config, available_cores()
         runner = self._load_runner(
             self._model_dir,
             dtype=config.torch.dtype,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
-            num_threads=config.torch.num_threads or max(1, (os.cpu_count() or 1) // config.num_shards),
+            num_threads=config.torch.num_threads or max(1, cores // config.num_shards),
+            shared_cores=0 if config.torch.num_threads else cores,
             wants_batch_invariance=config.torch.deterministic,
-            int8_weights=config.torch.weights == "int8",
+            weights=config.torch.weights,
+            kernels=config.torch.kernels,
             on_progress=self._on_load_progress,
         )
         self._on_load_progress("vocabulary for guided decoding")
@@ -259,9 +262,12 @@ class TorchEngine:
             capabilities=_capabilities(runner, self._guides),
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode_step_seconds=speed.decode_step_seconds,
+            variant=runner.variant,
+            description=_description(runner, speed),
         )
+        self._on_load_progress(f"engine: {self._info.description}")
         return_freed_memory()
-        forget_code("libllvmlite")  # the warm-up has loaded all compiled kernels
+        forget_code()  # the warm-up has loaded and compiled what there is
         return step_loop
 
     def _run(self, step_loop: StepLoop) -> None:
@@ -329,6 +335,11 @@ def _capabilities(runner: ModelRunner | DeviceRunner, guides: GuideCompiler | No
     if runner.batch_invariant:
         capabilities |= _IF_INVARIANT
     return capabilities if guides is None else capabilities | {Capability.GUIDED}
+
+
+def _description(runner: ModelRunner | DeviceRunner, speed: StepSpeed) -> str:
+    prefill, decode = speed.prefill_tokens_per_second, 1 / max(speed.decode_step_seconds, 1e-9)
+    return f"{runner.description}, {prefill:.0f} tok/s prefill, {decode:.0f} tok/s decode"
 
 
 def _set_result(future: asyncio.Future[None]) -> None:

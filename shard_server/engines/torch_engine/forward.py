@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-from shard_server.engines.torch_engine.attention import GRAINS, Extent, PagedAttention
-from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.invariance import attention_is_invariant
-from shard_server.engines.torch_engine.kernels.int8_linear import Int8Linears
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import MakesLinears, TorchLinears, common_row_granularity
 from shard_server.engines.torch_engine.model import LlamaModel
+from shard_server.engines.torch_engine.operators.attention import GRAINS, Extent, PagedAttention
+from shard_server.engines.torch_engine.operators.int8_linear import Int8Linears
+from shard_server.engines.torch_engine.operators.invariance import attention_is_invariant
+from shard_server.engines.torch_engine.operators.linear import MakesLinears, TorchLinears, common_row_granularity
 
 
 class Forward(Protocol):
@@ -42,27 +41,16 @@ class Kernels(Protocol):
     """A factory of linear layers and forward passes that fit together."""
 
     linears: MakesLinears
+    arithmetic: str
+    """Two engines compute the same bits from the same weights only if these are equal."""
+    label: str
+    """For people: what computes"""
+    shares_cores: bool
+    """Whether the number of threads follows what other engines leave; see core_share.py."""
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> Forward:
         """Forward passes of `model`, which was built with `linears`."""
         ...
-
-
-def find_compiled_kernels(
-    config: LlamaConfig, dtype: torch.dtype, block_size: int, on_progress: OnProgress, *, int8_weights: bool
-) -> Kernels | None:
-    """The compiled kernels, or None if they cannot run here; `on_progress` is then called with the reason."""
-    try:
-        from shard_server.engines.torch_engine.kernels.compiled_forward import CompiledKernels, why_not_compiled
-    except ImportError as error:
-        reason: str | None = str(error)
-    else:
-        reason = why_not_compiled(config, dtype, block_size)
-        if reason is None:
-            on_progress("compiled kernels (some seconds when they are compiled first)")
-            return CompiledKernels(int8_weights=int8_weights)
-    on_progress(f"torch's kernels, the compiled ones are left out: {reason}")
-    return None
 
 
 class TorchKernels:
@@ -71,6 +59,10 @@ class TorchKernels:
     def __init__(self, dtype: torch.dtype, max_rows: int | None, *, int8_weights: bool) -> None:
         """`max_rows` limits the rows of one product; see linear.py."""
         self.linears: MakesLinears = Int8Linears(dtype) if int8_weights else TorchLinears(max_rows)
+        capability = torch.backends.cpu.get_cpu_capability()
+        self.arithmetic = f"torch-{capability}"
+        self.label = f"torch's operators ({capability})"
+        self.shares_cores = False
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> TorchForward:
         return TorchForward(model, config, cache)

@@ -27,7 +27,7 @@ class KvCache:
     All layers of a block lie side by side, so that memory is touched block by block as blocks come into use. Within a
     layer a token's keys and values of all heads do, so that a step writes them with one copy per layer, and attention
     gathers a block with one. (Compiled attention has an order of its own within a layer of a block, see
-    tile_kernels.store.)
+    kernels/attention/attend.store.)
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, Weight
+from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, Weight
 from shard_server.engines.torch_engine.rope import rotate_, rotation_table
 
 _LAYERS_PER_REPORT = 16

@@ -9,18 +9,16 @@ from pathlib import Path
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.attention import Extent
+from shard_server.engines.torch_engine.arithmetic import Wanted, choose_arithmetic
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
-from shard_server.engines.torch_engine.forward import Kernels, TorchKernels, find_compiled_kernels
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
-from shard_server.engines.torch_engine.linear import INVARIANT_ROWS
 from shard_server.engines.torch_engine.memory import check_memory, return_freed_memory
 from shard_server.engines.torch_engine.model import LlamaModel
+from shard_server.engines.torch_engine.operators.attention import Extent
 
 _MAX_GATHERED_TOKENS = 4096
 """The limit for one sequence with drafts: beyond it, one product of all its rows over the context is cheaper."""
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,46 +50,54 @@ class ModelRunner:
         max_model_len: int,
         num_threads: int,
         wants_batch_invariance: bool = True,
-        int8_weights: bool = False,
-        compiled_kernels: bool = True,
+        weights: str = "dtype",
+        kernels: str = "auto",
+        shared_cores: int = 0,
         on_progress: OnProgress = lambda _message: None,
     ) -> None:
-        """Loads the weights and allocates the KV blocks. `dtype`: "bfloat16" or "float32"; 0 for `num_blocks`,
-        `max_model_len` or `num_threads` means the default. Without `wants_batch_invariance` prompts are prefilled in
-        larger products where torch's operators compute: faster by half or more, but the last bits depend on the batch.
-        With `int8_weights` the linear layers are quantised (int8_linear.py). Without `compiled_kernels`, torch's
-        operators compute everything, as on machines that cannot run the kernels. `on_progress` is called with a message
-        at every stage of loading.
+        """Loads the weights and allocates the KV blocks. `dtype`, `weights` and `kernels` are as in
+        kvloom.config.TorchConfig; 0 for `num_blocks`, `max_model_len` or `num_threads` means the default. Without
+        `wants_batch_invariance` prompts are prefilled in larger products where torch's operators compute: faster by
+        half or more, but the last bits depend on the batch. With
+        `shared_cores` compiled kernels compute with up to that many threads (see core_share.py), others with
+        `num_threads`. `on_progress` is called with a message at every stage of loading.
         Raises EngineError."""
         if num_threads:
-            torch.set_num_threads(num_threads)
-        torch_dtype = DTYPES[dtype]
+            torch.set_num_threads(max(num_threads, shared_cores))
         config = load_config(model_dir)
         _check_window(model_dir, config, max_model_len)
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
-        check_memory(
-            config,
-            dtype=torch_dtype,
-            int8_weights=int8_weights,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=self.max_model_len,
-        )
+
+        def check(dtype: torch.dtype, int8_weights: bool) -> None:
+            check_memory(
+                config,
+                dtype=dtype,
+                int8_weights=int8_weights,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+            )
+
         with torch.inference_mode():
-            kernels: Kernels | None = None
-            if compiled_kernels:
-                kernels = find_compiled_kernels(config, torch_dtype, block_size, on_progress, int8_weights=int8_weights)
-            if kernels is None:
-                max_rows = INVARIANT_ROWS if wants_batch_invariance else None
-                kernels = TorchKernels(torch_dtype, max_rows, int8_weights=int8_weights)
+            wanted = Wanted(dtype, weights, kernels, wants_batch_invariance, shared_cores)
+            arithmetic = choose_arithmetic(config, wanted, block_size, check, on_progress)
+            torch_dtype = arithmetic.dtype
+            if num_threads and not arithmetic.kernels.shares_cores:
+                torch.set_num_threads(num_threads)
+            self.variant = arithmetic.variant
+            """See EngineInfo.variant."""
+            num_running = torch.get_num_threads()
+            threads = f"up to {num_running} threads" if arithmetic.kernels.shares_cores else f"{num_running} threads"
+            self.description = f"{arithmetic.description}, {threads}"
+            """What computes, for people"""
             model = LlamaModel(
                 config,
                 load_weights(model_dir, config, on_progress),
                 dtype=torch_dtype,
                 max_model_len=self.max_model_len,
-                linears=kernels.linears,
+                linears=arithmetic.kernels.linears,
                 on_progress=on_progress,
             )
             return_freed_memory()
@@ -101,7 +107,7 @@ class ModelRunner:
             )
             on_progress(f"KV cache: {self.num_blocks} blocks of {block_size} tokens")
             cache = KvCache(config, num_blocks=self.num_blocks, block_size=block_size, dtype=torch_dtype)
-            self._forward = kernels.forward(model, config, cache)
+            self._forward = arithmetic.kernels.forward(model, config, cache)
             self.batch_invariant = wants_batch_invariance and self._forward.is_invariant()
             """Whether logits do not depend on the batch, bit for bit: measured on this machine at the start."""
         return_freed_memory()

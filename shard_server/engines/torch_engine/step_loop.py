@@ -29,6 +29,8 @@ from shard_server.engines.torch_engine.sequence import Sequence as EngineSequenc
 from shard_server.engines.torch_engine.speed import StepSpeed
 
 _MAX_WARM_UPS = 6
+_WARM_UP_SECONDS = 0.25
+"""A warm-up takes no more tokens than this: on a slow CPU those of a step would take a second."""
 _WARM_SHARE = 1.5
 """A step with at most this many times the tokens of the previous one counts as warm."""
 
@@ -62,7 +64,7 @@ class StepLoop:
         self._speed = StepSpeed()
 
     def warm_up(self, num_max_tokens: int) -> StepSpeed:
-        """Prefill as many tokens as a step will take, at most `num_max_tokens`, and decode one, in free blocks.
+        """Prefill tokens as a step will, at most `num_max_tokens`, and decode one, in free blocks.
 
         Otherwise the first request would pay for first touches of memory. Routers also need speeds to plan with.
         """
@@ -73,7 +75,8 @@ class StepLoop:
             if num_tokens <= _WARM_SHARE * num_warm_tokens:
                 break
             num_warm_tokens = num_tokens
-            budget = self.scheduler.prefill_budget(self._speed.prefill_tokens_per_second)
+            tokens_per_second = self._speed.prefill_tokens_per_second
+            budget = min(self.scheduler.prefill_budget(tokens_per_second), int(tokens_per_second * _WARM_UP_SECONDS))
             num_tokens = min(max(num_tokens, budget), num_max_tokens)
         return self._speed
 

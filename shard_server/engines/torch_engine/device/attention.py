@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.operators.attention import Extent
 
 _MAX_KERNEL_ROWS = 256
 """The number of rows for which there is room for partial results at a time."""

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.attention import Extent
+from shard_server.engines.torch_engine.arithmetic import DTYPES
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.device.attention import (
@@ -22,10 +22,11 @@ from shard_server.engines.torch_engine.device.attention import (
 )
 from shard_server.engines.torch_engine.device.decode_steps import DecodeInputs, DecodeRow, DecodeSteps, step_sizes
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import TorchLinears
 from shard_server.engines.torch_engine.memory import kv_block_bytes
 from shard_server.engines.torch_engine.model import LlamaModel
-from shard_server.engines.torch_engine.model_runner import DTYPES, ScheduledSequence
+from shard_server.engines.torch_engine.model_runner import ScheduledSequence
+from shard_server.engines.torch_engine.operators.attention import Extent
+from shard_server.engines.torch_engine.operators.linear import TorchLinears
 
 _INVARIANT_ROWS: Final = 128
 """The number of rows of every matrix product if results must not depend on the batch: a library chooses its code by
@@ -60,6 +61,10 @@ class DeviceRunner:
     ) -> None:
         """Consumes `weights`. Raises EngineError and torch.OutOfMemoryError."""
         self._device = device = options.device
+        dtype = str(options.dtype).removeprefix("torch.")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self.variant = f"{dtype}/torch-{name}"
+        self.description = f"{name}, {dtype} weights"
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
         self.max_model_len = options.max_model_len or config.max_position_embeddings
@@ -267,19 +272,21 @@ def load_device_runner(
     max_model_len: int,
     num_threads: int,
     wants_batch_invariance: bool,
-    int8_weights: bool,
+    weights: str,
+    kernels: str,
+    shared_cores: int,  # noqa: ARG001  (of the CPU)
     on_progress: Callable[[str], None],
 ) -> DeviceRunner:
     """Build a DeviceRunner, with the arguments of ModelRunner's constructor. Raises EngineError."""
     found = find_device(device)
-    if int8_weights:
-        raise EngineError("weights = 'int8' is for the CPU: with device = 'cuda' take weights = 'dtype'")
+    if weights == "int8" or kernels != "auto":
+        raise EngineError("weights = 'int8' and kernels are for the CPU: with device = 'cuda' leave both at 'auto'")
     if num_threads:
         torch.set_num_threads(num_threads)
     config = load_config(model_dir)
     options = DeviceOptions(
         device=found,
-        dtype=DTYPES[dtype],
+        dtype=torch.bfloat16 if dtype == "auto" else DTYPES[dtype],
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,

@@ -1,22 +1,17 @@
-"""Compiled CPU kernels: bf16 and int8 products and attention on matrix tiles (AMX), without the interpreter between
-them.
+"""Compiled CPU kernels: a whole forward pass in machine code, without the interpreter between its parts.
 
+families.py           which instructions compute, and which of them this CPU has
+choice.py             which family a shard computes with
+probe.py              measures one family, in a process of its own
+self_check.py         compares a family with float64 before an engine relies on it
 compiled_forward.py   a forward pass as one program
-tasks.py              programs: lists of tasks for all threads
-program.py            the entry point of compiled code, which runs a program
+packed_linear.py      linear layers: how weights are packed and multiplied
+paged_attention.py    attention, as Python sees it: which thread computes which rows
 thread_pool.py        runs programs on torch's threads
-barrier.py            how the threads wait for one another
-tile_linear.py        linear layers on matrix tiles
-tile_tasks.py         the tasks of products and attention
-tile_matmul.py        bf16 products
-tile_matmul_int8.py   int8 products
-tile_attention.py     attention on matrix tiles, as Python sees it
-tile_kernels.py       its compiled kernels
-attention_scratch.py  the memory that an attention task works in
+program.py            the entry point of compiled code, which runs a program
 row_kernels.py        norms, rotation and look-ups, row by row
-simd_ops.py           vector operations as LLVM code
-amx.py                matrix tile instructions as LLVM code
-compiled.py           the compiler's settings and array helpers
-int8_linear.py        quantised layers with torch's operators
+products/             compiled matrix products
+attention/            compiled attention
+codegen/              what compiled code is made of
 reference_decoder.py  a plain decoder, to compare with
 """

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.invariance import attention_is_invariant
-from shard_server.engines.torch_engine.kernels.amx import request_amx
-from shard_server.engines.torch_engine.kernels.tasks import (
+from shard_server.engines.torch_engine.core_share import CoreShare
+from shard_server.engines.torch_engine.kernels.choice import OnProgress, choose_family
+from shard_server.engines.torch_engine.kernels.codegen.tasks import (
     ATTEND,
     HEAD_NORMS,
     INPUT,
@@ -25,64 +25,107 @@ from shard_server.engines.torch_engine.kernels.tasks import (
     program,
     task,
 )
-from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
-from shard_server.engines.torch_engine.kernels.tile_attention import TileAttention, TilePlan
-from shard_server.engines.torch_engine.kernels.tile_kernels import PASS_DIM
-from shard_server.engines.torch_engine.kernels.tile_linear import (
-    Bf16Tiles,
-    Int8Tiles,
+from shard_server.engines.torch_engine.kernels.families import runnable_families
+from shard_server.engines.torch_engine.kernels.packed_linear import (
+    DEPTH,
+    PREPARED_BYTES,
     Operands,
-    TileGated,
-    TileLinear,
-    TileLinears,
-    Tiles,
+    PackedBf16,
+    PackedGated,
+    PackedInt8,
+    PackedLinear,
+    PackedLinears,
+    PackedWeights,
 )
-from shard_server.engines.torch_engine.kernels.tile_matmul import ADDED, DEPTH, FLOATS, GATED, ROUNDED, TILE
+from shard_server.engines.torch_engine.kernels.paged_attention import CompiledAttention, CompiledPlan
+from shard_server.engines.torch_engine.kernels.products.outputs import ADDED, FLOATS, GATED, ROUNDED, TILE
+from shard_server.engines.torch_engine.kernels.self_check import rows_are_independent, why_wrong
+from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kv_cache import KvCache
-from shard_server.engines.torch_engine.linear import MakesLinears, Product, common_row_granularity
 from shard_server.engines.torch_engine.model import DecoderLayer, LlamaModel
+from shard_server.engines.torch_engine.operators.invariance import attention_is_invariant
+from shard_server.engines.torch_engine.operators.linear import MakesLinears, Product
 
 _ROWS_STEP = 64
 """The number of rows of a workspace is a multiple of this."""
 
 
-def why_not_compiled(config: LlamaConfig, dtype: torch.dtype, block_size: int) -> str | None:
-    """Why CompiledForward cannot be used with this model, cache or machine; None if it can."""
-    if dtype != torch.bfloat16:
-        return "they are for bfloat16"
+def why_not_compiled(config: LlamaConfig, block_size: int) -> str | None:
+    """Why CompiledForward cannot be used with this model or cache; None if it can."""
     if any(size % DEPTH for size in (config.hidden_size, config.query_size, config.intermediate_size)):
         return f"sizes must be multiples of {DEPTH}"
-    if block_size % TILE or config.head_dim % PASS_DIM:
-        return f"blocks must be multiples of {TILE} tokens, heads of {PASS_DIM} numbers"
-    return None if request_amx() else "this CPU has no AMX"
+    if block_size % TILE or config.head_dim % DEPTH:
+        return f"blocks must be multiples of {TILE} tokens, heads of {DEPTH} numbers"
+    return None
 
 
 class CompiledKernels:
-    def __init__(self, *, int8_weights: bool) -> None:
-        self._threads = ThreadPool()
-        self.linears: MakesLinears = TileLinears(Int8Tiles if int8_weights else Bf16Tiles, self._threads)
+    """The kernels of one family."""
+
+    def __init__(self, threads: ThreadPool, *, int8_weights: bool, cores: CoreShare | None = None) -> None:
+        """`cores`: the threads of a step are as many as it gives; None: all."""
+        self._threads = threads
+        self._cores = cores
+        self.linears: MakesLinears = PackedLinears(PackedInt8 if int8_weights else PackedBf16, threads)
+        self.arithmetic = threads.family.arithmetic
+        self.label = threads.family.label
+        self.shares_cores = cores is not None
 
     def forward(self, model: LlamaModel, config: LlamaConfig, cache: KvCache) -> CompiledForward:
-        return CompiledForward(model, config, cache, self._threads)
+        return CompiledForward(model, config, cache, self._threads, self._cores)
+
+
+def checked_threads(wanted: str, head_dim: int, on_progress: OnProgress) -> ThreadPool | None:
+    """Threads that run the kernel family named `wanted`, or for "auto" the fastest of this machine. None if there is no
+    such family, or if it computes wrong results; `on_progress` is called with the reason."""
+    family = choose_family(wanted, on_progress)
+    if family is None:
+        return None
+    if head_dim % family.head_step:
+        reason = f"{family.label} needs heads of a multiple of {family.head_step} numbers"
+        others = [other for other in runnable_families() if head_dim % other.head_step == 0]
+        if wanted != "auto" or not others:
+            on_progress(reason)
+            return None
+        family = others[0]
+        on_progress(f"{reason}: {family.label} computes")
+    on_progress(f"compiled kernels for {family.label} (some seconds when they are compiled first)")
+    threads = ThreadPool(family)
+    reason = why_wrong(threads, head_dim)
+    if reason is None:
+        return threads
+    on_progress(f"{family.label} kernels are left out: {reason}")
+    slower = [other for other in runnable_families() if other.rank > family.rank] if wanted == "auto" else []
+    return checked_threads(slower[0].name, head_dim, on_progress) if slower else None
 
 
 class CompiledForward:
-    """Computes with the weights of a model whose linear layers were built by TileLinears."""
+    """Computes with the weights of a model whose linear layers were built by PackedLinears."""
 
     multiplies_single_rows = False
 
-    def __init__(self, model: LlamaModel, config: LlamaConfig, cache: KvCache, threads: ThreadPool) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        config: LlamaConfig,
+        cache: KvCache,
+        threads: ThreadPool,
+        cores: CoreShare | None = None,
+    ) -> None:
+        self._cores = cores
         self._model, self._config, self._cache, self._threads = model, config, cache, threads
-        self._attention = TileAttention(config, cache, threads)
+        self._attention = CompiledAttention(config, cache, threads)
         self.plan = self._attention.plan
         self._grow(_ROWS_STEP)
 
-    def logits(self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: TilePlan) -> torch.Tensor:
+    def logits(
+        self, token_ids: list[int], positions: list[int], logit_rows: list[int], plan: CompiledPlan
+    ) -> torch.Tensor:
         if len(token_ids) > self._max_rows:
             self._grow(len(token_ids))
         inputs = [np.array(numbers, np.int64) for numbers in (token_ids, positions, logit_rows)]
         tokens, places, wanted = (numbers.ctypes.data for numbers in inputs)
-        logits = torch.empty(len(logit_rows), _tiles(self._model.head).num_columns)
+        logits = torch.empty(len(logit_rows), _packed(self._model.head).num_columns)
         tasks = self._tasks
         tasks[: self._first_of_head, ROWS] = len(token_ids)
         tasks[self._first_of_head :, ROWS] = len(logit_rows)
@@ -92,7 +135,11 @@ class CompiledForward:
         tasks[self._attentions, INPUT] = plan.words.ctypes.data
         tasks[self._first_of_head, INPUT] = wanted
         tasks[-1, INPUT] = logits.data_ptr()
-        self._threads.run(tasks)
+        if self._cores is None:
+            self._threads.run(tasks)
+        else:
+            self._threads.run(tasks, self._cores.begin())
+            self._cores.end()
         return logits[:, : self._config.vocab_size]
 
     def _grow(self, num_rows: int) -> None:
@@ -105,7 +152,7 @@ class CompiledForward:
             tasks += self._layer_tasks(index, layer)
         self._first_of_head = len(tasks)
         tasks.append(self._norm_task(space.x, model.norm))
-        tasks += _tiles(model.head).tasks(0, FLOATS, space.operands(space.normalised, None))
+        tasks += _packed(model.head).tasks(0, FLOATS, space.operands(space.normalised, None))
         self._tasks = program(tasks)
         kinds = self._tasks[:, KIND]
         self._rotations, self._attentions = (np.flatnonzero(kinds == kind) for kind in (ROTATE, ATTEND))
@@ -115,15 +162,13 @@ class CompiledForward:
         embedding, out = self._model.embedding, self._space.x.data_ptr()
         if embedding is not None:
             return task(LOOK_UP, 0, 0, embedding.data_ptr(), self._config.hidden_size, out)
-        tiles = _tiles(self._model.head)
-        assert isinstance(tiles, Bf16Tiles)
-        return tiles.look_up_task(0, 0, out)
+        return _packed(self._model.head).look_up_task(0, 0, out)
 
     def _layer_tasks(self, index: int, layer: DecoderLayer) -> list[list[int]]:
         config, space = self._config, self._space
         qkv, x = space.qkv.data_ptr(), space.x
         tasks = [self._norm_task(x, layer.attention_norm)]
-        tasks += _tiles(layer.qkv).tasks(0, ROUNDED, space.operands(space.normalised, space.qkv))
+        tasks += _packed(layer.qkv).tasks(0, ROUNDED, space.operands(space.normalised, space.qkv))
         if layer.query_key_norms is not None:
             sizes = config.query_size, config.kv_size, config.head_dim
             weights = (weight.data_ptr() for weight in layer.query_key_norms)
@@ -131,10 +176,10 @@ class CompiledForward:
         table = self._model.cos.data_ptr(), self._model.sin.data_ptr()
         tasks.append(self._attention.store_task(0, index, qkv, config.query_size, *table))
         tasks.append(self._attention.task(0, index, qkv, space.qkv.shape[1], space.attended.data_ptr()))
-        tasks += _tiles(layer.attention_output).tasks(0, ADDED, space.operands(space.attended, x, x))
+        tasks += _packed(layer.attention_output).tasks(0, ADDED, space.operands(space.attended, x, x))
         tasks.append(self._norm_task(x, layer.mlp_norm))
-        tasks += _tiles(layer.gated).tasks(0, GATED, space.operands(space.normalised, space.gated))
-        tasks += _tiles(layer.down).tasks(0, ADDED, space.operands(space.gated, x, x))
+        tasks += _packed(layer.gated).tasks(0, GATED, space.operands(space.normalised, space.gated))
+        tasks += _packed(layer.down).tasks(0, ADDED, space.operands(space.gated, x, x))
         return tasks
 
     def _norm_task(self, x: torch.Tensor, weight: torch.Tensor) -> list[int]:
@@ -142,11 +187,11 @@ class CompiledForward:
         return task(NORM, 0, 0, *addresses, self._config.hidden_size, float_bits(self._config.rms_norm_eps))
 
     def is_invariant(self) -> bool:
-        def make(config: LlamaConfig, cache: KvCache) -> TileAttention:
-            return TileAttention(config, cache, self._threads)
+        def make(config: LlamaConfig, cache: KvCache) -> CompiledAttention:
+            return CompiledAttention(config, cache, self._threads)
 
-        granularity = common_row_granularity(self._model.distinct_products, self._cache.dtype)
-        return granularity == 1 and attention_is_invariant(
+        depths = {_packed(product).depth for product in self._model.distinct_products}
+        return rows_are_independent(self._threads, depths) and attention_is_invariant(
             self._config, self._cache.dtype, self._cache.block_size, make
         )
 
@@ -163,18 +208,18 @@ class _Workspace:
         self.qkv = new(config.query_size + 2 * config.kv_size)
         self.attended = new(config.query_size)
         self.gated = new(config.intermediate_size)
-        depth = max(_tiles(product).depth for product in model.distinct_products)
-        self._digits = torch.empty(2, num_rows, depth, dtype=torch.int8)
+        depth = max(_packed(product).depth for product in model.distinct_products)
+        self._prepared = torch.empty(num_rows, depth * PREPARED_BYTES, dtype=torch.uint8)
         self._row_scales = torch.empty(num_rows)
 
     def operands(self, x: torch.Tensor, out: torch.Tensor | None, other: torch.Tensor | None = None) -> Operands:
         """`out` is None if it differs from step to step."""
-        rows = self._digits.data_ptr(), self._row_scales.data_ptr()
+        rows = self._prepared.data_ptr(), self._row_scales.data_ptr()
         return Operands(
             x.data_ptr(), 0 if out is None else out.data_ptr(), *rows, 0 if other is None else other.data_ptr()
         )
 
 
-def _tiles(product: Product) -> Tiles:
-    assert isinstance(product, TileLinear | TileGated)
-    return product.tiles
+def _packed(product: Product) -> PackedWeights:
+    assert isinstance(product, PackedLinear | PackedGated)
+    return product.weights

@@ -7,6 +7,7 @@ blocks, ragged lengths and determinism.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from pathlib import Path
@@ -40,16 +41,22 @@ class ReferenceDecoder:
         self._frequencies = self._config.rope_theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
 
     @torch.inference_mode()
-    def decode_tokens_per_second(self, batch: int) -> float:
-        """The median over steps of `batch` sequences after prompts of _PROMPT_TOKENS random tokens."""
+    def decode_tokens_per_second(
+        self, batch: int, num_prompt_tokens: int = _PROMPT_TOKENS, max_seconds: float = math.inf
+    ) -> float:
+        """The median over steps of `batch` sequences after prompts of random tokens. No further step begins after
+        `max_seconds`."""
         config = self._config
-        shape = (2, batch, config.num_kv_heads, _PROMPT_TOKENS + _DECODE_STEPS, config.head_dim)
+        shape = (2, batch, config.num_kv_heads, num_prompt_tokens + _DECODE_STEPS, config.head_dim)
         kv = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(config.num_layers)]
-        token_ids = self._step(torch.randint(0, config.vocab_size, (batch, _PROMPT_TOKENS)), 0, kv)
+        token_ids = self._step(torch.randint(0, config.vocab_size, (batch, num_prompt_tokens)), 0, kv)
         seconds: list[float] = []
+        end = time.perf_counter() + max_seconds
         for step in range(_DECODE_STEPS):
             begin = time.perf_counter()
-            token_ids = self._step(token_ids, _PROMPT_TOKENS + step, kv)
+            if seconds and begin > end:
+                break
+            token_ids = self._step(token_ids, num_prompt_tokens + step, kv)
             seconds.append(time.perf_counter() - begin)
         return batch / statistics.median(seconds)
 

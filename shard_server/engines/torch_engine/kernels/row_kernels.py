@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numba.np.numpy_support import carray
 
-from shard_server.engines.torch_engine.kernels.attention_scratch import TILE
-from shard_server.engines.torch_engine.kernels.compiled import (
+from shard_server.engines.torch_engine.kernels.attention.attend import store
+from shard_server.engines.torch_engine.kernels.attention.scratch import TILE
+from shard_server.engines.torch_engine.kernels.codegen.compiled import (
     bf16_at,
     bf16_of_float,
     float_of_bf16,
@@ -22,8 +23,8 @@ from shard_server.engines.torch_engine.kernels.compiled import (
     integers_at,
     jit,
 )
-from shard_server.engines.torch_engine.kernels.tasks import ROWS, share
-from shard_server.engines.torch_engine.kernels.tile_kernels import store
+from shard_server.engines.torch_engine.kernels.codegen.tasks import ROWS, share
+from shard_server.engines.torch_engine.kernels.codegen.vector_ops import sum_of_squares
 
 
 @jit()
@@ -96,19 +97,9 @@ def _float(bits: Any) -> Any:
 
 @jit()
 def _normalise(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
-    mean = _sum_of_squares(x) / np.float32(x.size)
+    mean = sum_of_squares(x, 0, x.size) / np.float32(x.size)
     factor = np.float32(1) / np.sqrt(mean + epsilon)
     _scale(x, weight, factor, out)
-
-
-@jit("reassoc", "contract", "nsz")
-def _sum_of_squares(x: Any) -> Any:
-    """In any order that is fast, which is the same for every row."""
-    total = np.float32(0)
-    for column in range(x.size):
-        value = float_of_bf16(x[column])
-        total += value * value
-    return total
 
 
 @jit()

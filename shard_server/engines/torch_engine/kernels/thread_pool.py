@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.kernels.amx import aligned_zeros
+from shard_server.engines.torch_engine.kernels.codegen.compiled import aligned_zeros
+from shard_server.engines.torch_engine.kernels.families import Family, Products
+from shard_server.engines.torch_engine.kernels.products.vector_tasks import SCRATCH_FLOATS
 from shard_server.engines.torch_engine.kernels.program import (
     BARRIER,
     CALL_SIZE,
@@ -24,21 +26,21 @@ from shard_server.engines.torch_engine.kernels.program import (
     THREAD_NUMBER,
     entry_point,
 )
-from shard_server.engines.torch_engine.kernels.tile_tasks import new_scratches
 
 
 class ThreadPool:
     """As many threads as torch has, including the caller's. Used from one thread at a time."""
 
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None)
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        library = _library_of_openmp()
         # GNU's OpenMP runtime has this entry point; Intel's and LLVM's have it for compatibility.
         self._parallel = getattr(library, "GOMP_parallel", None)
         self.num_threads = torch.get_num_threads() if self._parallel is not None else 1
-        self._entry_point = entry_point()
-        self._scratches = new_scratches(self.num_threads)
+        self._entry_point = entry_point(family)
+        self._scratches = _new_scratches(family, self.num_threads)
         self.scratches = self._scratches.ctypes.data
-        """The address of the scratch memory of matrix products; see tile_tasks.py."""
+        """The address of the scratch memory of matrix products; see amx_tasks.py and vector_tasks.py."""
         self._found = aligned_zeros(64 * self.num_threads, np.uint8)
         self._barrier = aligned_zeros(8, np.int64)
         self._call = np.zeros(CALL_SIZE, np.int64)
@@ -55,13 +57,30 @@ class ThreadPool:
         self._call_address = self._call.ctypes.data
         self._alone: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._entry_point)
 
-    def run(self, tasks: np.ndarray[Any, Any]) -> None:
-        """Run a program made by `tasks.program`. Returns when all threads have finished."""
+    def run(self, tasks: np.ndarray[Any, Any], num_threads: int = 0) -> None:
+        """Run a program made by `tasks.program`, on `num_threads` threads if there are as many; 0: on all. Returns when
+        they have finished."""
+        num_threads = min(num_threads or self.num_threads, self.num_threads)
         self._call[TASKS], self._call[NUM_TASKS] = tasks.ctypes.data, len(tasks)
         self._barrier[:] = 0
-        if self.num_threads == 1:
+        if self.num_threads == 1:  # not of several: OpenMP numbers the others
             self._alone(self._call_address)
         else:
             self._parallel(  # pyright: ignore[reportOptionalCall]
-                ctypes.c_void_p(self._entry_point), ctypes.c_void_p(self._call_address), self.num_threads, 0
+                ctypes.c_void_p(self._entry_point), ctypes.c_void_p(self._call_address), num_threads, 0
             )
+
+
+def _library_of_openmp() -> ctypes.CDLL:
+    """Where the functions of torch's OpenMP runtime are found: like the linker, among those that all libraries share,
+    and else among those that torch's libraries need (on arm64)."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "GOMP_parallel") else ctypes.CDLL(torch._C.__file__)
+
+
+def _new_scratches(family: Family, num_threads: int) -> np.ndarray[Any, Any]:
+    if family.products is Products.TILES:
+        from shard_server.engines.torch_engine.kernels.products.amx_tasks import new_amx_scratches
+
+        return new_amx_scratches(num_threads)
+    return aligned_zeros(num_threads * SCRATCH_FLOATS, np.float32)

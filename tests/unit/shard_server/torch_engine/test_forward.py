@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from tests.fakes.int8_products import skip_unless_exact
+from tests.fakes.kernel_threads import float32_family_names, runnable_family_names
 from tests.fakes.tiny_llama import write_tiny_llama
 
 MODULE = "shard_server.engines.torch_engine.kernels.compiled_forward"
@@ -30,7 +32,7 @@ def load(
     told: list[str] = [] if reasons is None else reasons
     settings = {"dtype": "bfloat16", "block_size": 16, "num_blocks": 64, "max_model_len": 512} | options
     runner = ModelRunner(model_dir, num_threads=num_threads, on_progress=told.append, **settings)
-    return runner, "compiled kernels (some seconds when they are compiled first)" in told
+    return runner, "torch" not in runner.variant
 
 
 def steps(runner: ModelRunner) -> list[torch.Tensor]:
@@ -45,20 +47,23 @@ def steps(runner: ModelRunner) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("int8_weights", [False, True], ids=["bf16", "int8"])
+FAMILIES = runnable_family_names()
+
+
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_computes_what_torchs_operators_compute(tmp_path: Path, shape: str, int8_weights: bool):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_torchs_operators_compute(tmp_path: Path, family: str, shape: str, weights: str):
     """To the precision of bf16, with the same bits on one thread and three."""
-    if int8_weights:
+    if weights == "int8":
         skip_unless_exact()
     model_dir = write_tiny_llama(tmp_path, head_dim=64, **SHAPES[shape])
     before = torch.get_num_threads()
     try:
-        reference, is_compiled = load(model_dir, compiled_kernels=False, int8_weights=int8_weights)
+        reference, is_compiled = load(model_dir, kernels="torch", weights=weights)
         assert not is_compiled
-        runner, is_compiled = load(model_dir, int8_weights=int8_weights)
-        if not is_compiled:
-            pytest.skip("no AMX")
+        runner, is_compiled = load(model_dir, kernels=family, weights=weights)
+        assert is_compiled
         assert runner.batch_invariant
         logits = steps(runner)
         for rows, expected in zip(logits, steps(reference), strict=True):
@@ -66,26 +71,35 @@ def test_it_computes_what_torchs_operators_compute(tmp_path: Path, shape: str, i
             assert rows.dtype == torch.float32
             if len(rows):
                 assert torch.cosine_similarity(rows, expected).min() > 0.998
-        threaded, _ = load(model_dir, 3, int8_weights=int8_weights)
+        threaded, _ = load(model_dir, 3, kernels=family, weights=weights)
         assert all(torch.equal(rows, others) for rows, others in zip(logits, steps(threaded), strict=True))
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_families_compute_the_same_bits(tmp_path: Path, shape: str, weights: str):
+    """So shards on CPUs with AVX-512, with AVX2 and with NEON continue one another's answers exactly."""
+    model_dir = write_tiny_llama(tmp_path, head_dim=32, **SHAPES[shape])
+    runners = [load(model_dir, kernels=name, weights=weights)[0] for name in float32_family_names()]
+    assert len({runner.variant for runner in runners}) == 1
+    logits = [steps(runner) for runner in runners]
+    assert all(torch.equal(rows, others) for own in logits[1:] for rows, others in zip(logits[0], own, strict=True))
+
+
 def test_where_it_cannot_run_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In float32, with odd blocks, heads or sizes, without numba: torch computes, slower, and the log says why."""
     model_dir = write_tiny_llama(tmp_path / "wide", head_dim=64)
-    if not load(model_dir)[1]:
-        pytest.skip("no AMX")
-    small_heads = write_tiny_llama(tmp_path / "small heads")
+    assert load(model_dir)[1]
+    small_heads = write_tiny_llama(tmp_path / "small heads", head_dim=16)
     odd_sizes = write_tiny_llama(tmp_path / "odd sizes", head_dim=64, intermediate_size=100)
     cases = [
         (model_dir, {"dtype": "float32"}, "bfloat16"),
         (model_dir, {"block_size": 5}, "multiples of 16"),
-        (small_heads, {}, "heads of 64"),
+        (small_heads, {}, "heads of 32"),
         (odd_sizes, {}, "multiples of 32"),
     ]
-    monkeypatch.delitem(sys.modules, MODULE)
     for place, options, reason in cases:
         told: list[str] = []
         runner, is_compiled = load(place, 0, told, **options)
@@ -94,4 +108,19 @@ def test_where_it_cannot_run_the_reason_is_told(tmp_path: Path, monkeypatch: pyt
         assert runner.run([ScheduledSequence([1, 2, 3], 0, [0], True)]).shape == (1, 320)
     monkeypatch.setitem(sys.modules, "shard_server.engines.torch_engine.kernels.thread_pool", None)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    assert not load(model_dir)[1]
+    told = []
+    runner, is_compiled = load(model_dir, 0, told, dtype="auto")
+    assert not is_compiled
+    assert any("left out" in line for line in told)
+    assert runner.batch_invariant
+
+
+def test_heads_that_amx_cannot_have_are_computed_in_registers(tmp_path: Path):
+    """Models with heads of 32 or 96 numbers lose the tiles, but not the compiled kernels."""
+    model_dir = write_tiny_llama(tmp_path, head_dim=32)
+    runner, is_compiled = load(model_dir)
+    assert is_compiled
+    assert "amx" not in runner.variant
+    if "amx" in FAMILIES:
+        with pytest.raises(EngineError, match="kernels 'amx' cannot run here"):
+            load(model_dir, kernels="amx")

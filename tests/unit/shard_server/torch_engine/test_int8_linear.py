@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.weights import weight_bytes
 from shard_server.engines.torch_engine.config import load_config
-from shard_server.engines.torch_engine.kernels import int8_linear
-from shard_server.engines.torch_engine.kernels.int8_linear import (
+from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from shard_server.engines.torch_engine.operators import int8_linear
+from shard_server.engines.torch_engine.operators.int8_linear import (
     Int8Linear,
     check_int8_products,
     quantise_rows,
     split_digits,
 )
-from shard_server.engines.torch_engine.linear import row_granularity
-from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+from shard_server.engines.torch_engine.operators.linear import row_granularity
 from tests.fakes.int8_products import skip_unless_exact
 from tests.fakes.tiny_llama import write_tiny_llama
 
@@ -118,7 +118,7 @@ def test_the_model_is_nearly_the_same_and_takes_half_the_memory(tmp_path: Path):
     skip_unless_exact()
     model_dir = write_tiny_llama(tmp_path, model_type="qwen2")
     logits = []
-    for int8_weights in (False, True):
+    for weights in ("dtype", "int8"):
         runner = ModelRunner(
             model_dir,
             dtype="float32",
@@ -126,7 +126,8 @@ def test_the_model_is_nearly_the_same_and_takes_half_the_memory(tmp_path: Path):
             num_blocks=8,
             max_model_len=64,
             num_threads=1,
-            int8_weights=int8_weights,
+            weights=weights,
+            kernels="torch",
         )
         assert runner.batch_invariant
         logits.append(runner.run([ScheduledSequence(list(range(3, 33)), 0, [0, 1], True)]))

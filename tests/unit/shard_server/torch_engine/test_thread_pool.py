@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.kernel_threads import kernel_thread_pool
 
-tasks = pytest.importorskip("shard_server.engines.torch_engine.kernels.tasks")
+tasks = pytest.importorskip("shard_server.engines.torch_engine.kernels.codegen.tasks")
 COLUMNS = 64
 
 

@@ -1,4 +1,4 @@
-"""Attention with AMX tiles (tile_kernels.py): which thread computes which rows."""
+"""Attention with compiled kernels (attention/): which thread computes which rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
-from shard_server.engines.torch_engine.kernels.amx import aligned_zeros
-from shard_server.engines.torch_engine.kernels.attention_scratch import PIECE_TOKENS, AttentionShape, scratch_bytes
-from shard_server.engines.torch_engine.kernels.tasks import ATTEND, INPUT, ROTATE, float_bits, program, task
+from shard_server.engines.torch_engine.kernels.attention.attend import PIECE_SIZE
+from shard_server.engines.torch_engine.kernels.attention.scratch import PIECE_TOKENS, AttentionShape, scratch_bytes
+from shard_server.engines.torch_engine.kernels.codegen.compiled import aligned_zeros
+from shard_server.engines.torch_engine.kernels.codegen.tasks import ATTEND, INPUT, ROTATE, float_bits, program, task
 from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
-from shard_server.engines.torch_engine.kernels.tile_kernels import PIECE_SIZE
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.operators.attention import Extent
 
 _NO_WINDOW = 1 << 40
 _PIECES_PER_THREAD = 4
@@ -29,7 +29,7 @@ Piece = tuple[int, int, int, int, int, int]
 
 
 @dataclasses.dataclass(slots=True)
-class TilePlan:
+class CompiledPlan:
     """The plan of every layer in one step; made once per step."""
 
     num_rows: int
@@ -40,7 +40,7 @@ class TilePlan:
     and where the last ones end; the pieces (see attend_pieces); the concatenated block tables."""
 
 
-class TileAttention:
+class CompiledAttention:
     """Attention with compiled kernels."""
 
     multiplies_single_rows = False
@@ -66,9 +66,9 @@ class TileAttention:
         self._scratches = aligned_zeros(scratch_bytes(shape) * threads.num_threads, np.uint8)
         scratches = self._scratches.ctypes.data, scratch_bytes(shape)
         self._constants = np.array([self._pool.data_ptr(), self._pool.numel(), *scratches, float_bits(scale), *shape])
-        """The constants of all layers, as in tile_tasks.attend_rows"""
+        """The constants of all layers, as in attend_tasks.attend_rows"""
 
-    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> TilePlan:
+    def plan(self, decodes: Sequence[Extent], prefills: Sequence[Extent]) -> CompiledPlan:
         """`decodes` have one new token each; their rows are 0, 1, 2 ...; the rows of `prefills` follow."""
         block_size, num_heads = self._block_size, self._num_kv_heads
         slots: list[int] = []
@@ -93,7 +93,7 @@ class TileAttention:
             ends.append(ends[-1] + PIECE_SIZE * len(part))
         numbers = [number for part in parts for piece in part for number in piece]
         words = np.array([len(parts), len(tables), *ends, *numbers, *tables], np.int64)
-        return TilePlan(len(slots), np.array(slots, np.int64), words)
+        return CompiledPlan(len(slots), np.array(slots, np.int64), words)
 
     def task(self, num_rows: int, layer: int, queries: int, stride: int, out: int) -> list[int]:
         """`queries`, rows `stride` numbers apart, and `out` are addresses. The caller fills in the address of a plan's
@@ -121,7 +121,7 @@ class TileAttention:
         inputs = (row.ctypes.data for row in places)
         self._threads.run(program([self.store_task(len(slots), layer, qkv.data_ptr(), 0, *tensors, *inputs)]))
 
-    def attend(self, plan: TilePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
+    def attend(self, plan: CompiledPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """`queries` [num_rows, num_heads * head_dim] (any row stride) → the same shape. The KV must be stored
         already."""
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The working memory of a thread for attention with tiles (tile_kernels.py)."""
+"""The working memory of a thread for attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.np.numpy_support import carray
 
-from shard_server.engines.torch_engine.kernels.compiled import bf16_at, bytes_at, floats_at, integers_at, jit
+from shard_server.engines.torch_engine.kernels.codegen.compiled import bf16_at, bytes_at, floats_at, integers_at, jit
 
 CHUNK = 128
 """The number of keys that are weighted at a time."""
@@ -35,7 +35,9 @@ class Scratch(NamedTuple):
     """The working memory of one thread."""
 
     queries: _Array
-    """uint16 [kv heads, rows, head_dim]"""
+    """uint16 [kv heads, rows, head_dim]; or, in the same place, for kernels that compute in float32:"""
+    wide_queries: _Array
+    """float32 [kv heads, rows, head_dim], in blocks of rows; see vectors.py"""
     sums: _Array
     """float32 [kv heads, rows, head_dim] of weighted values"""
     tops: _Array
@@ -43,7 +45,7 @@ class Scratch(NamedTuple):
     totals: _Array
     """float32 [kv heads, rows]: the sum of weights"""
     scores: _Array
-    """float32 [16, CHUNK]"""
+    """float32 [16, CHUNK]; kernels that compute in float32 replace them with the weights"""
     weights: _Array
     """uint16 [16, CHUNK]"""
     places: _Array
@@ -60,13 +62,13 @@ def _num_query_rows(shape: Any) -> Any:
 def scratch_bytes(shape: Any) -> Any:
     """The size of a Scratch: a multiple of 64, as are all its parts. The memory must be zeros initially, because
     products also read parts that were never written."""
-    return _num_query_rows(shape) * (6 * shape.head_dim + 8) + 6 * TILE * CHUNK + 8 * CHUNK // TILE + 64
+    return _num_query_rows(shape) * (8 * shape.head_dim + 8) + 6 * TILE * CHUNK + 8 * CHUNK // TILE + 64
 
 
 @jit()
 def scratch_at(address: Any, shape: Any) -> Any:
     rows, dim = _num_query_rows(shape), shape.head_dim
-    sums = address + 2 * rows * dim
+    sums = address + 4 * rows * dim
     tops = sums + 4 * rows * dim
     totals = tops + 4 * rows
     scores = totals + 4 * rows
@@ -74,6 +76,7 @@ def scratch_at(address: Any, shape: Any) -> Any:
     places = weights + 2 * TILE * CHUNK
     return Scratch(
         queries=carray(bf16_at(address), (rows * dim,)),
+        wide_queries=carray(floats_at(address), (rows * dim,)),
         sums=carray(floats_at(sums), (rows * dim,)),
         tops=carray(floats_at(tops), (rows,)),
         totals=carray(floats_at(totals), (rows,)),

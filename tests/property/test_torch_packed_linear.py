@@ -1,4 +1,4 @@
-"""Linear layers in tiles compute linear layers, and a row's bits are its own."""
+"""Compiled linear layers compute linear layers, and a row's bits are its own: in every kernel family of this CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_server.engines.torch_engine.kernels.int8_linear import quantise_rows, split_digits
-from shard_server.engines.torch_engine.linear import Linear, MakesLinears, Product, row_granularity
+from shard_server.engines.torch_engine.operators.int8_linear import quantise_rows, split_digits
+from shard_server.engines.torch_engine.operators.linear import Linear, MakesLinears, Product, row_granularity
+from tests.fakes.kernel_threads import float32_family_names, new_thread_pool, runnable_family_names
 
-MODULE = "shard_server.engines.torch_engine.kernels.tile_linear"
+packed_linear = pytest.importorskip("shard_server.engines.torch_engine.kernels.packed_linear")
 
 depths = st.sampled_from([32, 64, 96, 576])
 columns = st.sampled_from([1, 15, 16, 31, 32, 33, 64, 200, 576])
+families = st.sampled_from(runnable_family_names())
 row_counts = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 600]))
 
 
@@ -28,14 +30,8 @@ def _same_threads_afterwards() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def makes_linears(num_threads: int = 1, tiles: str = "Bf16Tiles") -> MakesLinears:
-    tile_linear = pytest.importorskip(MODULE)
-    from shard_server.engines.torch_engine.kernels.amx import request_amx
-
-    if not request_amx():
-        pytest.skip("no AMX")
-    torch.set_num_threads(num_threads)
-    return tile_linear.TileLinears(getattr(tile_linear, tiles), tile_linear.ThreadPool())
+def makes_linears(family: str, num_threads: int = 1, weights: str = "PackedBf16") -> MakesLinears:
+    return packed_linear.PackedLinears(getattr(packed_linear, weights), new_thread_pool(family, num_threads))
 
 
 def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -49,15 +45,15 @@ def close(actual: torch.Tensor, expected: torch.Tensor, products: torch.Tensor) 
 
 
 @settings(max_examples=40, deadline=None)
-@given(depths, columns, row_counts, st.booleans(), st.sampled_from([1, 2]))
+@given(families, depths, columns, row_counts, st.booleans(), st.sampled_from([1, 2]))
 def test_it_is_the_product_to_the_precision_of_bf16(
-    depth: int, num_columns: int, num_rows: int, has_bias: bool, num_threads: int
+    family: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, num_threads: int
 ):
     """With what follows it fused: columns that fill no tile, rows that fill no block, no bias."""
     weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
     bias = random_bf16(num_columns, seed=3) if has_bias else None
     other = random_bf16(num_rows, num_columns, seed=4)
-    linear = makes_linears(num_threads).linear(weight, bias)
+    linear = makes_linears(family, num_threads).linear(weight, bias)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     products = F.linear(x.double().abs(), weight.double().abs())
     assert close(linear(x), expected, products)
@@ -67,13 +63,15 @@ def test_it_is_the_product_to_the_precision_of_bf16(
 
 
 @settings(max_examples=20, deadline=None)
-@given(depths, st.sampled_from([16, 32, 48, 160]), row_counts, st.floats(0.01, 10.0))
-def test_gate_and_up_are_multiplied_column_by_column(depth: int, num_columns: int, num_rows: int, size: float):
+@given(families, depths, st.sampled_from([16, 32, 48, 160]), row_counts, st.floats(0.01, 10.0))
+def test_gate_and_up_are_multiplied_column_by_column(
+    family: str, depth: int, num_columns: int, num_rows: int, size: float
+):
     """Their columns lie in turns: silu(x) must meet its own. Gates far from zero neither overflow nor lose digits."""
     gate, up = random_bf16(num_columns, depth, seed=1) * size, random_bf16(num_columns, depth, seed=2)
     x = random_bf16(num_rows, depth, seed=3)
     biases = random_bf16(num_columns, seed=4), random_bf16(num_columns, seed=5)
-    gated = makes_linears().gated((gate, biases[0]), (up, biases[1]))
+    gated = makes_linears(family).gated((gate, biases[0]), (up, biases[1]))
     gates = F.linear(x.double(), gate.double(), biases[0].double())
     ups = F.linear(x.double(), up.double(), biases[1].double())
     products = F.linear(x.double().abs(), up.double().abs()) * gates.abs()
@@ -83,21 +81,22 @@ def test_gate_and_up_are_multiplied_column_by_column(depth: int, num_columns: in
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["Bf16Tiles", "Int8Tiles"]),
+    families,
+    st.sampled_from(["PackedBf16", "PackedInt8"]),
     depths,
     columns,
     st.integers(2, 200),
     st.randoms(use_true_random=False),
 )
 def test_a_row_has_the_same_bits_wherever_it_is(
-    tiles: str, depth: int, num_columns: int, num_rows: int, chooser: random.Random
+    family: str, weights: str, depth: int, num_columns: int, num_rows: int, chooser: random.Random
 ):
     """Alone, in any part of any batch, at any place, on one thread or two: failover rests on it."""
     weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
     other = random_bf16(num_rows, num_columns, seed=3)
-    linear = makes_linears(1, tiles).linear(weight, None)
+    linear = makes_linears(family, 1, weights).linear(weight, None)
     whole, whole_sum, whole_floats = linear(x), linear.add(x, other), linear.floats(x)
-    linear = makes_linears(2, tiles).linear(weight, None)
+    linear = makes_linears(family, 2, weights).linear(weight, None)
     for _ in range(3):
         rows = chooser.sample(range(num_rows), chooser.randint(1, num_rows))
         assert torch.equal(linear(x[rows]), whole[rows])
@@ -106,15 +105,15 @@ def test_a_row_has_the_same_bits_wherever_it_is(
 
 
 @settings(max_examples=30, deadline=None)
-@given(depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
+@given(families, depths, columns, row_counts, st.booleans(), st.integers(-20, 20))
 def test_with_int8_weights_only_their_rounding_is_lost(
-    depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int
+    family: str, depth: int, num_columns: int, num_rows: int, has_bias: bool, exponent: int
 ):
-    """Rows keep 15 bits and sums are exact: the product is that of the rounded weights. A row of zeros stays one."""
+    """Rows keep 15 bits, or all: the product is that of the rounded weights. A row of zeros stays one."""
     weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2) * 2.0**exponent
     x[-1] = 0
     bias = random_bf16(num_columns, seed=3) if has_bias else None
-    linear = makes_linears(tiles="Int8Tiles").linear(weight, bias)
+    linear = makes_linears(family, weights="PackedInt8").linear(weight, bias)
     values, scales = quantise_rows(weight)
     expected = F.linear(x.double(), values.double() * scales, None if bias is None else bias.double())
     largest = x.abs().amax(1, keepdim=True).double() * scales.T.double()
@@ -122,6 +121,9 @@ def test_with_int8_weights_only_their_rounding_is_lost(
     allowed = largest * depth * (0.51 / 254 + 127 * 1e-6) + expected.abs() * 1e-6 + 1e-30
     assert ((linear.floats(x).double() - expected).abs() <= allowed).all()
     assert torch.equal(linear.floats(x)[-1], torch.zeros(num_columns) if bias is None else bias.float())
+    if family in float32_family_names():  # rows stay as they are
+        assert ((linear.floats(x).double() - expected).abs() <= allowed - largest * depth * 0.51 / 254).all()
+        return
     digits, row_scales = split_digits(x)
     first, second = (digits.double() - 128).split(num_rows)  # uint8, 128 more than they are
     exact = F.linear((first + second / 254) * row_scales, values.double() * scales)
@@ -132,27 +134,42 @@ def test_with_int8_weights_only_their_rounding_is_lost(
 
 
 @settings(max_examples=15, deadline=None)
-@given(depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
-def test_weights_can_be_looked_up_in_their_tiles(depth: int, num_columns: int, indices: list[int]):
+@given(families, depths, columns, st.lists(st.integers(0, 10**6), max_size=9))
+def test_weights_can_be_looked_up_where_they_are_packed(family: str, depth: int, num_columns: int, indices: list[int]):
     """So a tied embedding needs no memory of its own."""
     weight = random_bf16(num_columns, depth)
-    look_up = makes_linears().linear(weight, None).weight_rows
-    assert look_up is not None
     chosen = torch.tensor([index % num_columns for index in indices], dtype=torch.int64)
+    look_up = makes_linears(family).linear(weight, None).weight_rows
+    assert look_up is not None
     assert torch.equal(look_up(chosen), weight[chosen])
+    values, scales = quantise_rows(weight)
+    look_up = makes_linears(family, weights="PackedInt8").linear(weight, None).weight_rows
+    assert look_up is not None
+    assert torch.equal(look_up(chosen), (values.float() * scales).bfloat16()[chosen])
 
 
-def test_no_rows_are_no_work():
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(["PackedBf16", "PackedInt8"]), depths, columns, row_counts)
+def test_float32_families_compute_the_same_bits(weights: str, depth: int, num_columns: int, num_rows: int):
+    """Registers of four, eight and sixteen numbers: shards on different CPUs can continue one another's answers."""
+    weight, x = random_bf16(num_columns, depth, seed=1), random_bf16(num_rows, depth, seed=2)
+    rows = [makes_linears(name, 1, weights).linear(weight, None).floats(x) for name in float32_family_names()]
+    assert all(torch.equal(rows[0], others) for others in rows[1:])
+
+
+@pytest.mark.parametrize("family", runnable_family_names())
+def test_no_rows_are_no_work(family: str):
     """The head gets none in the middle of a prompt."""
-    linears = makes_linears()
+    linears = makes_linears(family)
     linear = linears.linear(random_bf16(48, 64), None)
     x = random_bf16(0, 64)
     assert linear(x).shape == linear.floats(x).shape == linear.add(x, random_bf16(0, 48)).shape == (0, 48)
 
 
-def test_the_start_finds_them_invariant_and_would_find_it_if_they_were_not():
+@pytest.mark.parametrize("family", runnable_family_names())
+def test_the_start_finds_them_invariant_and_would_find_it_if_they_were_not(family: str):
     """What is promised to others is measured first; beyond 32 rows, too, since these are not cut there."""
-    linear: Linear = makes_linears().linear(random_bf16(48, 64), None)
+    linear: Linear = makes_linears(family).linear(random_bf16(48, 64), None)
     assert row_granularity(linear, torch.bfloat16) == 1
 
     class Varying:

@@ -12,14 +12,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from shard_server.engines.torch_engine.kernels.amx import intrinsic
-from shard_server.engines.torch_engine.kernels.compiled import jit
+from shard_server.engines.torch_engine.kernels.codegen.compiled import intrinsic, jit
+from shard_server.engines.torch_engine.kernels.codegen.cpu import is_arm64
 
-_I64 = ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _MAX_SPINS = 2000
-"""The number of pauses, 40 to 50 ns each, before a thread sleeps: waking up costs as much time."""
-_FUTEX, _WAIT, _WAKE = 202, 128, 129
-"""Linux on x86-64: the system call, and its operations among the threads of one process."""
+"""The number of pauses, on x86-64 40 to 50 ns each, before a thread sleeps: waking up costs as much time."""
+_FUTEX = 98 if is_arm64() else 202
+"""The number of Linux's system call"""
+_WAIT, _WAKE = 128, 129
+"""Its operations among the threads of one process"""
 _ALL = 2**31 - 1
 
 
@@ -73,8 +75,10 @@ def read(_typing: Any, _address: Any) -> Any:
 @intrinsic
 def pause(_typing: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
-        function_type = ir.FunctionType(ir.VoidType(), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+        # The instruction that arm64 has for this, `yield`, does nothing on most of its CPUs: `isb` takes a while.
+        name, arguments = ("llvm.aarch64.isb", [ir.Constant(_I32, 15)]) if is_arm64() else ("llvm.x86.sse2.pause", [])
+        function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -1,7 +1,7 @@
 """Linear layers whose result for one row need not depend on how many other rows are computed with it.
 
-Three factories build a model's layers: TileLinears (tile_linear.py; bf16 on CPUs with AMX), Int8Linears, and
-TorchLinears otherwise.
+Three factories build a model's layers: PackedLinears for compiled kernels (packed_linear.py), and here TorchLinears and
+Int8Linears.
 
 oneDNN chooses its blocking by the number of rows: from 33 rows on it sums the products of a row in several parts (of
 288 to 384 columns for the built-in model), up to 32 rows in one; the last bits differ. So where results must not depend

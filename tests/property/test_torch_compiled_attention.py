@@ -1,4 +1,4 @@
-"""The compiled attention computes attention, and a row's bits are its own."""
+"""The compiled attention computes attention, and a row's bits are its own: in every kernel family of this CPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_server.engines.torch_engine.attention import Extent
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.operators.attention import Extent
+from tests.fakes.kernel_threads import float32_family_names, new_thread_pool, runnable_family_names
 
 MAX_TOKENS = 700
 NUM_BLOCKS = 64
-MODULE = "shard_server.engines.torch_engine.kernels.tile_attention"
+paged_attention = pytest.importorskip("shard_server.engines.torch_engine.kernels.paged_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Shape:
     block_size: int
 
 
+families = st.sampled_from(runnable_family_names())
 shapes = st.builds(
     Shape,
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 2, 3, 5, 8, 17]),
-    st.sampled_from([64, 128]),
+    st.sampled_from([64, 128]),  # AMX has no others; see the test of the float32 families
     st.sampled_from([None, None, 1, 40, 128, 300]),
     st.sampled_from([16, 32]),
 )
@@ -43,16 +45,13 @@ shapes = st.builds(
 class Layers:
     """Two layers' attention over one random sequence, and over many queries of it."""
 
-    def __init__(self, shape: Shape, num_threads: int = 1) -> None:
-        tile_attention = pytest.importorskip(MODULE)
+    def __init__(self, family: str, shape: Shape, num_threads: int = 1) -> None:
         self.config = model_config(shape)
         self.cache = KvCache(self.config, num_blocks=NUM_BLOCKS, block_size=shape.block_size, dtype=torch.bfloat16)
-        from shard_server.engines.torch_engine.kernels.amx import request_amx
-
-        if not request_amx():
-            pytest.skip("no AMX")
-        torch.set_num_threads(num_threads)
-        self.attention = tile_attention.TileAttention(self.config, self.cache, tile_attention.ThreadPool())
+        threads = new_thread_pool(family, num_threads)
+        if shape.head_dim % threads.family.head_step:
+            pytest.skip("no such heads")
+        self.attention = paged_attention.CompiledAttention(self.config, self.cache, threads)
         generator = torch.Generator().manual_seed(1)
         self.keys_values = torch.randn(MAX_TOKENS, 2 * self.config.kv_size, generator=generator).bfloat16()
         self.queries = torch.randn(MAX_TOKENS, self.config.query_size, generator=generator).mul_(2).bfloat16()
@@ -116,10 +115,10 @@ def _same_threads_afterwards() -> Iterator[None]:
 
 
 @settings(max_examples=12, deadline=None)
-@given(shapes, st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=4, unique=True))
-def test_it_is_attention_to_the_precision_of_bf16(shape: Shape, ends: list[int]):
+@given(families, shapes, st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=4, unique=True))
+def test_it_is_attention_to_the_precision_of_bf16(family: str, shape: Shape, ends: list[int]):
     """Any group of heads, window and length, with blocks anywhere: weights and results are bf16, sums are not."""
-    layers = Layers(shape)
+    layers = Layers(family, shape)
     for end in ends:
         rows = layers.attend((max(0, end - 150), end))
         for position in {max(0, end - 150), end - 1}:
@@ -129,13 +128,13 @@ def test_it_is_attention_to_the_precision_of_bf16(shape: Shape, ends: list[int])
 
 
 @settings(max_examples=8, deadline=None)
-@given(shapes, st.integers(2, MAX_TOKENS), st.randoms(use_true_random=False))
+@given(families, shapes, st.integers(2, MAX_TOKENS), st.randoms(use_true_random=False))
 def test_a_row_has_the_same_bits_decoded_prefilled_and_in_any_chunks(
-    shape: Shape, num_tokens: int, chooser: random.Random
+    family: str, shape: Shape, num_tokens: int, chooser: random.Random
 ):
     """Whatever shares a step, on one thread or two: failover depends on it."""
-    whole = Layers(shape).attend((0, num_tokens))
-    layers = Layers(shape, num_threads=2)
+    whole = Layers(family, shape).attend((0, num_tokens))
+    layers = Layers(family, shape, num_threads=2)
     cuts = sorted({0, num_tokens, *(chooser.randrange(num_tokens) for _ in range(3))})
     assert torch.equal(torch.cat([layers.attend(part) for part in itertools.pairwise(cuts)]), whole)
     positions = sorted(chooser.sample(range(num_tokens), min(num_tokens, 9)))
@@ -143,10 +142,21 @@ def test_a_row_has_the_same_bits_decoded_prefilled_and_in_any_chunks(
     assert torch.equal(decoded, whole[positions])
 
 
-def test_what_lies_behind_the_end_leaves_no_trace():
+@pytest.mark.parametrize("family", runnable_family_names())
+def test_what_lies_behind_the_end_leaves_no_trace(family: str):
     """Blocks are used again: behind a sequence's end lies what another one left there."""
-    layers = Layers(Shape(2, 3, 64, None, 16))
+    layers = Layers(family, Shape(2, 3, 64, None, 16))
     before = layers.attend((100, 150), (69, 70))
     layers.attention.write(1, [layers.table[150 // 16] * 16 + 150 % 16], torch.full((1, 256), 1e30).bfloat16())
     layers.attend((600, 700))
     assert torch.equal(layers.attend((100, 150), (69, 70)), before)
+
+
+@settings(max_examples=8, deadline=None)
+@given(shapes, st.sampled_from([32, 64, 96]), st.integers(2, MAX_TOKENS))
+def test_float32_families_compute_the_same_bits(shape: Shape, head_dim: int, num_tokens: int):
+    """Registers of four, eight and sixteen numbers, and heads that AMX cannot have."""
+    shape = dataclasses.replace(shape, head_dim=head_dim)
+    start = max(0, num_tokens - 60)
+    rows = [Layers(name, shape).attend((start, num_tokens)) for name in float32_family_names()]
+    assert all(torch.equal(rows[0], others) for others in rows[1:])

@@ -10,9 +10,9 @@ import dataclasses
 
 import torch
 
-from shard_server.engines.torch_engine.attention import Extent, MakeAttention
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.kv_cache import KvCache
+from shard_server.engines.torch_engine.operators.attention import Extent, MakeAttention
 
 _NUM_TOKENS = 640
 """More than the 512 keys that the attention kernel takes at a time."""

@@ -14,27 +14,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shard_server.engines.torch_engine.kernels.amx import (
+from shard_server.engines.torch_engine.kernels.codegen.amx import (
     load_tile_configuration,
-    prefetch,
     tile_dot,
     tile_load,
     tile_store,
 )
-from shard_server.engines.torch_engine.kernels.compiled import jit
-from shard_server.engines.torch_engine.kernels.simd_ops import copied, rounded, rounded_gated, rounded_sum
+from shard_server.engines.torch_engine.kernels.codegen.compiled import jit, prefetch
+from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE, make_give_out
 
-TILE = 16
-PANEL = 32
-"""The number of columns, and of rows, that are multiplied at a time."""
 DEPTH = 32
 """The part of K that one tile product sums over."""
 _TILE_NUMBERS = 512
-_TILE_WORDS = 256
 _CACHED_NUMBERS = 2**17
 """The number of weights that are multiplied with all rows before the next ones: they stay in the L2 cache."""
-ROUNDED, ADDED, GATED, FLOATS = range(4)
-"""The output: bf16; bf16 with `other` added; silu(gate) * up, with columns of both alternating 16 by 16; float32."""
+give_out = make_give_out(native=True)
 
 _Array = np.ndarray[Any, Any]
 
@@ -132,35 +126,3 @@ def multiply(
                 sums, finished = finished, sums
                 finished_rows, finished_row, finished_panel = rows, row, panel
     give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
-
-
-@jit()
-def give_out(
-    sums: Any, first: Any, end: Any, kind: Any, other: Any, out: Any, first_row: Any, row_size: Any, panel: Any
-) -> None:
-    for row in range(first, end):
-        source = row * PANEL
-        target = (first_row + row) * row_size
-        if kind == GATED:
-            rounded_gated(sums, source, source + TILE, out, target + panel * TILE)
-            continue
-        target += panel * PANEL
-        if kind == ADDED:
-            rounded_sum(sums, source, other, out, target)
-            rounded_sum(sums, source + TILE, other, out, target + TILE)
-        elif kind == ROUNDED:
-            rounded(sums, source, out, target)
-            rounded(sums, source + TILE, out, target + TILE)
-        else:
-            target += panel * PANEL
-            copied(sums, source, out, target)
-            copied(sums, source + TILE, out, target + 2 * TILE)
-
-
-@jit()
-def take_column(weights: Any, column: Any, out: Any) -> None:
-    """One column of the weights, in words (uint32) of two numbers: [depth / 2]"""
-    half = out.size
-    first = column // PANEL * PANEL * half + column % PANEL // TILE * _TILE_WORDS + column % TILE
-    for pair in range(half):
-        out[pair] = weights[first + pair // TILE * 2 * _TILE_WORDS + pair % TILE * TILE]

@@ -10,42 +10,16 @@ configuration of its own, which a kernel restores when it ends.
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
 
-_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_BYTES = _I8.as_pointer()
-intrinsic: Any = _intrinsic
-"""numba's decorator; its result has one parameter less than the function, which type checkers cannot infer."""
-_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+from shard_server.engines.torch_engine.kernels.codegen.compiled import address, intrinsic
 
-
-def request_amx() -> bool:
-    """Whether this CPU has AMX, for bf16 and int8, and Linux lets this process use it."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    features = llvmlite.binding.get_host_cpu_features()
-    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8")):
-        return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
-
-
-def aligned_zeros(size: int, dtype: type) -> np.ndarray[Any, Any]:
-    """Zeros that begin at a cache line, since a tile's row is one: unaligned products take three times as long. Zeros,
-    because products also read parts that were never written, which must not be NaN."""
-    num_bytes = size * np.dtype(dtype).itemsize
-    raw = np.zeros(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes].view(dtype)
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
 
 
 def tile_configuration() -> np.ndarray[Any, Any]:
@@ -94,32 +68,9 @@ def tile_store(_typing: Any, register: Any, array: Any, first: Any, stride_bytes
     return _on_memory("tilestored64", register, array)
 
 
-@intrinsic
-def prefetch(_typing: Any, array: Any, first: Any, num_bytes: Any) -> Any:
-    """Prefetch `num_bytes` from `array[first]` on into the L2 cache."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        array, first, num_bytes = args
-        start = address(context, builder, signature.args[0], array, first, _I8)
-        function_type = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        read, second_cache, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
-        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), num_bytes, ir.Constant(_I64, 64)) as (offset, _):
-            builder.call(function, [builder.gep(start, [offset]), read, second_cache, data])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), generate
-
-
 def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
-
-
-def address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
-    """A pointer to `array[index]` of type `target`, for intrinsics."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
 
 
 def _with_address(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Linear layers with int8 weights and a scale per output channel. Activations keep 15 bits, as two int8 digits.
 
-The same holds on matrix tiles (tile_matmul_int8.py); this module computes with torch's operators.
+The same holds on matrix tiles and in dot products (kernels/products); this module computes with torch's operators.
 
 oneDNN multiplies 8-bit integers and sums in 32-bit ones: exactly, in any order. So a row's result does not depend on
 how many other rows are computed with it, and products may be of any size. Its int8 by int8 kernel is fast only on CPUs
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.linear import Product, Weight
+from shard_server.engines.torch_engine.operators.linear import Product, Weight
 
 _LIMIT = 127
 """Symmetric: -128 is not used, so that no product saturates on one kind of CPU only."""

@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from shard_server.engines.torch_engine.kernels.amx import (
+from shard_server.engines.torch_engine.kernels.codegen.amx import (
     load_tile_configuration,
-    prefetch,
     tile_dot_int8,
     tile_load,
     tile_store,
     tile_zero,
 )
-from shard_server.engines.torch_engine.kernels.compiled import float_of_bf16, jit
-from shard_server.engines.torch_engine.kernels.simd_ops import joined_digits
-from shard_server.engines.torch_engine.kernels.tile_matmul import PANEL, TILE, configure, give_out
+from shard_server.engines.torch_engine.kernels.codegen.compiled import float_of_bf16, jit, prefetch
+from shard_server.engines.torch_engine.kernels.codegen.vector_ops import joined_digits
+from shard_server.engines.torch_engine.kernels.products.amx_bf16 import configure, give_out
+from shard_server.engines.torch_engine.kernels.products.digits import DIGIT_BASE, ROUNDING, row_scale
+from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE
 
 INT8_DEPTH = 64
 """The part of the sum that one tile product takes."""
@@ -29,18 +30,13 @@ _TILE_BYTES = 1024
 _CACHED_BYTES = 2**18
 _SECOND = TILE * PANEL
 """The index at which the sums of second digits begin."""
-_LIMIT, _BASE = np.float32(127), np.float32(254)
-_SMALLEST = np.float32(1e-12)
-"""Replaces the largest value of a row that is all zeros."""
-_ROUNDING = np.float32(12582912)
-"""1.5 * 2**23: adding and subtracting it rounds to the nearest integer, ties to even."""
 
 
 @jit()
 def split_row(x: Any, first: Any, second: Any) -> Any:
     """bf16 bits [columns] → int8 digits [at least columns; zeros after them], and a scale (float32):
     (first + second / 254) * scale is the row, rounded."""
-    scale = max(_largest(x), _SMALLEST) / _LIMIT
+    scale = row_scale(x)
     _split(x, np.float32(1) / scale, first, second)
     first[x.size :] = 0
     second[x.size :] = 0
@@ -48,21 +44,12 @@ def split_row(x: Any, first: Any, second: Any) -> Any:
 
 
 @jit()
-def _largest(x: Any) -> Any:
-    """The largest magnitude. Without the sign, bf16 numbers are in the order of their bits."""
-    most = np.uint16(0)
-    for column in range(x.size):
-        most = max(most, np.uint16(x[column] & np.uint16(0x7FFF)))
-    return float_of_bf16(most)
-
-
-@jit()
 def _split(x: Any, factor: Any, first: Any, second: Any) -> None:
     for column in range(x.size):
         steps = float_of_bf16(x[column]) * factor
-        whole = (steps + _ROUNDING) - _ROUNDING
+        whole = (steps + ROUNDING) - ROUNDING
         first[column] = np.int8(np.int32(whole))
-        second[column] = np.int8(np.int32(((steps - whole) * _BASE + _ROUNDING) - _ROUNDING))
+        second[column] = np.int8(np.int32(((steps - whole) * DIGIT_BASE + ROUNDING) - ROUNDING))
 
 
 @jit()
@@ -146,4 +133,4 @@ def _join(
         for half in range(0, PANEL, TILE):
             place = row * PANEL + half
             column = panel * PANEL + half
-            joined_digits(sums, place, _SECOND + place, _BASE, scale, column_scales, bias, column)
+            joined_digits(sums, place, _SECOND + place, DIGIT_BASE, scale, column_scales, bias, column)
