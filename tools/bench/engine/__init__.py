@@ -1,8 +1,13 @@
 """`kvloom bench engine`: the speed and quality of the embedded engine.
 
-command.py         the command: prefill, decode, memory, load time
-versus.py          `--vs`: other engines on the same prompts
-techniques.py      speculation and guided decoding
-int8_quality.py    what int8 weights change in answers
-device.py          `--shape`: large shapes on one device
+command.py            the command and its flags
+report.py             runs the measurements of one engine, and renders the report
+throughput.py         prefill and decoding, in a bounded time per figure
+roofline.py           `--roofline`: the machine's limits, and the share of them that the engine reaches
+roofline_kernels.py   compiled loops that reach those limits
+model_costs.py        bytes and operations of a decoding step and a prompt, from a model's config
+quality.py            `--quantisation`: what each weight format changes in the answers
+techniques.py         speculation and guided decoding
+versus.py             `--vs`: other engines on the same prompts
+device.py             `--shape`: large shapes on one device
 """

@@ -14,9 +14,9 @@ import torch
 from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
 from shard_server.engines.torch_engine.config import LlamaConfig
 from shard_server.engines.torch_engine.device.runner import DeviceOptions, DeviceRunner, find_device
-from shard_server.engines.torch_engine.memory import kv_block_bytes
 from shard_server.engines.torch_engine.model_runner import ScheduledSequence
 from shard_server.engines.torch_engine.sampling.sampler import Draws
+from tools.bench.engine.model_costs import decode_step_bytes, prefill_operations
 
 _BLOCK_SIZE: Final = 16
 _CONTEXT_TOKENS: Final = 512
@@ -112,11 +112,6 @@ class _DeviceBench:
         self._shape = shape
         self._device = device
         self._limits = limits
-        config = shape.config
-        sizes = {name: one[0] * one[1] for name, one in expected_shapes(config).items() if len(one) == 2}
-        self._linear_weights = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
-        self._head_weights = sizes["lm_head.weight"]
-        self._kv_token_bytes = kv_block_bytes(config, 1, torch.bfloat16)
 
     def measure(self, on_progress: Callable[[str], None]) -> dict[str, Any]:
         decode: list[dict[str, Any]] = []
@@ -142,7 +137,8 @@ class _DeviceBench:
             assert draws.wants_rows_together == (self._device.type != "cpu")
 
         seconds = _median_seconds(step, _DECODE_STEPS, self._device)
-        num_bytes = 2 * self._linear_weights + batch * self._kv_token_bytes * (_CONTEXT_TOKENS + _DECODE_STEPS // 2)
+        context_lengths = [_CONTEXT_TOKENS + _DECODE_STEPS // 2] * batch
+        num_bytes = decode_step_bytes(self._shape.config, context_lengths, bytes_per_weight=2, bytes_per_kv_number=2)
         return {
             "batch": batch,
             "step_ms": round(seconds * 1e3, 3),
@@ -158,9 +154,7 @@ class _DeviceBench:
         seconds = _median_seconds(
             lambda _: self._runner.run([ScheduledSequence(ids, 0, table, True)]), _PREFILL_RUNS, self._device
         )
-        # Of attention only the unmasked half counts: scores, and sums of values.
-        attention = 2 * 2 * config.num_layers * config.query_size * num_tokens**2 / 2
-        operations = 2 * (self._linear_weights - self._head_weights) * num_tokens + attention
+        operations = prefill_operations(config, num_tokens)
         return {
             "tokens": num_tokens,
             "tokens_per_second": round(num_tokens / seconds, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 
 from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
 from kvloom.text.tokenizer import ModelTokenizer
-from shard_server.engines.base import EngineRequest, Guide, GuideKind, Sampling
+from shard_server.engines.base import EngineError, EngineRequest, Guide, GuideKind, Sampling
 from shard_server.engines.torch_engine.engine import TorchEngine
 from shard_server.engines.torch_engine.sampling.llguidance_guides import GuideCompiler
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
@@ -41,10 +42,11 @@ _DOCUMENT: Final = '{"name": "Ada Lovelace", "age": 36, "tags": ["red", "blue"],
 
 
 async def measure_speculation(
-    model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str
+    model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str, max_seconds: float = math.inf
 ) -> list[dict[str, Any]]:
     """Measure decoding speed without and with drafts, alternately, for a text that repeats itself (greedy) and for one
-    that does not (sampled at temperature 0.8). Raises EngineError."""
+    that does not (sampled at temperature 0.8). No further round of a row begins after `max_seconds`. Raises
+    EngineError."""
     tokenizer = ModelTokenizer.load(model_dir)
     engines = [_engine(model_dir, num_threads, dtype, speculation) for speculation in (None, SPECULATION)]
     rows: list[dict[str, Any]] = []
@@ -52,7 +54,10 @@ async def measure_speculation(
         benches = [await _AnswerBench.start(engine, tokenizer) for engine in engines]
         for text in _TEXTS:
             for batch in batches:
-                runs = [[await bench.tokens_per_second(text, batch) for bench in benches] for _ in range(_ROUNDS)]
+                begin = time.perf_counter()
+                runs: list[list[float]] = []
+                while not runs or (len(runs) < _ROUNDS and time.perf_counter() - begin < max_seconds):
+                    runs.append([await bench.tokens_per_second(text, batch) for bench in benches])
                 accepted, drafted = benches[1].take_counts()
                 plain, faster = (statistics.median(speeds) for speeds in zip(*runs, strict=True))
                 rows.append(
@@ -63,7 +68,7 @@ async def measure_speculation(
                         "with_speculation": round(faster, 1),
                         "speed_up": round(statistics.median(with_it / without for without, with_it in runs), 2),
                         "acceptance": round(accepted / drafted, 3) if drafted else None,
-                        "drafted_per_answer_token": round(drafted / (_ROUNDS * batch * _ANSWER_TOKENS), 2),
+                        "drafted_per_answer_token": round(drafted / (len(runs) * batch * _ANSWER_TOKENS), 2),
                     }
                 )
     finally:
@@ -140,7 +145,10 @@ class _AnswerBench:
         num_started = num_ended = num_tokens = 0
         begin = time.perf_counter()
         while num_ended < batch:
-            output = await anext(self._steps)
+            try:
+                output = await anext(self._steps)
+            except StopAsyncIteration:
+                raise EngineError("the engine has stopped") from None
             if num_started == batch:
                 num_tokens += sum(map(len, output.token_ids))
             else:
@@ -148,6 +156,8 @@ class _AnswerBench:
             num_started += len(output.starts)
             num_ended += len(output.ends)
             self._counts = (output.load.num_accepted_tokens, output.load.num_draft_tokens)
+        if not num_tokens:
+            raise EngineError(f"the {batch} sequences never decoded together: this machine is too slow")
         return num_tokens / (time.perf_counter() - begin)
 
     def take_counts(self) -> tuple[int, int]:
@@ -166,6 +176,8 @@ def _engine(model_dir: Path, num_threads: int, dtype: str, speculation: Speculat
     return TorchEngine(model_dir, model_dir.name, ShardConfig(torch=torch_config, num_blocks=512))
 
 
-def run_speculation(model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str) -> list[dict[str, Any]]:
+def run_speculation(
+    model_dir: Path, batches: Sequence[int], num_threads: int, dtype: str, max_seconds: float = math.inf
+) -> list[dict[str, Any]]:
     """Run `measure_speculation` in an event loop of its own."""
-    return asyncio.run(measure_speculation(model_dir, batches, num_threads, dtype))
+    return asyncio.run(measure_speculation(model_dir, batches, num_threads, dtype, max_seconds))

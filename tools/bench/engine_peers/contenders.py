@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,20 +47,30 @@ LLAMACPP: Final = EnginePeer("llamacpp", "xllamacpp==2026.10.11549", True)
 ENGINE_PEERS: Final = {peer.name: peer for peer in (VLLM, LLAMACPP)}
 
 
-def install(peer: EnginePeer, cache_dir: Path, run: Callable[[Sequence[str], float], None]) -> Path:
-    """Install the engine once and return its interpreter. Only wheels are installed, so nothing is compiled. Raises
-    ContenderError."""
+def install(
+    peer: EnginePeer,
+    cache_dir: Path,
+    run: Callable[[Sequence[str], float], None],
+    max_seconds: float = INSTALL_TIMEOUT_SECONDS,
+) -> Path:
+    """Install the engine once and return its interpreter. Only wheels are installed, so nothing is compiled. What was
+    downloaded is kept where that takes longer than `max_seconds`. Raises ContenderError and OSError."""
     home = cache_dir / peer.folder
     python = home / "bin" / "python"
     marker = home / "requirement"
     if marker.is_file() and marker.read_text() == peer.requirement:
         return python
     home.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + min(max_seconds, INSTALL_TIMEOUT_SECONDS)
     pip = (str(python), "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run((sys.executable, "-m", "venv", str(home)), INSTALL_TIMEOUT_SECONDS)
-    run((*pip, "install", "--only-binary", ":all:", peer.requirement), INSTALL_TIMEOUT_SECONDS)
+    commands: list[tuple[str, ...]] = [
+        (sys.executable, "-m", "venv", str(home)),
+        (*pip, "install", "--only-binary", ":all:", peer.requirement),
+    ]
     if peer.unwanted:
-        run((*pip, "uninstall", "--yes", *peer.unwanted), INSTALL_TIMEOUT_SECONDS)
+        commands.append((*pip, "uninstall", "--yes", *peer.unwanted))
+    for command in commands:
+        run(command, max(deadline - time.monotonic(), 1.0))
     marker.write_text(peer.requirement)
     return python
 
@@ -69,7 +80,9 @@ def run_command(argv: Sequence[str], timeout_seconds: float) -> None:
     try:
         done = subprocess.run(argv, capture_output=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
-        raise ContenderError(f"not installable: not done within {timeout_seconds:.0f} s") from error
+        raise ContenderError(
+            f"not installable: not done within {timeout_seconds:.0f} s (the next run continues; --minutes allows more)"
+        ) from error
     except OSError as error:
         raise ContenderError(f"not installable: {error}") from error
     if done.returncode:
@@ -80,9 +93,11 @@ def peer_argv(peer: EnginePeer, python: Path, model: Path, num_threads: int, max
     return [str(python), str(_WORKER), peer.name, str(model), str(num_threads), str(max_batch)]
 
 
-def own_argv(model_dir: Path, num_threads: int, max_batch: int, weights: str) -> list[str]:
+def own_argv(model_dir: Path, num_threads: int, max_batch: int, settings: Mapping[str, str]) -> list[str]:
+    """`settings` are keys of `shard.torch`."""
     module = "tools.bench.engine_peers.kvloom_worker"
-    return [sys.executable, "-P", "-m", module, str(model_dir), str(num_threads), str(max_batch), weights]
+    sizes = (str(num_threads), str(max_batch))
+    return [sys.executable, "-P", "-m", module, str(model_dir), *sizes, json.dumps(dict(settings))]
 
 
 class ContenderProcess:
@@ -91,12 +106,22 @@ class ContenderProcess:
     def __init__(self, argv: Sequence[str], start_timeout_seconds: float) -> None:
         """Raises ContenderError when it does not start."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
-        self._process = subprocess.Popen(
-            bound_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
         try:
-            hello = self._read(start_timeout_seconds)
-        except ContenderError:
+            # A session of its own: Ctrl-C must not end the process before its figures are reported.
+            self._process = subprocess.Popen(
+                bound_command(argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise ContenderError(f"it cannot be started: {error}") from error
+        try:
+            hello = self._read(start_timeout_seconds, "version", "load_seconds")
+        except BaseException:
             self.close()
             raise
         self.version: str = hello["version"]
@@ -109,14 +134,14 @@ class ContenderProcess:
             self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
             self._process.stdin.flush()
         except OSError as error:
+            self._kill()
             raise ContenderError(self._last_words()) from error
-        return self._read(timeout_seconds)["times"]
+        return self._read(timeout_seconds, "times")["times"]
 
     def rss_bytes(self) -> int:
         """Resident memory of the process and of all that it started."""
         try:
-            process = psutil.Process(self._process.pid)
-            return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+            return sum(one.memory_info().rss for one in self._family())
         except psutil.Error as error:
             raise ContenderError(self._last_words()) from error
 
@@ -124,28 +149,54 @@ class ContenderProcess:
         """Repeatable."""
         if self._process.poll() is None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._kill()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             with contextlib.suppress(OSError):
                 if stream is not None:
                     stream.close()
 
-    def _read(self, timeout_seconds: float) -> dict[str, Any]:
+    def _read(self, timeout_seconds: float, *keys: str) -> dict[str, Any]:
+        """The next answer, which has these keys."""
         assert self._process.stdout is not None
-        timer = threading.Timer(timeout_seconds, self._process.kill)
+        is_over = threading.Event()
+
+        def end() -> None:
+            is_over.set()
+            self._kill()
+
+        timer = threading.Timer(min(timeout_seconds, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
         timer.start()
         try:
             line = self._process.stdout.readline()
         finally:
             timer.cancel()
-        if not line:
-            self._process.wait()
-            raise ContenderError(self._last_words())
-        return json.loads(line)
+        if is_over.is_set():
+            timer.join()
+            raise ContenderError(f"not done within {timeout_seconds:.0f} s")
+        try:
+            answer = json.loads(line)
+            if all(key in answer for key in keys):
+                return answer
+        except ValueError:
+            pass  # it died while it wrote, or before
+        self._kill()
+        raise ContenderError(self._last_words())
+
+    def _family(self) -> list[psutil.Process]:
+        process = psutil.Process(self._process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def _kill(self) -> None:
+        """End the process and all that it started, which would otherwise keep the pipe open."""
+        if self._process.returncode is None:
+            with contextlib.suppress(psutil.Error):
+                for process in reversed(self._family()):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+        self._process.wait()
 
     def _last_words(self) -> str:
         self._log.seek(0, 2)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+import msgspec
 
 from kvloom.config import ShardConfig, TorchConfig
 from shard_server.engines.base import EngineRequest, Sampling, StepOutput
@@ -22,17 +25,18 @@ prompt comes twice."""
 
 
 class KvloomDriver:
-    """`weights` is the setting of that name."""
+    """`settings` are keys of `shard.torch`, as JSON; the others have their defaults."""
 
-    def __init__(self, model_dir: str, num_threads: int, max_batch: int, weights: str) -> None:
-        torch = TorchConfig(num_threads=num_threads, weights="int8" if weights == "int8" else "dtype")
+    def __init__(self, model_dir: str, num_threads: int, max_batch: int, settings: str) -> None:
+        torch = msgspec.convert({**json.loads(settings), "num_threads": num_threads}, TorchConfig)
         config = ShardConfig(torch=torch, max_batch=max_batch, max_model_len=_WINDOW, num_blocks=_NUM_BLOCKS)
         self._engine = TorchEngine(Path(model_dir), "model", config)
         self._runner = asyncio.Runner()
         self._runner.run(self._engine.start())
         self._steps: AsyncIterator[StepOutput] = self._engine.steps()
         self._num_requests = 0
-        self.version = f"kvloom {version('kvloom')}, {'int8 weights' if weights == 'int8' else 'bfloat16'}"
+        # Without the speeds of the warm-up, which is not what is compared here.
+        self.version = f"kvloom {version('kvloom')}, {self._engine.info.description.partition(' threads')[0]} threads"
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
         """Implements `Driver.run`."""

@@ -9,15 +9,27 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvloom.config import TorchConfig
 from shard_server.engines.base import EngineError
 from tests.fakes.tiny_llama import write_tiny_llama
-from tools.bench.engine.command import bench_engine, run_bench
+from tests.fakes.virtual_time_engine import VirtualTimeEngine
+from tools.bench.engine import report as report_module
+from tools.bench.engine import roofline
+from tools.bench.engine.command import bench_engine
 from tools.bench.engine.device import device_table
+from tools.bench.engine.report import Measurements, report_text, run_bench
+
+ONE_THREAD = TorchConfig(num_threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "array_bytes", lambda cache_bytes, free_bytes: 2**22)
 
 
 def test_the_report_counts_what_the_engine_did(tmp_path: Path):
     """Throughput is batch over step time, for every batch that was asked for, and nothing is zero."""
-    report = run_bench(write_tiny_llama(tmp_path), batches=(1, 3), num_threads=1)
+    report = run_bench(write_tiny_llama(tmp_path), batches=(1, 3), torch=ONE_THREAD)
     assert report["batch_invariant"]
     assert report["prefill"]["tokens_per_second"] > 0
     assert report["load_seconds"] > 0
@@ -36,18 +48,84 @@ def test_the_command_prints_json_and_can_do_without_invariance(tmp_path: Path):
     report = json.loads(result.stdout)
     assert not report["batch_invariant"]
     assert [row["batch"] for row in report["decode"]] == [1, 8, 32]
+    assert report["roofline"]["num_threads"] == 1
+    assert report["prefill"]["of_float32_peak"] > 0
+    assert all(row["of_bandwidth"] > 0 for row in report["decode"])
 
 
-def test_the_sketch_is_measured_beside_the_engine(tmp_path: Path):
+def test_the_text_shows_figures_and_their_shares(tmp_path: Path):
+    """Who reads it wants to know how much is left to gain."""
+    (write_tiny_llama(tmp_path) / "tokenizer.json").write_text("{}")
+    arguments = ["--model", str(tmp_path), "--roofline", "--threads", "1", "--weights", "dtype", "--dtype", "float32"]
+    result = CliRunner().invoke(bench_engine, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert ", batch-invariant: torch's operators" in result.stdout
+    assert result.stdout.count("of the memory bandwidth") == 3
+    assert result.stdout.count("of the float32 peak") == 4
+    assert "limits of 1 threads: memory is read at" in result.stdout
+
+
+def test_what_cannot_be_measured_is_named_and_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A hung engine, in which no step ends, and a model without the vocabulary that quality needs."""
+
+    def hung(*_args: object, **_options: object) -> VirtualTimeEngine:
+        engine = VirtualTimeEngine(1000.0, 0.001)
+        engine.submit = lambda request: None
+        return engine
+
+    monkeypatch.setattr(report_module, "TorchEngine", hung)
+    (write_tiny_llama(tmp_path) / "tokenizer.json").write_text("{}")
+    arguments = ["--model", str(tmp_path), "--seconds", "0.01", "--quantisation", "--threads", "1"]
+    result = CliRunner().invoke(bench_engine, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    for row in (report["prefill"], *report["decode"]):
+        assert row["tokens_per_second"] is None
+        assert "within 0.01 s" in row["note"]
+    assert report["quality"]["note"]
+    text = CliRunner().invoke(bench_engine, arguments, catch_exceptions=False).stdout
+    assert text.count("no sample") == 5
+    assert "decode   no sample (batch 32): the engine did not end" in text
+
+
+@pytest.mark.parametrize(("at", "num_figures"), [("decode, batch 3", 1), ("roofline", 2)])
+def test_ctrl_c_keeps_the_figures_so_far(tmp_path: Path, at: str, num_figures: int):
+    """They may have taken minutes."""
+
+    def interrupt(message: str) -> None:
+        if message == at:
+            raise KeyboardInterrupt
+
+    options = {"torch": ONE_THREAD, "also": Measurements(roofline=True)}
+    report = run_bench(write_tiny_llama(tmp_path), (1, 3), on_progress=interrupt, **options)
+    assert report["prefill"]["tokens_per_second"] > 0
+    assert len(report["decode"]) == num_figures
+    assert report_text(report).endswith("interrupted: these are the figures so far")
+
+
+def test_ctrl_c_before_the_first_figure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """There is nothing to show, and a stack trace would explain nothing."""
+
+    def interrupt(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report_module, "TorchEngine", interrupt)
+    (write_tiny_llama(tmp_path) / "tokenizer.json").write_text("{}")
+    result = CliRunner().invoke(bench_engine, ["--model", str(tmp_path)])
+    assert result.exit_code == 130
+    assert "error: interrupted before anything was measured" in result.stderr
+
+
+def test_the_reference_is_measured_beside_the_engine(tmp_path: Path):
     """What paging and determinism cost can only be told on one machine in one run."""
-    report = run_bench(write_tiny_llama(tmp_path), (1, 3), num_threads=1, with_reference=True)
+    report = run_bench(write_tiny_llama(tmp_path), (1, 3), torch=ONE_THREAD, also=Measurements(reference=True))
     assert all(row["reference_tokens_per_second"] > 0 for row in report["decode"])
 
 
 def test_a_broken_model_is_an_engine_error(tmp_path: Path):
     """The command turns it into one line."""
     with pytest.raises(EngineError):
-        run_bench(tmp_path, num_threads=1)
+        run_bench(tmp_path, torch=ONE_THREAD)
 
 
 def test_a_shape_is_measured_against_the_device_and_transformers():

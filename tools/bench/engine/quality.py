@@ -1,0 +1,191 @@
+"""Measures how number and weight formats change the answers: each is compared with float32, computed by torch's
+operators, on a text that every Python has and on a few greedy answers."""
+
+from __future__ import annotations
+
+import math
+import pydoc_data.topics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from kvloom.errors import KvloomError
+from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
+from shard_server.engines.base import EngineError
+from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
+
+BASELINE: Final[dict[str, Any]] = {"dtype": "float32", "kernels": "torch"}
+FORMATS: Final[dict[str, dict[str, Any]]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "weights": "int8"},
+}
+"""The options of ModelRunner for each format that is compared with BASELINE."""
+_BLOCK_SIZE: Final = 16
+_NUM_WINDOWS: Final = 6
+_WINDOW_TOKENS: Final = 384
+_ANSWER_TOKENS: Final = 64
+_QUESTIONS: Final = (
+    "What is the capital of France? Answer in one sentence.",
+    "Name three colours.",
+    "Why is the sky blue?",
+    "Tell me about the history of the printing press.",
+    "How do I boil an egg?",
+    "Write one sentence about the sea.",
+)
+
+
+class _Sample(msgspec.Struct, frozen=True):
+    """What one model computed. The lists are shorter than those of the texts if time ran out."""
+
+    log_probabilities: list[torch.Tensor]
+    """By window: float32 [tokens - 1, vocab_size]."""
+    answers: list[list[int]]
+
+
+def measure_quality(
+    model_dir: Path,
+    num_threads: int,
+    max_seconds: float = math.inf,
+    on_progress: Callable[[str], None] = lambda _message: None,
+) -> dict[str, Any]:
+    """Compare FORMATS with BASELINE, one model in memory at a time.
+
+    `greedy_tokens_agreeing` counts, for every question, the tokens of the two answers before the first difference;
+    `greedy_answer_tokens` counts those of the float32 answer.
+
+    If float32 takes longer than `max_seconds` over the text or the answers, it and all formats compute fewer of them. A
+    format that cannot be computed here has a `note` instead of figures. Raises EngineError.
+    """
+    windows, prompts = _texts(model_dir)
+    on_progress("quality: float32, with torch's operators")
+    exact = _sample(_runner(model_dir, num_threads, BASELINE), windows, prompts, max_seconds)
+    windows, prompts = windows[: len(exact.log_probabilities)], prompts[: len(exact.answers)]
+    rows: list[dict[str, Any]] = []
+    for name, options in FORMATS.items():
+        on_progress(f"quality: {name}")
+        try:
+            sample = _sample(_runner(model_dir, num_threads, options), windows, prompts)
+        except EngineError as error:
+            rows.append({"format": name, "note": str(error)})
+            continue
+        rows.append({"format": name, "note": None, **_compared(exact, sample, windows)})
+    return {
+        "num_tokens": sum(len(window) - 1 for window in windows),
+        "perplexity": round(_perplexity(exact, windows), 3),
+        "greedy_answer_tokens": [len(answer) for answer in exact.answers],
+        "formats": rows,
+    }
+
+
+def quality_table(quality: dict[str, Any]) -> str:
+    """Render the measurement as text."""
+    lines = [f"quality, {quality['num_tokens']} tokens: float32 has perplexity {quality['perplexity']}"]
+    for row in quality["formats"]:
+        if row["note"]:
+            lines.append(f"  {row['format']:9} no sample: {row['note']}")
+            continue
+        lines.append(
+            f"  {row['format']:9} perplexity {row['perplexity']}, KL divergence {row['kl_divergence']} from float32, "
+            f"the likeliest token is the same in {row['top_1_agreement']:.1%}; greedy answers agree for "
+            f"{row['greedy_tokens_agreeing']} of {quality['greedy_answer_tokens']} tokens"
+        )
+    return "\n".join(lines)
+
+
+def _texts(model_dir: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Windows of a long text, and questions as prompts; all as token ids."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    topics = pydoc_data.topics.topics
+    ids = tokenizer.encode_now("\n\n".join(topics[name] for name in sorted(topics)))
+    stride = (len(ids) - _WINDOW_TOKENS) // (_NUM_WINDOWS - 1)
+    windows = [ids[index * stride : index * stride + _WINDOW_TOKENS] for index in range(_NUM_WINDOWS)]
+    prompts = [tokenizer.encode_now(_as_prompt(tokenizer, question))[-_WINDOW_TOKENS:] for question in _QUESTIONS]
+    tokenizer.close()
+    return windows, prompts
+
+
+def _as_prompt(tokenizer: ModelTokenizer, question: str) -> str:
+    try:
+        return tokenizer.render_chat([ChatMessage("user", question)])
+    except KvloomError:  # a base model, without a chat template
+        return question
+
+
+def _runner(model_dir: Path, num_threads: int, options: dict[str, Any]) -> ModelRunner:
+    return ModelRunner(
+        model_dir,
+        block_size=_BLOCK_SIZE,
+        num_blocks=(_WINDOW_TOKENS + _ANSWER_TOKENS) // _BLOCK_SIZE + 1,
+        max_model_len=_WINDOW_TOKENS + _ANSWER_TOKENS,
+        num_threads=num_threads,
+        **options,
+    )
+
+
+def _sample(
+    runner: ModelRunner, windows: list[list[int]], prompts: list[list[int]], max_seconds: float = math.inf
+) -> _Sample:
+    """Windows and answers get `max_seconds` each. The first of each is computed however long it takes."""
+    sample = _Sample([], [])
+    end = time.perf_counter() + max_seconds
+    for window in windows:
+        sample.log_probabilities.append(_log_probabilities(runner, window))
+        if time.perf_counter() > end:
+            break
+    end = time.perf_counter() + max_seconds
+    for prompt in prompts:
+        sample.answers.append(_answer(runner, prompt))
+        if time.perf_counter() > end:
+            break
+    return sample
+
+
+def _compared(exact: _Sample, other: _Sample, windows: list[list[int]]) -> dict[str, Any]:
+    divergences: list[float] = []
+    agreements: list[bool] = []
+    for expected, actual in zip(exact.log_probabilities, other.log_probabilities, strict=True):
+        divergences += (expected.exp() * (expected - actual)).sum(1).tolist()
+        agreements += (expected.argmax(1) == actual.argmax(1)).tolist()
+    return {
+        "perplexity": round(_perplexity(other, windows), 3),
+        "kl_divergence": round(sum(divergences) / len(divergences), 5),
+        "top_1_agreement": round(sum(agreements) / len(agreements), 4),
+        "greedy_tokens_agreeing": [_num_agreeing(*pair) for pair in zip(exact.answers, other.answers, strict=True)],
+    }
+
+
+def _perplexity(sample: _Sample, windows: list[list[int]]) -> float:
+    losses: list[float] = []
+    for log_probabilities, window in zip(sample.log_probabilities, windows, strict=True):
+        losses += (-log_probabilities.gather(1, torch.tensor(window[1:])[:, None])[:, 0]).tolist()
+    return torch.tensor(losses).mean().exp().item()
+
+
+def _log_probabilities(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
+    """float32 [len(token_ids) - 1, vocab_size]: the distribution after every token but the last."""
+    blocks = list(range(-(-len(token_ids) // _BLOCK_SIZE)))
+    # All tokens but the first are drafts, so that there are logits after every token.
+    logits = runner.run([ScheduledSequence(token_ids, 0, blocks, True, len(token_ids) - 1)])
+    return torch.log_softmax(logits[:-1], -1)
+
+
+def _answer(runner: ModelRunner, prompt: list[int]) -> list[int]:
+    """A greedy answer, up to the end of the sequence."""
+    known, num_computed = list(prompt), 0
+    for _ in range(_ANSWER_TOKENS):
+        blocks = list(range(-(-len(known) // _BLOCK_SIZE)))
+        logits = runner.run([ScheduledSequence(known[num_computed:], num_computed, blocks, True)])
+        num_computed = len(known)
+        known.append(int(logits[0].argmax()))
+        if known[-1] in runner.eos_token_ids:
+            break
+    return known[len(prompt) :]
+
+
+def _num_agreeing(first: list[int], second: list[int]) -> int:
+    same = [a == b for a, b in zip(first, second, strict=False)]
+    return same.index(False) if False in same else len(same)
