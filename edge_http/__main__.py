@@ -9,7 +9,7 @@ from pathlib import Path
 from edge_http.server.process import EdgeListenOptions, load_model, serve_edge
 from kvloom.config import load_config
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
-from kvloom.process.service import announce_ready, run_service, stop_event
+from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.router_link.finder import linked_routers
 
@@ -24,8 +24,9 @@ async def serve(options: argparse.Namespace) -> None:
         # Edges take CPUs from the first on, routers from the last on.
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
             async with linked_routers(config, options.name) as link:
+                listen = EdgeListenOptions.from_arguments(options, config)
                 await serve_edge(
-                    config, link, model, EdgeListenOptions.from_arguments(options, config), stop, announce_ready
+                    config, link, model, listen, stop, lambda *addresses: announce_ready(ReadyLine(*addresses))
                 )
     finally:
         model.tokenizer.close()

@@ -19,7 +19,7 @@ async def serve(config: KvloomConfig, name: str, listen_options: RouterListenOpt
     server, address, metrics_address = await open_router(config, tokenizer, name, listen_options)
     # Edges are pinned to CPUs from the first on, routers from the last on.
     with kept_on_one_cpu(-1 - instance_number(name), wanted=config.router.stays_on_cpu):
-        await server.serve(stop, lambda: service.announce_ready(address, metrics_address))
+        await server.serve(stop, lambda: service.announce_ready(service.ReadyLine(address, metrics_address)))
 
 
 def main() -> None:

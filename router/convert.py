@@ -143,6 +143,7 @@ def shard_from_proto(info: shard_service_pb2.ShardInfo) -> ShardDescription:
         max_batch=info.max_batch,
         max_model_len=info.max_model_len,
         capabilities=frozenset(info.capabilities),
+        variant=info.variant,
     )
 
 
@@ -253,6 +254,7 @@ def _model_to_proto(model: ModelState) -> router_service_pb2.ModelInfo:
         num_ready_shards=model.num_ready_shards,
         max_model_len=model.max_model_len,
         capabilities=sorted(model.capabilities),
+        variants=sorted(model.variants),
     )
 
 

@@ -26,6 +26,7 @@ from router.core.actions import (
     SendStep,
     ShardHealthChanged,
     SubmitAttempt,
+    VariantChanged,
     WantKvSnapshot,
 )
 from router.core.events import Event, RequestArrived, Tick
@@ -108,6 +109,8 @@ class Observer(Protocol):
 
     def requests_moved(self, moved: RequestsMoved) -> None: ...
 
+    def variant_changed(self, change: VariantChanged) -> None: ...
+
 
 class CoreDriver:
     """Feeds events to the core and carries out its actions.
@@ -142,6 +145,7 @@ class CoreDriver:
             PlacementDecided: observer.placement_decided,
             ShardHealthChanged: observer.shard_health_changed,
             RequestsMoved: observer.requests_moved,
+            VariantChanged: observer.variant_changed,
         }
         self._carry_out = carry_out
 

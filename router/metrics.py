@@ -91,6 +91,11 @@ class RouterMetrics:
             "Requests taken off a shard that was suspected or handed over its work.",
             registry=registry,
         )
+        self._variant_changes = Counter(
+            "kvloom_router_answers_inexact",
+            "Answers that continued on a shard of another variant, so that their tokens may differ.",
+            registry=registry,
+        )
         self._decisions_dropped = Counter(
             "kvloom_decisions_dropped",
             "Placements that should have been in the decision log's file.",
@@ -148,6 +153,9 @@ class RouterMetrics:
 
     def requests_moved(self, moved: RequestsMoved) -> None:
         self._moved.inc(moved.num_requests)
+
+    def variant_changed(self) -> None:
+        self._variant_changes.inc()
 
     def decisions_dropped(self, count: int) -> None:
         self._decisions_dropped.inc(count)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -22,7 +23,7 @@ from kvloom.transport.local_server import LocalServer
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
-from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged
+from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged, VariantChanged
 from router.core.core import RouterCore
 from router.core.events import DrainEnded, DrainStarted
 from router.core_driver import CoreDriver
@@ -75,6 +76,8 @@ class RouterServer:
         self._incarnation_id = uuid.uuid4().hex
         self._address = ""
         self._draining = False
+        self._differing: dict[str, frozenset[str]] = {}
+        """The models whose shards differ in their variant."""
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
         self._driver = CoreDriver(core, self)
         self._safety_link = _safety_link(config, self._driver)
@@ -218,6 +221,7 @@ class RouterServer:
 
     def fleet_changed(self) -> None:
         self._decisions.fleet_changed()
+        self._report_variants()
         self._health.refresh()
 
     def shard_health_changed(self, change: ShardHealthChanged) -> None:
@@ -228,7 +232,19 @@ class RouterServer:
         log.info("requests moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests)
         self._metrics.requests_moved(moved)
 
+    def variant_changed(self, change: VariantChanged) -> None:
+        log.warning("answer continues on another variant", **msgspec.structs.asdict(change))
+        self._metrics.variant_changed()
+
     # -- state --------------------------------------------------------------------------------------------------------
+
+    def _report_variants(self) -> None:
+        """Warn when shards of one model compute different bits, whenever that changes."""
+        differing = {m.name: m.variants for m in self._core.fleet.models if len(m.variants) > 1}
+        for model, variants in differing.items():
+            if self._differing.get(model) != variants:
+                log.warning("shards of a model differ in their variant", model=model, variants=sorted(variants))
+        self._differing = differing
 
     def _is_serving(self) -> bool:
         has_safety = self._driver.has_safety or self._config.safety.on_unavailable == "allow"

@@ -12,6 +12,7 @@ from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
 from kvloom.process.service import (
     SERVER_OPTIONS,
+    ReadyLine,
     StartError,
     add_health_and_reflection,
     announce_ready,
@@ -115,7 +116,7 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None, *, sh
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
-    announce_ready(address, metrics_address)
+    announce_ready(ReadyLine(address, metrics_address))
     watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
     stopped = asyncio.create_task(stopping.wait(), name="stop signal")
     done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from pathlib import Path
 from edge_http.server.process import EdgeListenOptions, serve_edge, served_model
 from kvloom.config import load_config
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
-from kvloom.process.service import announce_ready, run_service, stop_event
+from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from router.process import RouterListenOptions, load_tokenizer, open_router
 
@@ -30,7 +30,7 @@ async def serve(options: argparse.Namespace) -> None:
     router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options)
 
     def on_ready(address: str, metrics_address: str) -> None:
-        announce_ready(address, metrics_address, router_address, router_metrics)
+        announce_ready(ReadyLine(address, metrics_address, router_address, router_metrics))
 
     link = router.local_link(options.name)
     edge_has_ended = asyncio.Event()

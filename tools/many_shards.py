@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from kvloom.config import KvloomConfig, load_config
 from kvloom.discovery.registry import HEARTBEAT_SECONDS
-from kvloom.process.service import StartError, announce_ready, run_service, stop_event
+from kvloom.process.service import ReadyLine, StartError, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.text.tokenizer import ModelTokenizer
 from shard_server.engines.base import EngineError
@@ -42,7 +42,7 @@ async def serve(config: KvloomConfig, first: int, count: int) -> None:
                 # Like shards that were started one by one, they register at different times.
                 delay_seconds = HEARTBEAT_SECONDS * number / count
                 shards.create_task(_serve_later(server, delay_seconds, stop), name=name)
-            announce_ready(addresses[0])
+            announce_ready(ReadyLine(addresses[0]))
     except* EngineError as group:
         sys.stderr.write(f"error: {group.exceptions[0]}\n")
         raise SystemExit(1) from group

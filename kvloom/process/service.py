@@ -60,20 +60,16 @@ class ReadyLine(msgspec.Struct):
     router_address: str = ""
     """The address of the router in this process, if there is one; its metrics likewise."""
     router_metrics_address: str = ""
+    engine: str = ""
+    """What computes in this process, and how fast, if it is a shard."""
+    variant: str = ""
+    """See ShardInfo.variant in shard_service.proto."""
     event: str = "ready"
 
 
-def announce_ready(
-    address: str, metrics_address: str = "", router_address: str = "", router_metrics_address: str = ""
-) -> None:
+def announce_ready(line: ReadyLine) -> None:
     """Report to the parent process that this process serves, and at which addresses."""
     settle_memory()
-    line = ReadyLine(
-        address=address,
-        metrics_address=metrics_address,
-        router_address=router_address,
-        router_metrics_address=router_metrics_address,
-    )
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -134,6 +134,17 @@ class RequestsMoved(msgspec.Struct, frozen=True):
     num_requests: int
 
 
+class VariantChanged(msgspec.Struct, frozen=True):
+    """An answer continues on a shard of another variant, since none of the same had room: its tokens may differ from
+    those of an uninterrupted answer."""
+
+    request_id: str
+    from_shard_id: str
+    from_variant: str
+    shard_id: str
+    variant: str
+
+
 Action = (
     SubmitAttempt
     | PlacementDecided
@@ -146,4 +157,5 @@ Action = (
     | RequestEnded
     | ShardHealthChanged
     | RequestsMoved
+    | VariantChanged
 )

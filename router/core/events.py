@@ -67,6 +67,8 @@ class ShardDescription(msgspec.Struct, frozen=True):
     max_batch: int
     max_model_len: int
     capabilities: frozenset[str] = frozenset()
+    variant: str = ""
+    """See ShardInfo.variant in shard_service.proto."""
 
 
 class ShardLoad(msgspec.Struct):

@@ -193,6 +193,7 @@ class LiveRequest:
         "queue_id",
         "request",
         "unschedulable_at",
+        "variant",
     )
 
     def __init__(self, request: Request, client: Client, now: float) -> None:
@@ -229,6 +230,8 @@ class LiveRequest:
         """The limit of withheld tokens per choice."""
         self.num_attempts = 0
         self.last_shard_id = ""
+        self.variant = ""
+        """That of the last shard; see ShardInfo.variant in shard_service.proto."""
         self.first_dispatched_at: float | None = None
         self.first_sent_at: float | None = None
         self.num_cached_tokens = 0
@@ -237,6 +240,11 @@ class LiveRequest:
         self.check_id = 0
         self.ended_with: tuple[FinishReason.ValueType, KvloomError | None] = (FINISH_REASON_STOP, None)
         """The most severe end among its choices."""
+
+    @property
+    def continues_answer(self) -> bool:
+        """Whether it waits for a shard that continues what another one has computed."""
+        return self.num_attempts > 0 and any(choice.output_token_ids for choice in self.pending)
 
     def note_end(self, reason: FinishReason.ValueType, error: KvloomError | None) -> None:
         if _SEVERITY.get(reason, 0) >= _SEVERITY.get(self.ended_with[0], 0):

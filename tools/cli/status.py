@@ -62,3 +62,13 @@ def _print_table(state: FabricState) -> None:
             process.metrics_address,
         )
     console.print(table)
+    for process in state.processes:
+        if process.engine:
+            console.print(f"{process.name}: {process.engine}", markup=False)
+    variants = sorted({process.variant for process in state.processes if process.variant})
+    if len(variants) > 1:
+        console.print(
+            f"warning: shards compute in different ways ({', '.join(variants)}): an answer that fails over from one to "
+            "another may continue with other tokens; shard.torch.kernels can hold them to one",
+            markup=False,
+        )

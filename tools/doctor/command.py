@@ -69,7 +69,12 @@ async def examine(config: KvloomConfig, report: Report) -> list[Result]:
         add("start", "failed", str(error), begin)
         return results
     info = engine.info
-    add("start", "ok", f"{info.engine}, {info.num_blocks} blocks, window {info.max_model_len} tokens", begin)
+    add(
+        "start",
+        "ok",
+        f"{info.description or info.engine}; {info.num_blocks} blocks, window {info.max_model_len} tokens",
+        begin,
+    )
     async with EngineSession(engine, tokenizer) as session:
         for name, check in CHECKS:
             begin = time.perf_counter()

@@ -74,6 +74,8 @@ class ShardShape:
     max_batch: int
     max_model_len: int
     max_sequences: int
+    variant: str = ""
+    """See ShardInfo.variant in shard_service.proto."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ def _draw_shards(rng: random.Random) -> tuple[ShardShape, ...]:
             max_batch=rng.choice((1, 2, 4)) if is_mixed else max_batch,
             max_model_len=rng.choice((64, 96)) if is_mixed else 96,
             max_sequences=rng.choice((3, 1000)) * max_batch,
+            variant=("fma", "fma", "tiles")[i % 3] if is_mixed else "fma",
         )
         for i in range(num_shards)
     )

@@ -17,6 +17,7 @@ from router.core.actions import (
     SendStep,
     ShardHealthChanged,
     SubmitAttempt,
+    VariantChanged,
     WantKvSnapshot,
 )
 from router.core.events import (
@@ -122,6 +123,10 @@ def _action(action: Action) -> str:
             return f"{action.shard_id} is {action.state.value} {action.symptom}".rstrip()
         case RequestsMoved():
             return f"moved {action.num_requests} requests off {action.shard_id}"
+        case VariantChanged():
+            return (
+                f"{action.request_id} continues on {action.shard_id}, {action.variant} instead of {action.from_variant}"
+            )
         case RequestEnded():
             return f"ended {action.request_id} {_reason(action.reason)} {action.num_output_tokens} tokens"
         case _:

@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt
+from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, VariantChanged
 from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.events import ChoiceSpec, Request
@@ -52,6 +52,12 @@ class AttemptSender:
         window = shard.description.max_model_len - len(request.prompt_token_ids)
         max_tokens = window if request.max_tokens is None else min(request.max_tokens, window)
         live.num_attempts += 1
+        variant = shard.description.variant
+        if live.variant and live.variant != variant and live.continues_answer:
+            self._action_buffer.add(
+                VariantChanged(request.request_id, live.last_shard_id, live.variant, shard.shard_id, variant)
+            )
+        live.variant = variant
         live.last_shard_id = shard.shard_id
         if live.first_dispatched_at is None:
             live.first_dispatched_at = now

@@ -81,6 +81,8 @@ class ModelState(msgspec.Struct, frozen=True):
     num_ready_shards: int
     max_model_len: int
     capabilities: frozenset[str]
+    variants: frozenset[str] = frozenset()
+    """Of its shards now; see ShardInfo.variant in shard_service.proto."""
 
 
 class FleetChanged(msgspec.Struct, frozen=True):
@@ -142,6 +144,7 @@ class Fleet:
                 num_ready_shards=sum(not shard.is_draining for shard in by_model.get(model, ())),
                 max_model_len=window,
                 capabilities=capabilities,
+                variants=frozenset(shard.description.variant for shard in by_model.get(model, ())),
             )
             for model, (window, capabilities) in sorted(self._windows.items())
         ]

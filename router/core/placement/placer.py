@@ -81,8 +81,13 @@ class Placer:
         return any(shard.has_room for shard in self.eligible(live))
 
     def open_shards(self, live: LiveRequest) -> list[Shard]:
-        """The shards that could run the request and have room."""
-        return [shard for shard in self.eligible(live) if shard.has_room]
+        """The shards that could run the request and have room. An answer continues on a shard of the same variant if
+        there is one: only then are its tokens those of an uninterrupted one. (For a first attempt the variant does not
+        matter, as no KV moves between shards.)"""
+        shards = [shard for shard in self.eligible(live) if shard.has_room]
+        if live.variant and live.continues_answer:
+            return [shard for shard in shards if shard.description.variant == live.variant] or shards
+        return shards
 
     def pick(self, shards: list[Shard], live: LiveRequest, now: float) -> tuple[Shard, Candidate]:
         """The cheapest of the request's `open_shards`, with the candidate that describes it."""

@@ -16,6 +16,7 @@ from router.core.actions import (
     RequestsMoved,
     SendStep,
     ShardHealthChanged,
+    VariantChanged,
 )
 from router.core.events import ClientGone, DrainStarted, Event, ShardDown, Tick
 from router.core.frames import Step
@@ -65,6 +66,8 @@ class Silent:
     def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
 
     def requests_moved(self, moved: RequestsMoved) -> None: ...
+
+    def variant_changed(self, change: VariantChanged) -> None: ...
 
 
 class Reacting:

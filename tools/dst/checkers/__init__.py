@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from tools.dst.checker import HOOK_NAMES, Checker, Hooks
-from tools.dst.checkers.attempts import AttemptsContinue, Fence, PlacementsFit, PrefillChunksFit, SlotsExclusive
+from tools.dst.checkers.attempts import (
+    AttemptsContinue,
+    Fence,
+    PlacementsFit,
+    PrefillChunksFit,
+    SlotsExclusive,
+    VariantsKept,
+)
 from tools.dst.checkers.deadlines import DeadlinesKept
 from tools.dst.checkers.delivery import AnswersComplete, FramesWellFormed, TextIntact, TokensExact
 from tools.dst.checkers.ends import EndsJustified, EndsOnce, MeteredIsDelivered
@@ -44,6 +51,7 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     SlotsExclusive,
     AttemptsContinue,
     PlacementsFit,
+    VariantsKept,
     PrefillChunksFit,
     NoIdleWait,
     NoStarvation,

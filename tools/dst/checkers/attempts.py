@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from router.core.actions import Action, CancelOnShard, PlacementDecided, RequestEnded, ShardHealthChanged, SubmitAttempt
+from router.core.actions import (
+    Action,
+    CancelOnShard,
+    PlacementDecided,
+    RequestEnded,
+    ShardHealthChanged,
+    SubmitAttempt,
+    VariantChanged,
+)
 from router.core.events import ChoiceSpec, Event, StepArrived
 from router.core.relay.lifecycle import MAX_MOVES
 from tools.dst import script
@@ -182,3 +190,38 @@ class PlacementsFit(Checker):
         longest = max(len(spec.output_token_ids) for spec in attempt.choices)
         if longest >= attempt.max_tokens:
             self.fail(f"{attempt.request.request_id} was dispatched with no tokens left to generate")
+
+
+class VariantsKept(Checker):
+    """An answer continues on a shard of the same variant if one could take it; if none could, the router reports it."""
+
+    invariant = "variants_kept"
+
+    def __init__(self) -> None:
+        self._variants: dict[tuple[RouterView, str], str] = {}
+        """That of the shard on which each request ran last."""
+        self._changed: list[str] = []
+        """Requests that the event at hand has moved to another variant with tokens of the earlier one."""
+
+    def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
+        shard = node.witness.shards.get(attempt.shard_id)
+        if shard is None or observed is None:
+            return
+        name, variant = attempt.request.request_id, shard.description.variant
+        earlier = self._variants.get((node, name), variant)
+        self._variants[node, name] = variant
+        if earlier == variant or not any(spec.output_token_ids for spec in attempt.choices):
+            return
+        self._changed.append(name)
+        for other in eligible(node.witness.shards, observed):
+            if other.has_room and other.description.variant == earlier:
+                self.fail(f"{name} left variant {earlier} for {variant}, which {other.description.shard_id} has")
+
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        reported = [action.request_id for action in actions if isinstance(action, VariantChanged)]
+        if sorted(reported) != sorted(self._changed):
+            self.fail(f"changes of variant are reported for {reported}, and happened to {self._changed}")
+        self._changed = []
+
+    def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
+        self._variants.pop((node, end.request_id), None)

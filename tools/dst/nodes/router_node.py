@@ -19,6 +19,7 @@ from router.core.actions import (
     SendStep,
     ShardHealthChanged,
     SubmitAttempt,
+    VariantChanged,
     WantKvSnapshot,
 )
 from router.core.core import RouterCore
@@ -194,7 +195,14 @@ class RouterNode:
             case CheckPrompt() | ScreenAnswers():
                 if self.safety is not None:
                     self.safety.send(action)
-            case RequestEnded() | FleetChanged() | PlacementDecided() | ShardHealthChanged() | RequestsMoved():
+            case (
+                RequestEnded()
+                | FleetChanged()
+                | PlacementDecided()
+                | ShardHealthChanged()
+                | RequestsMoved()
+                | VariantChanged()
+            ):
                 pass
 
     def _arm_timer(self) -> None:

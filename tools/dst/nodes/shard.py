@@ -143,6 +143,7 @@ class SimShard:
             shape.num_blocks,
             shape.max_batch,
             shape.max_model_len,
+            variant=shape.variant,
         )
         snapshot = KvSnapshotArrived(self.shard_id, self._kv_number, list(self.cache.blocks))
         stream.send_frame(ShardUp(description), snapshot, *stream.load_report(self._load(stream)))

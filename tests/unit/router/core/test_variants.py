@@ -1,0 +1,72 @@
+"""An answer that fails over keeps its bits only on a shard of the same variant, so such a shard comes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.core.actions import SubmitAttempt, VariantChanged
+from router.core.events import ShardDown
+from tests.fakes.core_rig import CoreRig, has, only, submitted
+
+
+def rig_of(**variants: str) -> CoreRig:
+    rig = CoreRig()
+    for shard_id, variant in variants.items():
+        rig.add_shard(shard_id, variant=variant)
+    return rig
+
+
+def start_on_s0(rig: CoreRig) -> int:
+    """The slot of a request that has got a token from s0, the only shard so far."""
+    shard_id, slots = submitted(rig.submit())
+    assert shard_id == "s0"
+    rig.start("s0", slots[0])
+    return slots[0]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_an_answer_continues_where_its_bits_are_the_same(number: int):
+    """Whatever the order of the shards: of three that could take it, two would continue with other bits."""
+    rig = rig_of(s0="a")
+    slot = start_on_s0(rig)
+    others = ["b", "b", "b"]
+    others.insert(number, "a")
+    for index, variant in enumerate(others, 1):
+        rig.add_shard(f"s{index}", variant=variant)
+    actions = rig.fail("s0", slot)
+    assert only(actions, SubmitAttempt).shard_id == f"s{number + 1}"
+    assert not has(actions, VariantChanged)
+
+
+def test_if_no_shard_has_the_same_bits_another_continues_and_it_is_reported():
+    """A late answer of other tokens is better than none, but nobody must take it for an exact one."""
+    rig = rig_of(s0="a")
+    start_on_s0(rig)
+    rig.add_shard("s1", variant="b")
+    actions = rig.handle(ShardDown("s0"))
+    assert only(actions, SubmitAttempt).shard_id == "s1"
+    assert only(actions, VariantChanged) == VariantChanged("r", "s0", "a", "s1", "b")
+
+
+def test_without_delivered_tokens_any_shard_is_as_good():
+    """The answer begins anew, so nothing is mixed."""
+    rig = rig_of(s0="a")
+    _, slots = submitted(rig.submit())
+    rig.add_shard("s1", variant="b")
+    actions = rig.fail("s0", slots[0])
+    assert only(actions, SubmitAttempt).shard_id == "s1"
+    assert not has(actions, VariantChanged)
+
+
+def test_shards_that_promise_no_bits_are_not_reported():
+    """They never did: TensorRT-LLM's kernels depend on the batch."""
+    rig = rig_of(s0="")
+    slot = start_on_s0(rig)
+    rig.add_shard("s1", variant="b")
+    assert not has(rig.fail("s0", slot), VariantChanged)
+
+
+def test_clients_learn_which_variants_a_model_has():
+    """`kvloom status` and SDK clients can tell that failover is not exact."""
+    rig = rig_of(s0="a", s1="b", s2="a")
+    assert [model.variants for model in rig.core.fleet.models] == [frozenset({"a", "b"})]
