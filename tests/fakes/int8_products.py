@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shard_server.engines.base import EngineError
-from shard_server.engines.torch_engine.kernels.int8_linear import check_int8_products
+from shard_server.engines.torch_engine.operators.int8_linear import check_int8_products
 
 
 def skip_unless_exact() -> None:
