@@ -73,7 +73,7 @@ class Fence(Checker):
             return shard is not None and not any(
                 shard.open.get(slot) for slot in action.slots
             )  # a probe that is cancelled
-        return isinstance(action, SubmitAttempt | PlacementDecided)
+        return isinstance(action, SubmitAttempt | PlacementDecided | VariantChanged)
 
     def _is_overdue(self, action: Action) -> bool:
         """Whether a request ended because of its deadline or of a long outage (see OutagePatience)."""
