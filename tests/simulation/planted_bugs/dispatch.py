@@ -16,6 +16,7 @@ from router.core.fleet.slot_pool import SlotPool
 from router.core.frames import Step
 from router.core.live import Choice, LiveRequest, QueueId
 from router.core.load.load_ledger import LoadLedger
+from router.core.placement.placer import Placer
 from router.core.relay.lifecycle import Lifecycle
 from tests.simulation.planted_bugs.change_steps import change_steps
 from tests.simulation.planted_bugs.registry import Patch, caught_by
@@ -30,6 +31,7 @@ from tools.dst.checkers import (
     PrefillChunksFit,
     QueueBound,
     SlotsExclusive,
+    VariantsKept,
 )
 
 
@@ -200,3 +202,19 @@ def sends_the_next_prefill_chunk_early(patch: Patch) -> None:
         return original(self, queue_id, (lambda _live: True) if queue_id.shard_id else can_run, urgency)
 
     patch.setattr(WaitingQueues, "take", take)
+
+
+@caught_by(VariantsKept, max_seeds=200)
+def continues_on_any_variant(patch: Patch) -> None:
+    """An answer continues on the cheapest shard, although its tokens are others there."""
+
+    def open_shards(self: Placer, live: LiveRequest) -> list[Shard]:
+        return [shard for shard in self.eligible(live) if shard.has_room]
+
+    patch.setattr(Placer, "open_shards", open_shards)
+
+
+@caught_by(VariantsKept, max_seeds=200)
+def hides_that_a_variant_has_changed(patch: Patch) -> None:
+    """The router tells nobody that an answer is no longer exact."""
+    patch.setattr(LiveRequest, "continues_answer", False)
