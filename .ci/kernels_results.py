@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from shard_server.engines.torch_engine.operators.rope import rotation_table
 
 from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
 from shard_server.engines.torch_engine.config import load_config
@@ -28,6 +27,7 @@ from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
 from shard_server.engines.torch_engine.operators.attention import Extent
+from shard_server.engines.torch_engine.rope import rotation_table
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
