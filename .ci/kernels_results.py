@@ -7,6 +7,7 @@ MODEL_DIR is made if it is missing. Inputs are whole numbers divided by powers o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from shard_server.engines.torch_engine.checkpoint.weights import expected_shapes
-from shard_server.engines.torch_engine.config import load_config
-from shard_server.engines.torch_engine.kernels import self_check
+from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.kernels.families import FAMILIES
 from shard_server.engines.torch_engine.kernels.packed_linear import PackedBf16, PackedInt8, multiply
 from shard_server.engines.torch_engine.kernels.paged_attention import CompiledAttention
 from shard_server.engines.torch_engine.kernels.products.outputs import FLOATS
+from shard_server.engines.torch_engine.kernels.self_check import why_wrong
 from shard_server.engines.torch_engine.kernels.thread_pool import ThreadPool
 from shard_server.engines.torch_engine.kv_cache import KvCache
 from shard_server.engines.torch_engine.model_runner import ModelRunner, ScheduledSequence
@@ -62,11 +63,14 @@ def main(family_name: str, num_threads: int, model_dir: Path, out_dir: Path) -> 
     threads = ThreadPool(FAMILIES[family_name])
     if threads.num_threads != num_threads:
         sys.exit(f"{threads.num_threads} threads compute, not {num_threads}")
-    wrong = self_check.why_wrong(threads, 64)
+    if not (model_dir / "model.safetensors").exists():
+        make_model(model_dir)
+    config = load_config(model_dir)
+    wrong = why_wrong(threads, config)
     if wrong is not None:
         sys.exit(wrong)
     with torch.inference_mode():
-        results = {**products(threads), **attention(threads), **forward(family_name, num_threads, model_dir)}
+        results = {**products(threads), **attention(threads, config), **forward(family_name, num_threads, model_dir)}
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, result in results.items():
         np.save(out_dir / f"{name}.npy", result.float().numpy())
@@ -83,8 +87,8 @@ def products(threads: ThreadPool) -> dict[str, torch.Tensor]:
     return results
 
 
-def attention(threads: ThreadPool) -> dict[str, torch.Tensor]:
-    config, num_tokens = self_check._attention_config(64), 200
+def attention(threads: ThreadPool, config: LlamaConfig) -> dict[str, torch.Tensor]:
+    config, num_tokens = dataclasses.replace(config, num_layers=1, layer_windows=(None,)), 200
     cache = KvCache(config, num_blocks=13, block_size=16, dtype=torch.bfloat16)
     attention = CompiledAttention(config, cache, threads)
     attention.write(0, range(num_tokens), numbers(num_tokens, 2 * config.kv_size))
@@ -93,8 +97,6 @@ def attention(threads: ThreadPool) -> dict[str, torch.Tensor]:
 
 
 def forward(family_name: str, num_threads: int, model_dir: Path) -> dict[str, torch.Tensor]:
-    if not (model_dir / "model.safetensors").exists():
-        make_model(model_dir)
     sizes: dict[str, Any] = {"block_size": 16, "num_blocks": 32, "max_model_len": 256}
     runner = ModelRunner(model_dir, dtype="bfloat16", num_threads=num_threads, kernels=family_name, **sizes)
     tokens, tables = list(range(3, 170)), [list(range(12)), list(range(12, 24))]

@@ -103,7 +103,7 @@ def _compiled_threads(
     else:
         reason = "they are for bfloat16" if wanted.dtype == "float32" else why_not_compiled(config, block_size)
         if reason is None:
-            threads = checked_threads(wanted.kernels, config.head_dim, on_progress)
+            threads = checked_threads(wanted.kernels, config, on_progress)
             reason = "none runs here"
     if threads is None:
         on_progress(f"torch's operators compute, compiled kernels are left out: {reason}")

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 LLAMA3_ORIGINAL_WINDOW = 8192
@@ -56,7 +57,8 @@ def rotation_table(
     """(cos, sin) for `rotate_`, each float32 [num_positions, head_dim]: the halves repeat, the first of sin negated."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling)).double()
-    cos, sin = angles.cos().float(), angles.sin().float()
+    # NumPy's, because MKL's cos may leave another thread rounding towards zero: last bits would vary between processes.
+    cos, sin = (torch.from_numpy(turn(angles.numpy()).astype(np.float32)) for turn in (np.cos, np.sin))
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

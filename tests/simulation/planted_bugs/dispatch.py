@@ -216,5 +216,5 @@ def continues_on_any_variant(patch: Patch) -> None:
 
 @caught_by(VariantsKept, max_seeds=200)
 def hides_that_a_variant_has_changed(patch: Patch) -> None:
-    """The router tells nobody that an answer is no longer exact."""
+    """The router does not report that an answer is no longer exact."""
     patch.setattr(LiveRequest, "continues_answer", False)

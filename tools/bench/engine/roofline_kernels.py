@@ -10,12 +10,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
 
+from shard_server.engines.torch_engine.kernels.codegen import llvm
 from shard_server.engines.torch_engine.kernels.codegen.cpu import features, has_fma, is_arm64
 
-intrinsic: Any = _intrinsic
-"""numba's decorator; its result has one parameter less than the function, which type checkers cannot infer."""
 _NUM_CHAINS: Final = 12
 """Independent sums: more than the 8 that are in flight on two units of 4 cycles, and fewer than 16 registers."""
 
@@ -34,7 +32,7 @@ OPERATIONS_PER_ITERATION: Final = 2 * _NUM_CHAINS * _LANES
 """Of `multiply_add`."""
 
 
-@intrinsic
+@llvm.intrinsic
 def _multiply_add_chains(_typing: Any, _iterations: Any, _factor: Any) -> Any:
     """`iterations` times: each of _NUM_CHAINS vectors = vector * factor + factor. Returns a number that depends on all
     of them, so that none can be left out."""
@@ -42,17 +40,13 @@ def _multiply_add_chains(_typing: Any, _iterations: Any, _factor: Any) -> Any:
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         iterations, factor = args
-        function_type = ir.FunctionType(vector, [vector] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{_LANES}f32")
-        first = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, ir.Constant(ir.IntType(32), 0))
-        spread = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES))
+        factors = llvm.spread(builder, factor, _LANES)
         sums = [
-            cgutils.alloca_once_value(builder, ir.Constant(vector, [float(number)] * _LANES))
-            for number in range(_NUM_CHAINS)
+            cgutils.alloca_once_value(builder, llvm.constant(vector, float(number))) for number in range(_NUM_CHAINS)
         ]
         with cgutils.for_range(builder, iterations):
             for chain in sums:
-                builder.store(builder.call(fma, [builder.load(chain), spread, spread]), chain)
+                builder.store(llvm.multiply_add(builder, builder.load(chain), factors, factors), chain)
         total = builder.load(sums[0])
         for chain in sums[1:]:
             total = builder.fadd(total, builder.load(chain))

@@ -64,7 +64,7 @@ def ensure_converted_model(
         if _is_complete(model_dir, source):
             return model_dir
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_dir / f".{model_dir.name}.lock"):
+        with locked(cache_dir / f".{model_dir.name}.lock"):
             if not _is_complete(model_dir, source):
                 _convert_into(model_dir, gguf_path, source, on_progress)
     except OSError as error:
@@ -88,7 +88,8 @@ def _is_complete(model_dir: Path, source: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file at `path`, which is made if it is missing. Raises OSError."""
     # The kernel drops the lock when its holder dies, so no process waits for one that has died.
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -11,11 +10,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from shard_server.engines.torch_engine.checkpoint.converted_model import locked
+from shard_server.engines.torch_engine.checkpoint.weights import OnProgress
 from shard_server.engines.torch_engine.kernels.families import FAMILIES, GENERIC, Family, why_missing
 from shard_server.engines.torch_engine.kernels.program import digest_of_sources
 
@@ -26,7 +27,6 @@ _MEASURED_TOGETHER: Final = 2
 _PROMPT_ROWS, _ANSWER_ROWS = 512, 128
 """The request that the families are compared by: rows that are multiplied together, and rows one by one."""
 
-OnProgress = Callable[[str], None]
 Probe = Callable[[Family], dict[str, float]]
 """What `probe.measure` returns. Raises ProbeError."""
 
@@ -105,44 +105,41 @@ def probe_in_process(family: Family) -> dict[str, float]:
 
 
 def _kept_choice(path: Path, on_progress: OnProgress) -> Family | None:
-    with _locked(path):
-        try:
-            kept = json.loads(path.read_bytes())
-            family = FAMILIES[kept["family"]] if kept["family"] else None
-            left_out = [str(line) for line in kept["left_out"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        else:
-            # Asked again, because each process needs Linux's permission to use AMX.
-            if family is None or why_missing(family) is None:
-                for line in left_out:
-                    on_progress(line)
-                return family
-        on_progress("trying out which kernels are the fastest here (some seconds, once)")
-        left_out = []
-
-        def report(line: str) -> None:
-            left_out.append(line)
-            on_progress(line)
-
-        family = fastest(probe_in_process, report)
-        with contextlib.suppress(OSError):  # nowhere to keep it: every start measures
-            content = json.dumps({"family": family.name if family else None, "left_out": left_out})
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                file.write(content)
-            Path(file.name).replace(path)
-        return family
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
     """Of several shards that start together, one measures and the others wait for its choice."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # nowhere to keep it: every start measures
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.with_suffix(".lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            stack.enter_context(locked(path.with_suffix(".lock")))
+        return _kept_or_measured(path, on_progress)
+
+
+def _kept_or_measured(path: Path, on_progress: OnProgress) -> Family | None:
+    try:
+        kept = json.loads(path.read_bytes())
+        family = FAMILIES[kept["family"]] if kept["family"] else None
+        left_out = [str(line) for line in kept["left_out"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    else:
+        # Asked again, because each process needs Linux's permission to use AMX.
+        if family is None or why_missing(family) is None:
+            for line in left_out:
+                on_progress(line)
+            return family
+    on_progress("trying out which kernels are the fastest here (some seconds, once)")
+    left_out = []
+
+    def report(line: str) -> None:
+        left_out.append(line)
+        on_progress(line)
+
+    family = fastest(probe_in_process, report)
+    with contextlib.suppress(OSError):
+        content = json.dumps({"family": family.name if family else None, "left_out": left_out})
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+    return family
 
 
 def cache_dir() -> Path:

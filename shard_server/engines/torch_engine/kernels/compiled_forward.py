@@ -75,15 +75,15 @@ class CompiledKernels:
         return CompiledForward(model, config, cache, self._threads, self._cores)
 
 
-def checked_threads(wanted: str, head_dim: int, on_progress: OnProgress) -> ThreadPool | None:
+def checked_threads(wanted: str, config: LlamaConfig, on_progress: OnProgress) -> ThreadPool | None:
     """Threads that run the kernel family named `wanted`, or for "auto" the fastest of this machine. None if there is no
     such family, or if it computes wrong results; `on_progress` is called with the reason."""
     family = choose_family(wanted, on_progress)
     if family is None:
         return None
-    if head_dim % family.head_step:
+    if config.head_dim % family.head_step:
         reason = f"{family.label} needs heads of a multiple of {family.head_step} numbers"
-        others = [other for other in runnable_families() if head_dim % other.head_step == 0]
+        others = [other for other in runnable_families() if config.head_dim % other.head_step == 0]
         if wanted != "auto" or not others:
             on_progress(reason)
             return None
@@ -91,12 +91,12 @@ def checked_threads(wanted: str, head_dim: int, on_progress: OnProgress) -> Thre
         on_progress(f"{reason}: {family.label} computes")
     on_progress(f"compiled kernels for {family.label} (some seconds when they are compiled first)")
     threads = ThreadPool(family)
-    reason = why_wrong(threads, head_dim)
+    reason = why_wrong(threads, config)
     if reason is None:
         return threads
     on_progress(f"{family.label} kernels are left out: {reason}")
     slower = [other for other in runnable_families() if other.rank > family.rank] if wanted == "auto" else []
-    return checked_threads(slower[0].name, head_dim, on_progress) if slower else None
+    return checked_threads(slower[0].name, config, on_progress) if slower else None
 
 
 class CompiledForward:

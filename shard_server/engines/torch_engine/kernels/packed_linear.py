@@ -123,8 +123,10 @@ class PackedInt8:
             self._weight = _in_tiles(values.view(torch.int32))
         self._scales = _floats(scales.flatten(), self.num_columns)
         self._bias = _floats(bias, self.num_columns)
-        self._corrections = values.sum(1, dtype=torch.int32).mul_(-DIGIT_OFFSET)
-        """What the offset of unsigned digits adds to a column's sums, negated."""
+        self._corrections: torch.Tensor | None = None
+        """What the offset of unsigned digits adds to a column's sums, negated; None where digits are signed."""
+        if threads.family.products is Products.DOTS:
+            self._corrections = values.sum(1, dtype=torch.int32).mul_(-DIGIT_OFFSET)
 
     def tasks(self, num_rows: int, kind: int, operands: Operands) -> list[list[int]]:
         layer = self._threads.scratches, self.depth, self.num_columns, kind, operands.other
@@ -136,7 +138,7 @@ class PackedInt8:
                 task(INT8_PRODUCT, num_rows, operands.out, *layer, *tensors, operands.prepared, scales),
             ]
         rows = operands.prepared, operands.row_scales
-        columns = scales, self._corrections.data_ptr()
+        columns = (scales,) if self._corrections is None else (scales, self._corrections.data_ptr())
         return [
             task(SPLIT, num_rows, operands.x, *sizes, *rows),
             task(INT8_PRODUCT, num_rows, operands.out, *layer, *tensors, *rows, *columns),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -21,16 +22,17 @@ _DEPTH, _COLUMNS = 192, 80
 _PRODUCT_LOSS = 1e-4
 """The share of the sum of the products' magnitudes that may be lost: rows of int8 digits lose 2**-15."""
 _ATTENTION_LOSS = 0.02
-_NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _BLOCK_SIZE = 200, 6, 2, 16
+_NUM_TOKENS, _BLOCK_SIZE = 200, 16
 
 
-def why_wrong(threads: ThreadPool, head_dim: int) -> str | None:
-    """Which of the family's results differ from float64 by more than they may; None if none."""
+def why_wrong(threads: ThreadPool, config: LlamaConfig) -> str | None:
+    """Which of the family's results differ from float64 by more than they may; None if none. Attention is that of the
+    model's heads."""
     generator = torch.Generator().manual_seed(0)
     for name, pack in (("bf16", PackedBf16), ("int8", PackedInt8)):
         if not _multiplies(threads, pack, generator):
             return f"its {name} products are wrong"
-    return None if _attends(threads, head_dim, generator) else "its attention is wrong"
+    return None if _attends(threads, config, generator) else "its attention is wrong"
 
 
 def rows_are_independent(threads: ThreadPool, depths: Iterable[int]) -> bool:
@@ -63,8 +65,9 @@ def _multiplies(threads: ThreadPool, pack: type[PackedBf16 | PackedInt8], genera
     return True
 
 
-def _attends(threads: ThreadPool, head_dim: int, generator: torch.Generator) -> bool:
-    config = _attention_config(head_dim)
+def _attends(threads: ThreadPool, config: LlamaConfig, generator: torch.Generator) -> bool:
+    config = dataclasses.replace(config, num_layers=1, layer_windows=(None,))
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
     cache = KvCache(config, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=torch.bfloat16)
     attention = CompiledAttention(config, cache, threads)
@@ -73,36 +76,11 @@ def _attends(threads: ThreadPool, head_dim: int, generator: torch.Generator) -> 
     attention.write(0, range(_NUM_TOKENS), keys_and_values)
     table = list(range(num_blocks))
     plan = attention.plan([], [Extent(first_row=0, num_new=_NUM_TOKENS, num_past=0, block_table=table)])
-    rows = attention.attend(plan, 0, queries).double().view(_NUM_TOKENS, _NUM_HEADS, head_dim)
-    keys, values = keys_and_values.double().view(_NUM_TOKENS, 2, _NUM_KV_HEADS, head_dim).unbind(1)
-    group = _NUM_HEADS // _NUM_KV_HEADS
-    keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", queries.double().view(_NUM_TOKENS, _NUM_HEADS, head_dim), keys)
+    rows = attention.attend(plan, 0, queries).double().view(_NUM_TOKENS, heads, head_dim)
+    keys, values = keys_and_values.double().view(_NUM_TOKENS, 2, kv_heads, head_dim).unbind(1)
+    keys, values = (part.repeat_interleave(config.num_heads_per_kv_head, 1) for part in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.double().view(_NUM_TOKENS, heads, head_dim), keys)
     is_hidden = torch.ones(_NUM_TOKENS, _NUM_TOKENS, dtype=torch.bool).triu(1)
     weights = (scores * head_dim**-0.5).masked_fill(is_hidden, -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, values)
     return bool(((rows - expected).abs() <= _ATTENTION_LOSS * expected.abs().clamp_min(1)).all())
-
-
-def _attention_config(head_dim: int) -> LlamaConfig:
-    return LlamaConfig(
-        model_type="llama",
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=1,
-        num_heads=_NUM_HEADS,
-        num_kv_heads=_NUM_KV_HEADS,
-        head_dim=head_dim,
-        max_position_embeddings=_NUM_TOKENS,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=None,
-        tie_word_embeddings=True,
-        qk_norm=False,
-        layer_windows=(None,),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        eos_token_ids=frozenset(),
-    )

@@ -39,7 +39,7 @@ def test_an_answer_continues_where_its_bits_are_the_same(number: int):
 
 
 def test_if_no_shard_has_the_same_bits_another_continues_and_it_is_reported():
-    """A late answer of other tokens is better than none, but nobody must take it for an exact one."""
+    """A late answer of other tokens is better than none, but it must not pass for an exact one."""
     rig = rig_of(s0="a")
     start_on_s0(rig)
     rig.add_shard("s1", variant="b")
@@ -49,7 +49,7 @@ def test_if_no_shard_has_the_same_bits_another_continues_and_it_is_reported():
 
 
 def test_without_delivered_tokens_any_shard_is_as_good():
-    """The answer begins anew, so nothing is mixed."""
+    """The answer begins again from its prompt, so nothing is mixed."""
     rig = rig_of(s0="a")
     _, slots = submitted(rig.submit())
     rig.add_shard("s1", variant="b")

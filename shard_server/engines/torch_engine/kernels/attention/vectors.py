@@ -14,17 +14,21 @@ from numba import types
 
 from shard_server.engines.torch_engine.kernels.attention.attend import VALUE_TILE_NUMBERS, Multiplies
 from shard_server.engines.torch_engine.kernels.attention.scratch import CHUNK, TILE
-from shard_server.engines.torch_engine.kernels.codegen.compiled import address, float_of_bf16, intrinsic, jit
+from shard_server.engines.torch_engine.kernels.codegen.compiled import float_of_bf16, jit
+from shard_server.engines.torch_engine.kernels.codegen.llvm import (
+    address,
+    constant,
+    integer,
+    intrinsic,
+    load_vector,
+    store_vector,
+)
 from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import (
     Bf16Pairs,
     Registers,
     Rows,
-    constant,
     emit_block,
-    integer,
-    load_vector,
     nth_tile,
-    store_vector,
     switch_rows,
 )
 

@@ -1,6 +1,7 @@
 """The building blocks of compiled code.
 
 cpu.py              what the CPU can do
+llvm.py             pieces of LLVM code that several intrinsics are made of
 compiled.py         the compiler's settings and array helpers
 tasks.py            programs: lists of tasks for all threads
 barrier.py          how the threads wait for one another

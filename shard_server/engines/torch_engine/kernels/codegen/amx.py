@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from shard_server.engines.torch_engine.kernels.codegen.compiled import address, intrinsic
+from shard_server.engines.torch_engine.kernels.codegen.llvm import address, intrinsic
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 

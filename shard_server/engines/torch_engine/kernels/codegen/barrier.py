@@ -12,8 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from shard_server.engines.torch_engine.kernels.codegen.compiled import intrinsic, jit
+from shard_server.engines.torch_engine.kernels.codegen.compiled import jit
 from shard_server.engines.torch_engine.kernels.codegen.cpu import is_arm64
+from shard_server.engines.torch_engine.kernels.codegen.llvm import intrinsic
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _MAX_SPINS = 2000

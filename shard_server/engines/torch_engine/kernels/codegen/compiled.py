@@ -16,12 +16,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
+
+from shard_server.engines.torch_engine.kernels.codegen.llvm import address, integer, intrinsic, prefetch_line
 
 _Function = Callable[..., Any]
-_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-intrinsic: Any = _intrinsic
-"""numba's decorator; its result has one parameter less than the function, which type checkers cannot infer."""
 
 
 def jit(*, inline: bool = False, variant: object = "") -> Callable[[_Function], _Function]:
@@ -98,24 +96,15 @@ def aligned_zeros(size: int, dtype: type) -> np.ndarray[Any, Any]:
     return raw[start : start + num_bytes].view(dtype)
 
 
-def address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
-    """A pointer to `array[index]` of type `target`, for intrinsics."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
-
-
 @intrinsic
 def prefetch(_typing: Any, array: Any, first: Any, num_bytes: Any) -> Any:
     """Prefetch `num_bytes` from `array[first]` on into the L2 cache."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         array, first, num_bytes = args
-        start = address(context, builder, signature.args[0], array, first, _I8)
-        function_type = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        read, second_cache, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
-        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), num_bytes, ir.Constant(_I64, 64)) as (offset, _):
-            builder.call(function, [builder.gep(start, [offset]), read, second_cache, data])
+        start = address(context, builder, signature.args[0], array, first, ir.IntType(8))
+        with cgutils.for_range_slice(builder, integer(0), num_bytes, integer(64)) as (offset, _):
+            prefetch_line(builder, builder.gep(start, [offset]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), generate

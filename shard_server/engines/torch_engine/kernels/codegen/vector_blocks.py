@@ -14,14 +14,21 @@ from typing import Any, Final, Protocol
 from llvmlite import ir
 from numba.core import cgutils
 
-from shard_server.engines.torch_engine.kernels.codegen.cpu import has_fma
+from shard_server.engines.torch_engine.kernels.codegen.llvm import (
+    call,
+    constant,
+    integer,
+    multiply_add,
+    prefetch_line,
+    spread,
+)
 
 TILE: Final = 16
 """The number of columns, and of positions, in a tile of weights."""
 _AHEAD: Final = 2**14
 """How many bytes weights are prefetched ahead of their use. CPUs recognise forward reads by themselves, but not as far
 ahead as a core that multiplies several rows needs: a third of a decode step's time at batch 8 without."""
-_I8, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8, _I32, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,30 +80,64 @@ class Weights(Protocol):
         ...
 
 
-class Bf16Pairs:
-    """Words of two bf16 weights, for two places of the sum: [positions, 16 columns]. They are widened to float32 in
-    registers."""
+class _WordTiles:
+    """Weights in words: tiles of [positions, 16 columns], of which each lies behind the one of the columns before."""
 
-    sums: ir.Type = _FLOAT
-    factor: ir.Type = _FLOAT
-    num_factors = 2
-    position_bytes = 64
+    num_factors = 1
+    position_bytes = 4 * TILE
 
     def __init__(self, num_positions: int = TILE) -> None:
         self.num_positions = num_positions
 
     def load(self, builder: ir.IRBuilder, tile: Any, position: Any, column: int, lanes: int) -> list[Any]:
-        words = load_words(builder, tile, position, column, lanes, self.num_positions)
+        row = builder.mul(position, integer(TILE))
+        word = builder.add(row, integer(column // TILE * self.num_positions * TILE + column % TILE))
+        pointer = builder.gep(builder.bitcast(tile, _I32.as_pointer()), [word])
+        return [builder.load(builder.bitcast(pointer, ir.VectorType(_I32, lanes).as_pointer()), align=4)]
+
+    def lines(self, columns: range) -> range:
+        tile_bytes = self.num_positions * self.position_bytes
+        return range(columns.start // TILE * tile_bytes, columns.stop // TILE * tile_bytes, tile_bytes)
+
+
+class Bf16Pairs(_WordTiles):
+    """Words of two bf16 weights, for two places of the sum. They are widened to float32 in registers."""
+
+    sums: ir.Type = _FLOAT
+    factor: ir.Type = _FLOAT
+    num_factors = 2
+
+    def load(self, builder: ir.IRBuilder, tile: Any, position: Any, column: int, lanes: int) -> list[Any]:
+        [words] = super().load(builder, tile, position, column, lanes)
         floats = ir.VectorType(_FLOAT, lanes)
         lower = builder.shl(words, constant(words.type, 16))
         upper = builder.and_(words, constant(words.type, 0xFFFF0000))
         return [builder.bitcast(lower, floats), builder.bitcast(upper, floats)]
 
-    def lines(self, columns: range) -> range:
-        return _tile_lines(columns, self.num_positions)
-
     def add(self, builder: ir.IRBuilder, weights: Any, factor: Any, sums: Any) -> Any:
         return multiply_add(builder, weights, factor, sums)
+
+
+class Bf16Dots(_WordTiles):
+    """The weights of `Bf16Pairs`, multiplied with pairs of bf16 by AVX-512 BF16. A pair's products are added one after
+    the other; denormal numbers are zeros."""
+
+    sums: ir.Type = _FLOAT
+    factor: ir.Type = _I32
+
+    def add(self, builder: ir.IRBuilder, weights: Any, factor: Any, sums: Any) -> Any:
+        return call(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * sums.type.count}", sums, factor, weights)
+
+
+class Int8Dots(_WordTiles):
+    """Words of four int8 weights, for four places of the sum, multiplied with words of four uint8 by AVX-512 VNNI:
+    exactly, in int32."""
+
+    sums: ir.Type = _I32
+    factor: ir.Type = _I32
+
+    def add(self, builder: ir.IRBuilder, weights: Any, factor: Any, sums: Any) -> Any:
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}", sums, factor, weights)
 
 
 class Int8Bytes:
@@ -106,10 +147,10 @@ class Int8Bytes:
     factor: ir.Type = _FLOAT
     num_positions = TILE
     num_factors = 1
-    position_bytes = 32
+    position_bytes = 2 * TILE
 
     def load(self, builder: ir.IRBuilder, tile: Any, position: Any, column: int, lanes: int) -> list[Any]:
-        byte = builder.add(builder.mul(position, integer(2 * TILE)), integer(column))
+        byte = builder.add(builder.mul(position, integer(self.position_bytes)), integer(column))
         pointer = builder.gep(builder.bitcast(tile, _I8.as_pointer()), [byte])
         weights = builder.load(builder.bitcast(pointer, ir.VectorType(_I8, lanes).as_pointer()), align=1)
         whole = builder.sext(weights, ir.VectorType(_I32, lanes))
@@ -120,47 +161,6 @@ class Int8Bytes:
 
     def add(self, builder: ir.IRBuilder, weights: Any, factor: Any, sums: Any) -> Any:
         return multiply_add(builder, weights, factor, sums)
-
-
-class Bf16Dots:
-    """The weights of `Bf16Pairs`, multiplied with pairs of bf16 by AVX-512 BF16. A pair's products are added one after
-    the other; denormal numbers are zeros."""
-
-    sums: ir.Type = _FLOAT
-    factor: ir.Type = _I32
-    num_positions = TILE
-    num_factors = 1
-    position_bytes = 64
-
-    def load(self, builder: ir.IRBuilder, tile: Any, position: Any, column: int, lanes: int) -> list[Any]:
-        return [load_words(builder, tile, position, column, lanes, self.num_positions)]
-
-    def add(self, builder: ir.IRBuilder, weights: Any, factor: Any, sums: Any) -> Any:
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * sums.type.count}"
-        return _call(builder, name, sums, factor, weights)
-
-    def lines(self, columns: range) -> range:
-        return _tile_lines(columns, self.num_positions)
-
-
-class Int8Dots:
-    """Words of four int8 weights, for four places of the sum: [positions, 16 columns], multiplied with words of four
-    uint8 by AVX-512 VNNI: exactly, in int32."""
-
-    sums: ir.Type = _I32
-    factor: ir.Type = _I32
-    num_positions = TILE
-    num_factors = 1
-    position_bytes = 64
-
-    def load(self, builder: ir.IRBuilder, tile: Any, position: Any, column: int, lanes: int) -> list[Any]:
-        return [load_words(builder, tile, position, column, lanes, self.num_positions)]
-
-    def add(self, builder: ir.IRBuilder, weights: Any, factor: Any, sums: Any) -> Any:
-        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}", sums, factor, weights)
-
-    def lines(self, columns: range) -> range:
-        return _tile_lines(columns, self.num_positions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,62 +234,6 @@ def switch_rows(builder: ir.IRBuilder, num_rows: Any, max_rows: int, emit: Calla
     builder.position_at_end(end)
 
 
-def load_words(builder: ir.IRBuilder, tile: Any, position: Any, column: int, lanes: int, num_positions: int) -> Any:
-    """`lanes` words at one position of a tile of [positions, 16 columns]; the next 16 columns follow the tile."""
-    row = builder.mul(position, integer(TILE))
-    word = builder.add(row, integer(column // TILE * num_positions * TILE + column % TILE))
-    pointer = builder.gep(builder.bitcast(tile, _I32.as_pointer()), [word])
-    return builder.load(builder.bitcast(pointer, ir.VectorType(_I32, lanes).as_pointer()), align=4)
-
-
 def nth_tile(builder: ir.IRBuilder, start: Any, num_bytes: int) -> Callable[[Any], Any]:
     """For tiles that follow one another: `tile_at` of `emit_block`. `start` points to bytes."""
     return lambda number: builder.gep(start, [builder.mul(number, integer(num_bytes))])
-
-
-def prefetch_line(builder: ir.IRBuilder, pointer: Any) -> None:
-    """Prefetch what `pointer` points to into the L2 cache."""
-    function_type = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [pointer, *(ir.Constant(_I32, value) for value in (0, 2, 1))])  # read, second cache, data
-
-
-def _tile_lines(columns: range, num_positions: int) -> range:
-    """`Weights.lines` of tiles of 16 columns, of which each lies behind the one before."""
-    tile_bytes = num_positions * TILE * 4
-    return range(columns.start // TILE * tile_bytes, columns.stop // TILE * tile_bytes, tile_bytes)
-
-
-def _call(builder: ir.IRBuilder, name: str, *args: Any) -> Any:
-    function_type = ir.FunctionType(args[0].type, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
-
-
-def multiply_add(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, with one rounding where the CPU can."""
-    if not has_fma():
-        return builder.fadd(builder.fmul(a, b), c)
-    return _call(builder, f"llvm.fma.v{a.type.count}f32", a, b, c)
-
-
-def spread(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
-    vector = ir.VectorType(scalar.type, lanes)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, constant(ir.VectorType(_I32, lanes), 0))
-
-
-def load_vector(builder: ir.IRBuilder, start: Any, index: Any, vector: ir.VectorType) -> Any:
-    """A vector from element `index` (int64) of what `start` points to."""
-    return builder.load(builder.bitcast(builder.gep(start, [index]), vector.as_pointer()), align=4)
-
-
-def store_vector(builder: ir.IRBuilder, start: Any, index: Any, vector: Any) -> None:
-    builder.store(vector, builder.bitcast(builder.gep(start, [index]), vector.type.as_pointer()), align=4)
-
-
-def integer(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
-
-
-def constant(vector: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(vector, [value] * vector.count)

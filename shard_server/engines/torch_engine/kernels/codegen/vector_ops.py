@@ -17,8 +17,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from shard_server.engines.torch_engine.kernels.codegen.compiled import address, intrinsic
-from shard_server.engines.torch_engine.kernels.codegen.cpu import has_fma
+from shard_server.engines.torch_engine.kernels.codegen.llvm import (
+    address,
+    call,
+    constant,
+    intrinsic,
+    multiply_add,
+    spread,
+)
 
 _LANES = 16
 _I16, _I32, _F32 = (ir.VectorType(scalar, _LANES) for scalar in (ir.IntType(16), ir.IntType(32), ir.FloatType()))
@@ -56,11 +62,11 @@ def joined_digits(
             for place in (first, second)
         ]
         inverse = builder.fdiv(_floats(1.0), _spread(builder, base))
-        product = _fma(builder, digits[1], inverse, digits[0])
+        product = multiply_add(builder, digits[1], inverse, digits[0])
         product = builder.fmul(product, _spread(builder, row_scale))
         column_scales = _load(context, builder, signature.args[5], scales, column, _F32)
         column_bias = _load(context, builder, signature.args[6], bias, column, _F32)
-        product = _fma(builder, product, column_scales, column_bias)
+        product = multiply_add(builder, product, column_scales, column_bias)
         _store(context, builder, signature.args[0], sums, first, product)
         return context.get_dummy_value()
 
@@ -115,7 +121,7 @@ def sum_of_squares(_typing: Any, source: Any, first: Any, width: Any) -> Any:
             for part, own in enumerate(sums):
                 place = builder.add(builder.add(first, index), ir.Constant(index.type, part * _LANES))
                 numbers = _widened(builder, _load(context, builder, signature.args[0], source, place, _I16))
-                builder.store(_fma(builder, numbers, numbers, builder.load(own)), own)
+                builder.store(multiply_add(builder, numbers, numbers, builder.load(own)), own)
         return _sum(builder, builder.fadd(builder.load(sums[0]), builder.load(sums[1])))
 
     return types.float32(source, types.int64, types.int64), generate
@@ -202,7 +208,7 @@ def rounding_ops(*, native: bool) -> RoundingOps:
             sums = cgutils.alloca_once_value(builder, _floats(0.0))
             with _each(builder, width) as index:
                 scores = _load(context, builder, signature.args[0], source, builder.add(first, index), _F32)
-                powers = _fma(builder, scores, scale, shift)
+                powers = multiply_add(builder, scores, scale, shift)
                 is_seen = _is_between(builder, index, seen_from, seen_to)
                 weights = builder.select(is_seen, _exp2(builder, powers), _floats(0.0))
                 if not is_float:
@@ -287,7 +293,7 @@ def _native_exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
     whole, power = _exp2_parts(builder, x)
     all_lanes, rounding_as_set = ir.Constant(ir.IntType(16), -1), ir.Constant(ir.IntType(32), 4)
     name = "llvm.x86.avx512.mask.scalef.ps.512"
-    return _call(builder, name, power, whole, _floats(0.0), all_lanes, rounding_as_set)
+    return call(builder, name, power, whole, _floats(0.0), all_lanes, rounding_as_set)
 
 
 def _portable_exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
@@ -302,11 +308,11 @@ def _portable_exp2(builder: ir.IRBuilder, x: _Lanes) -> _Lanes:
 
 def _exp2_parts(builder: ir.IRBuilder, x: _Lanes) -> tuple[_Lanes, _Lanes]:
     """The whole part of x, and 2**(the rest of x)."""
-    whole = _call(builder, "llvm.floor.v16f32", x)
+    whole = call(builder, "llvm.floor.v16f32", x)
     fraction = builder.fsub(x, whole)
     power = _floats(_EXP2[-1])
     for factor in reversed(_EXP2[:-1]):
-        power = _fma(builder, power, fraction, _floats(factor))
+        power = multiply_add(builder, power, fraction, _floats(factor))
     return whole, power
 
 
@@ -321,31 +327,17 @@ def _sum(builder: ir.IRBuilder, x: _Lanes) -> Any:
     return builder.extract_element(x, ir.Constant(_I32.element, 0))
 
 
-def _fma(builder: ir.IRBuilder, a: _Lanes, b: _Lanes, c: _Lanes) -> _Lanes:
-    """a * b + c, with one rounding where the CPU can. Elsewhere LLVM would call a function for every lane."""
-    if has_fma():
-        return _call(builder, "llvm.fma.v16f32", a, b, c)
-    return builder.fadd(builder.fmul(a, b), c)
-
-
 def _larger(builder: ir.IRBuilder, a: _Lanes, b: _Lanes) -> _Lanes:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _call(builder: ir.IRBuilder, name: str, *args: Any) -> _Lanes:
-    function_type = ir.FunctionType(args[0].type, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
-
-
 def _spread(builder: ir.IRBuilder, scalar: Any) -> _Lanes:
-    lanes = ir.VectorType(scalar.type, _LANES)
-    one = builder.insert_element(ir.Constant(lanes, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, one, _integers(0))
+    return spread(builder, scalar, _LANES)
 
 
 def _integers(value: int) -> ir.Constant:
-    return ir.Constant(_I32, [value] * _LANES)
+    return constant(_I32, value)
 
 
 def _floats(value: float) -> ir.Constant:
-    return ir.Constant(_F32, [value] * _LANES)
+    return constant(_F32, value)

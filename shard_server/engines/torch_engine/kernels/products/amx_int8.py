@@ -19,9 +19,8 @@ from shard_server.engines.torch_engine.kernels.codegen.amx import (
     tile_zero,
 )
 from shard_server.engines.torch_engine.kernels.codegen.compiled import float_of_bf16, jit, prefetch
-from shard_server.engines.torch_engine.kernels.codegen.vector_ops import joined_digits
 from shard_server.engines.torch_engine.kernels.products.amx_bf16 import configure, give_out
-from shard_server.engines.torch_engine.kernels.products.digits import DIGIT_BASE, ROUNDING, row_scale
+from shard_server.engines.torch_engine.kernels.products.digits import DIGIT_BASE, ROUNDING, join_digits, row_scale
 from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE
 
 INT8_DEPTH = 64
@@ -111,7 +110,17 @@ def multiply_int8(
                     weight += 2 * _TILE_BYTES
                     if given < finished_rows:
                         until = min(finished_rows, given + rows_per_step)
-                        _join(finished, given, until, row_scales, finished_row, column_scales, bias, finished_panel)
+                        join_digits(
+                            finished,
+                            given,
+                            until,
+                            _SECOND,
+                            row_scales,
+                            finished_row,
+                            column_scales,
+                            bias,
+                            finished_panel * PANEL,
+                        )
                         give_out(finished, given, until, kind, other, out, finished_row, row_size, finished_panel)
                         given = until
                 tile_store(0, sums, 0, PANEL * 4)
@@ -120,17 +129,7 @@ def multiply_int8(
                 tile_store(3, sums, _SECOND + TILE, PANEL * 4)
                 sums, finished = finished, sums
                 finished_rows, finished_row, finished_panel = rows, row, panel
-    _join(finished, 0, finished_rows, row_scales, finished_row, column_scales, bias, finished_panel)
+    join_digits(
+        finished, 0, finished_rows, _SECOND, row_scales, finished_row, column_scales, bias, finished_panel * PANEL
+    )
     give_out(finished, 0, finished_rows, kind, other, out, finished_row, row_size, finished_panel)
-
-
-@jit()
-def _join(
-    sums: Any, first: Any, end: Any, row_scales: Any, first_row: Any, column_scales: Any, bias: Any, panel: Any
-) -> None:
-    for row in range(first, end):
-        scale = row_scales[first_row + row]
-        for half in range(0, PANEL, TILE):
-            place = row * PANEL + half
-            column = panel * PANEL + half
-            joined_digits(sums, place, _SECOND + place, DIGIT_BASE, scale, column_scales, bias, column)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from shard_server.engines.torch_engine.kernels.codegen.compiled import float_of_bf16, jit
+from shard_server.engines.torch_engine.kernels.codegen.vector_ops import joined_digits
+from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE
 
 DIGIT_BASE = np.float32(254)
 """One step of the first digit equals this many steps of the second."""
@@ -38,3 +40,24 @@ def split_number(bits: Any, factor: Any) -> Any:
     steps = float_of_bf16(bits) * factor
     whole = (steps + ROUNDING) - ROUNDING
     return np.int32(whole), np.int32(((steps - whole) * DIGIT_BASE + ROUNDING) - ROUNDING)
+
+
+@jit()
+def join_digits(
+    sums: Any,
+    first: Any,
+    end: Any,
+    second: Any,
+    row_scales: Any,
+    first_row: Any,
+    column_scales: Any,
+    bias: Any,
+    first_column: Any,
+) -> None:
+    """Replace the sums of first digits (int32 [rows, PANEL]), rows `first` to `end`, by the product in float32.
+    Those of second digits begin `second` numbers further on; the scale of sums' row 0 is row_scales[first_row]."""
+    for row in range(first, end):
+        scale = row_scales[first_row + row]
+        for half in range(0, PANEL, TILE):
+            place, column = row * PANEL + half, first_column + half
+            joined_digits(sums, place, second + place, DIGIT_BASE, scale, column_scales, bias, column)

@@ -13,12 +13,12 @@ import numpy as np
 
 from shard_server.engines.torch_engine.kernels.codegen.compiled import jit
 from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import Int8Dots, Registers
-from shard_server.engines.torch_engine.kernels.codegen.vector_ops import joined_digits
-from shard_server.engines.torch_engine.kernels.products.digits import DIGIT_BASE, row_scale, split_number
-from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE, make_give_out
+from shard_server.engines.torch_engine.kernels.products.digits import join_digits, row_scale, split_number
+from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, make_give_out
 from shard_server.engines.torch_engine.kernels.products.vectors import (
     BF16_TILE_BYTES,
     CACHED_BYTES,
+    block_of,
     block_rows,
     make_multiply_block,
 )
@@ -29,9 +29,7 @@ OFFSET = 128
 @jit()
 def pair_row(x: Any, row: Any, num_rows: Any, max_rows: Any, num_words: Any, blocks: Any) -> None:
     """Words of two bf16 [columns / 2] → row `row` of the blocks of `num_rows` rows; zeros follow up to `num_words`."""
-    size = block_rows(num_rows, max_rows)
-    first = row // size * size
-    step = min(size, num_rows - first)
+    first, step = block_of(row, num_rows, max_rows)
     own = blocks[first * num_words + row - first : (first + step) * num_words]
     for word in range(x.size):
         own[word * step] = x[word]
@@ -46,9 +44,7 @@ def split_row(x: Any, row: Any, num_rows: Any, max_rows: Any, num_words: Any, bl
     (first + second / 254) * scale is the row, rounded."""
     scale = row_scale(x)
     factor = np.float32(1) / scale
-    size = block_rows(num_rows, max_rows)
-    start = row // size * size
-    step = min(size, num_rows - start)
+    start, step = block_of(row, num_rows, max_rows)
     own = blocks[2 * start * num_words : 2 * (start + step) * num_words]
     for word in range(num_words):
         firsts, seconds = np.uint32(0), np.uint32(0)
@@ -102,19 +98,7 @@ def make_multiply_int8(registers: Registers) -> Any:
                     multiply_block(
                         2 * rows, blocks, block, weights, panel * panel_size, depth // 64, corrections, column, sums
                     )
-                    for number in range(rows):
-                        for half in range(0, PANEL, TILE):
-                            place = number * PANEL + half
-                            joined_digits(
-                                sums,
-                                place,
-                                rows * PANEL + place,
-                                DIGIT_BASE,
-                                row_scales[row + number],
-                                column_scales,
-                                bias,
-                                column + half,
-                            )
+                    join_digits(sums, 0, rows, rows * PANEL, row_scales, row, column_scales, bias, column)
                     give_out(sums, 0, rows, kind, other, out, row, row_size, panel)
 
     return multiply_int8

@@ -14,7 +14,15 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from shard_server.engines.torch_engine.kernels.codegen.compiled import address, float_of_bf16, intrinsic, jit
+from shard_server.engines.torch_engine.kernels.codegen.compiled import float_of_bf16, jit
+from shard_server.engines.torch_engine.kernels.codegen.llvm import (
+    address,
+    integer,
+    intrinsic,
+    load_vector,
+    multiply_add,
+    store_vector,
+)
 from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import (
     Bf16Dots,
     Bf16Pairs,
@@ -23,11 +31,7 @@ from shard_server.engines.torch_engine.kernels.codegen.vector_blocks import (
     Rows,
     Weights,
     emit_block,
-    integer,
-    load_vector,
-    multiply_add,
     nth_tile,
-    store_vector,
     switch_rows,
 )
 from shard_server.engines.torch_engine.kernels.products.outputs import PANEL, TILE, make_give_out
@@ -46,12 +50,18 @@ def block_rows(num_rows: Any, max_rows: Any) -> Any:
     return (num_rows + num_blocks - 1) // num_blocks
 
 
+@jit(inline=True)
+def block_of(row: Any, num_rows: Any, max_rows: Any) -> Any:
+    """The first row of the block that `row` belongs to, and that block's number of rows."""
+    size = block_rows(num_rows, max_rows)
+    first = row // size * size
+    return first, min(size, num_rows - first)
+
+
 @jit()
 def widen_row(x: Any, row: Any, num_rows: Any, max_rows: Any, depth: Any, blocks: Any) -> None:
     """bf16 bits [columns] → float32, as row `row` of the blocks of `num_rows` rows; zeros follow up to `depth`."""
-    size = block_rows(num_rows, max_rows)
-    first = row // size * size
-    step = min(size, num_rows - first)
+    first, step = block_of(row, num_rows, max_rows)
     own = blocks[first * depth + row - first : (first + step) * depth]
     for column in range(x.size):
         own[column * step] = float_of_bf16(x[column])
