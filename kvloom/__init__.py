@@ -10,6 +10,7 @@ errors.py     the error catalogue: each reason's gRPC code, HTTP status and Open
 sampling.py   limits and checks of sampling parameters and stop conditions
 guide.py      limits and checks of guides (JSON schemas, regular expressions, grammars)
 config.py     the configuration file as one typed tree
+callers.py    who sends a request, and so who is isolated from whom
 router_link/  the client side of the data plane: requests multiplexed over one stream per router
 replay/       events kept of a response, so that its client can resume it
 text/         tokenizers, chat templates, detokenizing, block hashes

@@ -373,6 +373,14 @@ class SafetyConfig(Section):
     """How long a service that has a successor continues to serve the streams that its routers have opened."""
 
 
+class CallersConfig(Section):
+    """Who counts as one caller. Callers share neither cached prompts nor names of requests."""
+
+    anonymous: Literal["address", "shared"] = "address"
+    """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
+    caller's, so that they share cached prompts and can find out which prompts others have sent."""
+
+
 class RedisConfig(Section):
     """The Redis server with the registry and the edges' journals."""
 
@@ -398,6 +406,7 @@ class KvloomConfig(Section):
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
     shard: ShardConfig = msgspec.field(default_factory=ShardConfig)
     safety: SafetyConfig = msgspec.field(default_factory=SafetyConfig)
+    callers: CallersConfig = msgspec.field(default_factory=CallersConfig)
     redis: RedisConfig = msgspec.field(default_factory=RedisConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 
