@@ -12,21 +12,23 @@ from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.router_link.finder import linked_routers
+from kvloom.trust.fabric_trust import following, load_trust
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT. Raises StartError, ConfigError."""
+    """Run until SIGTERM or SIGINT. Raises StartError, ConfigError, SecretError."""
     config = load_config(options.config)
     configure_logging(config.log, options.name)
     stop = stop_event()
+    trust = load_trust(config, ("edge",), options.name)
     model = await asyncio.to_thread(load_model, config)
     try:
         # Edges take CPUs from the first on, routers from the last on.
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
-            async with linked_routers(config, options.name) as link:
+            async with linked_routers(config, options.name, trust) as link, following(trust):
                 listen = EdgeListenOptions.from_arguments(options, config)
                 await serve_edge(
-                    config, link, model, listen, stop, lambda *addresses: announce_ready(ReadyLine(*addresses))
+                    config, link, model, listen, stop, lambda *addresses: announce_ready(ReadyLine(*addresses)), trust
                 )
     finally:
         model.tokenizer.close()

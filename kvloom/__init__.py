@@ -15,6 +15,7 @@ router_link/  the client side of the data plane: requests multiplexed over one s
 replay/       events kept of a response, so that its client can resume it
 text/         tokenizers, chat templates, detokenizing, block hashes
 transport/    streams between processes: gRPC, and Unix sockets on one machine
+trust/        the secret that the processes of a fabric share, and what proves that they know it
 discovery/    the registry in Redis in which shards and routers announce themselves
 process/      what every service process needs: logs, metrics, signals, timers, backoff
 v1/           code generated from protos/kvloom/v1

@@ -373,6 +373,15 @@ class SafetyConfig(Section):
     """How long a service that has a successor continues to serve the streams that its routers have opened."""
 
 
+class FabricConfig(Section):
+    """What the processes of one fabric have in common, besides the model."""
+
+    secret_file: str = ""
+    """The file with the fabric's secret (docs/security.md), by which its processes recognise one another. Empty:
+    `kvloom up` makes one in the data directory; a service that is started by itself takes the secret from the
+    environment variable KVLOOM_FABRIC_SECRET, and works without one if that is not set."""
+
+
 class CallersConfig(Section):
     """Who counts as one caller. Callers share neither cached prompts nor names of requests."""
 
@@ -406,6 +415,7 @@ class KvloomConfig(Section):
     router: RouterConfig = msgspec.field(default_factory=RouterConfig)
     shard: ShardConfig = msgspec.field(default_factory=ShardConfig)
     safety: SafetyConfig = msgspec.field(default_factory=SafetyConfig)
+    fabric: FabricConfig = msgspec.field(default_factory=FabricConfig)
     callers: CallersConfig = msgspec.field(default_factory=CallersConfig)
     redis: RedisConfig = msgspec.field(default_factory=RedisConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
@@ -428,5 +438,8 @@ def load_config(path: Path | None) -> KvloomConfig:
 
 
 def dump_config(config: KvloomConfig, path: Path) -> None:
-    """Write the whole tree as JSON for the processes that `kvloom up` starts."""
+    """Write the whole tree as JSON for the processes that `kvloom up` starts. Only this user can read it, because the
+    URL of Redis may have a password."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))

@@ -6,6 +6,7 @@ into the core's events and carries out the core's actions.
 __main__.py           `python -m router`
 process.py            builds a listening router from the configuration
 server.py             the parts of one router put together, from its start to its drain
+listener.py           one way to reach a router: gRPC and a local socket
 core_config.py        the core's settings, from the configuration
 core_driver.py        feeds events to the core and carries out its actions
 core/                 the sans-I/O core: admission, dispatch, placement, relay, health

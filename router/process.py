@@ -10,6 +10,7 @@ from pathlib import Path
 from kvloom.config import KvloomConfig
 from kvloom.process import service, telemetry
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
 from router.core_config import core_config
 from router.server import RouterServer
@@ -39,13 +40,18 @@ class RouterListenOptions:
 
 
 async def open_router(
-    config: KvloomConfig, tokenizer: ModelTokenizer, name: str, listen_options: RouterListenOptions
+    config: KvloomConfig,
+    tokenizer: ModelTokenizer,
+    name: str,
+    listen_options: RouterListenOptions,
+    trust: FabricTrust = NO_SECRET,
 ) -> tuple[RouterServer, str, str]:
     """Returns a listening router, its address, and the address of /metrics or "". Raises StartError."""
     if not config.redis.url:
         raise service.StartError("redis.url is not set: the router finds its shards in Redis")
     host = config.router.host
-    server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=listen_options.shares_port)
+    shares_port = listen_options.shares_port
+    server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=shares_port, trust=trust)
     address = await server.start(host, listen_options.port, listen_options.own_port)
     port = listen_options.metrics_port
     return server, address, "" if port is None else f"{host}:{_serve_metrics(host, port)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -57,7 +57,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         named_calls: NamedCalls,
         link_sessions: LinkSessions,
         incarnation_id: str = "",
+        link_address: Callable[[], str] = lambda: "",
     ) -> None:
+        """`link_address` is where only this router serves those who use this servicer."""
+        self._link_address = link_address
         self._driver = driver
         self._intake = intake
         self._core = core
@@ -89,7 +92,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await _abort_internal(context, "Resume")
 
     async def Connect(self, request_iterator: AsyncIterator[RouterServiceConnectRequest], context: Context) -> None:
-        address, incarnation_id = self._answers.address, self._incarnation_id
+        address, incarnation_id = self._link_address(), self._incarnation_id
         link = ClientLink(self._driver, self._intake, context, self._link_sessions, address, incarnation_id)
         self._links.add(link)
         try:

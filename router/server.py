@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import grpc
 import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -19,8 +18,8 @@ from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistr
 from kvloom.errors import KvloomError
 from kvloom.process import service
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.transport.local_server import LocalServer
-from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged, VariantChanged
@@ -36,6 +35,7 @@ from router.links.fleet_watcher import FleetWatcher
 from router.links.link_sessions import LinkSessions
 from router.links.local_link import LocalRouterLink
 from router.links.safety_link import SafetyLink
+from router.listener import RouterListener
 from router.metrics import RouterMetrics
 from router.router_servicer import RouterServicer
 from router.usage_records import Credit, UsageRecords
@@ -50,7 +50,6 @@ SERVER_OPTIONS: Final = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # The default is a minute.
 ]
-MAX_CONCURRENT_RPCS: Final = 16_384
 CLOSE_GRACE_SECONDS: Final = 1.0
 CANCEL_AGAIN_SECONDS: Final = 0.2
 
@@ -67,6 +66,7 @@ class RouterServer:
         metrics_registry: CollectorRegistry = REGISTRY,
         *,
         shares_port: bool = False,
+        trust: FabricTrust = NO_SECRET,
     ) -> None:
         """With `shares_port`, other processes may listen on the router's port (SO_REUSEPORT), for example a
         successor."""
@@ -74,15 +74,15 @@ class RouterServer:
         self._core = core
         self._router_id = router_id
         self._incarnation_id = uuid.uuid4().hex
-        self._address = ""
+        self._trust = trust
         self._draining = False
         self._differing: dict[str, frozenset[str]] = {}
         """The models whose shards differ in their variant."""
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
         self._driver = CoreDriver(core, self)
-        self._safety_link = _safety_link(config, self._driver)
-        self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix)
-        self._watcher = FleetWatcher(self._registry, router_id, self._driver)
+        self._safety_link = _safety_link(config, self._driver, trust)
+        self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
+        self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
         self._intake = intake
         self._decision_writer: DecisionWriter | None = None
@@ -93,24 +93,29 @@ class RouterServer:
         self._answers = ResumableAnswers(
             config.router.resume, self._driver, intake, named_calls, ResumeMetrics(metrics_registry), router_id
         )
-        self._servicer = RouterServicer(
-            self._driver,
-            intake,
-            core,
-            self._decisions,
-            self._answers,
-            named_calls,
-            LinkSessions(self._driver, self._usage_records),
-            self._incarnation_id,
+        sessions = LinkSessions(self._driver, self._usage_records)
+
+        def new_listener(address: Callable[[], str], options: Sequence[tuple[str, Any]]) -> RouterListener:
+            servicer = RouterServicer(
+                self._driver,
+                intake,
+                core,
+                self._decisions,
+                self._answers,
+                named_calls,
+                sessions,
+                self._incarnation_id,
+                address,
+            )
+            return RouterListener(servicer, options)
+
+        options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
+        self._for_clients = new_listener(
+            lambda: self._answers.address, service.sharing_port(options) if shares_port else options
         )
-        options = service.sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS
-        options = [*options, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
-        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-        router_service_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, self._server)
-        health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
-        self._local_server = LocalServer(
-            lambda stream: self._servicer.Connect(stream, stream), router_service_pb2.RouterServiceConnectRequest
-        )
+        self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options)
+        """Only for processes that know the fabric's secret; not used when there is none."""
+        health = service.add_health_and_reflection(self._for_clients.server, SERVICE_NAMES)
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
         self._metrics.watch(self._gauges)
 
@@ -120,12 +125,18 @@ class RouterServer:
         written."""
         if self._decision_writer is not None:
             self._decision_writer.open()
-        address = service.bind(self._server, host, port)
+        self._for_clients.bind(host, port)
         if own_port is not None:
-            address = service.bind(self._server, host, own_port)
-        self._address = address
-        self._answers.address = reachable_address(address)
-        return address
+            self._for_clients.bind(host, own_port)
+        if self._trust.has_secret:
+            self._for_fabric.bind(host, 0, self._trust.add_port)
+        self._answers.address = reachable_address(self._for_clients.address)
+        return self._for_clients.address
+
+    @property
+    def internal_address(self) -> str:
+        """Where the processes of the fabric reach this router; "" when it has no secret."""
+        return self._for_fabric.address
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
@@ -170,11 +181,13 @@ class RouterServer:
             await self._safety_link.tried.wait()
 
     async def _open(self) -> Announcer[RouterRecord]:
-        await self._local_server.start(self._address)
-        await self._server.start()
-        log.info("router listens", address=self._address)
-        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix)
-        return Announcer(registry, RouterRecord(self._answers.address, self._router_id, self._incarnation_id))
+        for listener in self._listeners:
+            await listener.start()
+        log.info("router listens", address=self._for_clients.address, internal_address=self.internal_address)
+        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
+        clients_address = self._answers.address
+        address = reachable_address(self.internal_address) if self.internal_address else clients_address
+        return Announcer(registry, RouterRecord(address, self._router_id, self._incarnation_id, clients_address))
 
     async def _drain(self) -> None:
         self._draining = True
@@ -189,8 +202,11 @@ class RouterServer:
             self._driver.dispatch(DrainEnded())
 
     async def _close_streams(self) -> None:
-        self._servicer.end_streams()
-        await asyncio.gather(self._server.stop(CLOSE_GRACE_SECONDS), self._local_server.stop(CLOSE_GRACE_SECONDS))
+        await asyncio.gather(*(listener.stop(CLOSE_GRACE_SECONDS) for listener in self._listeners))
+
+    @property
+    def _listeners(self) -> list[RouterListener]:
+        return [self._for_clients, self._for_fabric] if self._trust.has_secret else [self._for_clients]
 
     def _new_decision_journal(self) -> DecisionJournal | None:
         settings = self._config.router.decision_log
@@ -274,11 +290,11 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
-def _safety_link(config: KvloomConfig, driver: CoreDriver) -> SafetyLink | None:
+def _safety_link(config: KvloomConfig, driver: CoreDriver, trust: FabricTrust) -> SafetyLink | None:
     """Returns None when there is no safety service. Raises StartError when requests need one and none is configured."""
     safety = config.safety
     if safety.port:
-        return SafetyLink(f"{safety.host}:{safety.port}", driver)
+        return SafetyLink(f"{safety.host}:{safety.port}", driver, trust)
     if safety.on_unavailable == "refuse":
         raise service.StartError(
             'safety.port is not set: configure a safety service, or run without one by safety.on_unavailable = "allow"'

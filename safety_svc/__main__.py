@@ -8,6 +8,7 @@ from pathlib import Path
 from kvloom.config import load_config
 from kvloom.process.service import run_service
 from kvloom.process.telemetry import configure_logging
+from kvloom.trust.fabric_trust import following, load_trust
 from safety_svc.server import serve
 
 
@@ -24,7 +25,9 @@ def main() -> None:
         config = load_config(args.config)
         configure_logging(config.log, args.name)
         port = config.safety.port if args.port is None else args.port
-        await serve(config, port, args.metrics_port, shares_port=args.share_port)
+        trust = load_trust(config, ("safety",), args.name)
+        async with following(trust):
+            await serve(config, port, args.metrics_port, trust, shares_port=args.share_port)
 
     run_service(run())
 

@@ -24,6 +24,7 @@ from kvloom.process.service import (
 from kvloom.process.telemetry import serve_metrics
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_server import LocalServer
+from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from safety_svc.connection import ScreenConnection, finding
@@ -96,7 +97,9 @@ def audit(target: str, rule: Rule) -> None:
     log.warning("blocked", target=target, rule=rule.name)
 
 
-async def serve(config: KvloomConfig, port: int, metrics_port: int | None, *, shares_port: bool = False) -> None:
+async def serve(
+    config: KvloomConfig, port: int, metrics_port: int | None, trust: FabricTrust, *, shares_port: bool = False
+) -> None:
     """Serve until SIGTERM. With `shares_port`, other processes may listen on the same port (SO_REUSEPORT), so that a
     successor takes over without a gap. Raises StartError."""
     try:
@@ -108,7 +111,7 @@ async def serve(config: KvloomConfig, port: int, metrics_port: int | None, *, sh
     servicer = SafetyServicer(policy_file)
     safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, server)
     health = add_health_and_reflection(server, [SERVICE_NAME])
-    address = bind(server, config.safety.host, port)
+    address = bind(server, config.safety.host, port, trust.add_port)
     host = config.safety.host
     metrics_address = "" if metrics_port is None else f"{host}:{_serve_metrics(host, metrics_port)}"
     local = LocalServer(lambda stream: servicer.Screen(None, stream), safety_service_pb2.ScreenRequest)

@@ -13,6 +13,7 @@ from kvloom.process import service, telemetry
 from kvloom.process.extras import MissingPackageError, naming_extras
 from kvloom.text.model_checksum import ChecksumError, check_model
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.trust.fabric_trust import following, load_trust
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer
@@ -21,11 +22,13 @@ from shard_server.server import ShardServer
 async def serve(
     config: KvloomConfig, name: str, port: int, metrics_port: int | None, advertised_address: str = ""
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the engine dies. Raises StartError; exits with 1 when the engine dies."""
+    """Serve until SIGTERM or SIGINT, or until the engine dies. Raises StartError and SecretError; exits with 1 when the
+    engine dies."""
+    trust = load_trust(config, ("shard",), name)
     stop = service.stop_event()
     metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
     engine, tokenizer = await asyncio.to_thread(_load, config)
-    server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address)
+    server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address, trust=trust)
     try:
         address = await server.start(port)
     except EngineError as error:
@@ -35,7 +38,8 @@ async def serve(
         service.ReadyLine(address, metrics_address, engine=info.description or info.engine, variant=info.variant)
     )
     try:
-        await server.serve(stop)
+        async with following(trust):
+            await server.serve(stop)
     except EngineError as error:
         sys.stderr.write(f"error: {name}: {error}\n")
         raise SystemExit(1) from error

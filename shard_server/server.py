@@ -19,6 +19,7 @@ from kvloom.errors import KvloomError
 from kvloom.process import service
 from kvloom.text.detokenizer import TokenText
 from kvloom.transport.local_server import LocalServer
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
 from kvloom.v1.shard_service_pb2_grpc import add_ShardServiceServicer_to_server
@@ -48,6 +49,7 @@ class ShardServer:
         metrics_registry: CollectorRegistry = REGISTRY,
         max_pending_frames: int = MAX_PENDING_FRAMES,
         advertised_address: str = "",
+        trust: FabricTrust = NO_SECRET,
     ) -> None:
         """`advertised_address` is the host:port that is registered for routers; "" registers the listening address."""
         self._config = config
@@ -58,6 +60,7 @@ class ShardServer:
         self._metrics_registry = metrics_registry
         self._max_pending_frames = max_pending_frames
         self._advertised_address = advertised_address
+        self._trust = trust
         self._stopping = False
         self._hand_over_timer: asyncio.TimerHandle | None = None
         self._multiplexer: EngineMultiplexer
@@ -72,7 +75,7 @@ class ShardServer:
         self._server = grpc.aio.server(options=service.SERVER_OPTIONS)
         try:
             # The port is bound first: loading an engine would be wasted if the port were taken.
-            address = service.bind(self._server, self._config.shard.host, port)
+            address = service.bind(self._server, self._config.shard.host, port, self._trust.add_port)
             await self._engine.start()
             await self._serve_engine(address)
         except BaseException:
@@ -100,7 +103,7 @@ class ShardServer:
         await self._server.start()
         await service.set_serving(self._health, SERVICE_NAMES, True)
         if self._config.redis.url:
-            registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix)
+            registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
             advertised = self._advertised_address or reachable_address(address)
             record = ShardRecord(self._shard_id, advertised, info.model, self.incarnation_id)
             self._announcer = Announcer(registry, record)

@@ -2,6 +2,7 @@
 
 cli/                 the command
 options.py           flags that several commands share
+fabric_trust.py      the fabric's secret, as commands and the supervisor use it
 failures.py          how a command fails
 supervisor/          runs the processes of a fabric
 models/              finds, registers and prepares models

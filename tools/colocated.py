@@ -15,6 +15,7 @@ from kvloom.config import load_config
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
+from kvloom.trust.fabric_trust import following, load_trust
 from router.process import RouterListenOptions, load_tokenizer, open_router
 
 
@@ -24,13 +25,14 @@ async def serve(options: argparse.Namespace) -> None:
     config = load_config(options.config)
     configure_logging(config.log, options.name)
     stop = stop_event()
+    trust = load_trust(config, ("router", "edge"), options.name)
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
     router_port = config.router.port if options.router_port is None else options.router_port
     listen_options = RouterListenOptions.from_arguments(options, router_port)
-    router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options)
+    router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options, trust)
 
     def on_ready(address: str, metrics_address: str) -> None:
-        announce_ready(ReadyLine(address, metrics_address, router_address, router_metrics))
+        announce_ready(ReadyLine(address, metrics_address, router_address, router_metrics, router.internal_address))
 
     link = router.local_link(options.name)
     edge_has_ended = asyncio.Event()
@@ -38,7 +40,7 @@ async def serve(options: argparse.Namespace) -> None:
     async def serve_edge_side() -> None:
         try:
             edge_listen_options = EdgeListenOptions.from_arguments(options, config)
-            await serve_edge(config, link, served_model(config, tokenizer), edge_listen_options, stop, on_ready)
+            await serve_edge(config, link, served_model(config, tokenizer), edge_listen_options, stop, on_ready, trust)
         finally:
             await link.close()
             edge_has_ended.set()
@@ -46,7 +48,7 @@ async def serve(options: argparse.Namespace) -> None:
     await link.start()
     try:
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
-            async with asyncio.TaskGroup() as tasks:
+            async with following(trust), asyncio.TaskGroup() as tasks:
                 tasks.create_task(router.serve(edge_has_ended), name="router")
                 tasks.create_task(serve_edge_side(), name="edge")
     except BaseExceptionGroup as group:

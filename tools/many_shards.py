@@ -19,6 +19,7 @@ from kvloom.discovery.registry import HEARTBEAT_SECONDS
 from kvloom.process.service import ReadyLine, StartError, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.trust.fabric_trust import FabricTrust, following, load_trust
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer
@@ -37,11 +38,12 @@ async def serve(config: KvloomConfig, first: int, count: int) -> None:
             for number in range(count):
                 engine = create_engine(config, tokenizer)
                 name = shard_name(first + number)
-                server = ShardServer(config, engine, tokenizer, name, metrics_registry=CollectorRegistry())
+                trust = load_trust(config, ("shard",), name)
+                server = ShardServer(config, engine, tokenizer, name, metrics_registry=CollectorRegistry(), trust=trust)
                 addresses.append(await server.start())
                 # Like shards that were started one by one, they register at different times.
                 delay_seconds = HEARTBEAT_SECONDS * number / count
-                shards.create_task(_serve_later(server, delay_seconds, stop), name=name)
+                shards.create_task(_serve_later(server, trust, delay_seconds, stop), name=name)
             announce_ready(ReadyLine(addresses[0]))
     except* EngineError as group:
         sys.stderr.write(f"error: {group.exceptions[0]}\n")
@@ -50,9 +52,10 @@ async def serve(config: KvloomConfig, first: int, count: int) -> None:
         tokenizer.close()
 
 
-async def _serve_later(server: ShardServer, delay_seconds: float, stop: asyncio.Event) -> None:
+async def _serve_later(server: ShardServer, trust: FabricTrust, delay_seconds: float, stop: asyncio.Event) -> None:
     await asyncio.sleep(delay_seconds)
-    await server.serve(stop)
+    async with following(trust):
+        await server.serve(stop)
 
 
 def main() -> None:

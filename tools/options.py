@@ -49,6 +49,7 @@ def load_config_file(path: Path | None) -> KvloomConfig:
     base = Path.cwd() if path is None else path.absolute().parent
     config.data_dir = _absolute(config.data_dir, base)
     config.model.path = _absolute(config.model.path, base)
+    config.fabric.secret_file = _absolute(config.fabric.secret_file, base)
     config.safety.policy_file = _absolute(config.safety.policy_file, base)
     config.router.decision_log.path = _absolute(config.router.decision_log.path, base)
     return config

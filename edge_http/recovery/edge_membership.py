@@ -14,6 +14,7 @@ from edge_http.recovery.peer_proxy import PeerProxy
 from edge_http.recovery.publisher import ResumePublisher, journal_ttl_seconds
 from edge_http.recovery.response_locator import ResponseLocator
 from kvloom.config import RedisConfig
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
 log = structlog.get_logger()
 
@@ -23,12 +24,12 @@ _WILDCARDS: Final = ("", "0.0.0.0", "::")
 class EdgeMembership:
     """Owns the connections to Redis and to the other edges, and the publishing task."""
 
-    def __init__(self, edge: Edge, redis: RedisConfig, address: str) -> None:
+    def __init__(self, edge: Edge, redis: RedisConfig, address: str, trust: FabricTrust) -> None:
         resume = edge.config.resume
-        self._journal = ResumeJournal(redis.url, redis.key_prefix)
+        self._journal = ResumeJournal(redis.url, redis.key_prefix, trust.sealer)
         self._publisher = ResumePublisher(edge.resume, self._journal, resume, self._own_record, edge.tag)
         claims = ResumeClaims(self._journal, journal_ttl_seconds(resume))
-        proxy = PeerProxy(edge.config.max_concurrent_requests)
+        proxy = PeerProxy(edge.config.max_concurrent_requests, trust)
         self._locator = ResponseLocator(edge, self._journal, claims, proxy)
         edge.join(self._locator)
         self._edge = edge
@@ -52,7 +53,7 @@ class EdgeMembership:
 
 
 def join_edges(
-    edge: Edge, redis: RedisConfig, listening_at: str, *, shares_port: bool = False
+    edge: Edge, redis: RedisConfig, listening_at: str, trust: FabricTrust = NO_SECRET, *, shares_port: bool = False
 ) -> EdgeMembership | None:
     """`listening_at` is an address where only this edge listens. With `shares_port` it also listens at an address that
     it shares with other edges. Returns None if there is nothing to share: there is no Redis, resuming is off, or the
@@ -64,6 +65,6 @@ def join_edges(
         log.warning("edge.resume.advertised_address is not set: other edges cannot resume streams of this one")
         return None
     advertised = resume.advertised_address
-    if advertised and shares_port:
+    if advertised and (shares_port or trust.has_secret):
         advertised = f"{advertised.rpartition(':')[0]}:{listening_at.rpartition(':')[2]}"
-    return EdgeMembership(edge, redis, advertised or listening_at)
+    return EdgeMembership(edge, redis, advertised or listening_at, trust)

@@ -18,9 +18,13 @@ import msgspec
 import redis.asyncio.retry
 import redis.backoff
 import redis.exceptions
+import structlog
 
 from edge_http.resume.records import ProgressDelta, decode_entry
 from kvloom.discovery.redis_client import redis_client
+from kvloom.trust.seal import PLAIN, Sealer, SealError
+
+log = structlog.get_logger()
 
 TIMEOUT_SECONDS: Final = 2.0
 NEWCOMER_SECONDS: Final = 3.0
@@ -81,22 +85,22 @@ class EdgesUnknownError(Exception):
 class ResumeJournal:
     """Raises redis.exceptions.RedisError when the server cannot be reached."""
 
-    def __init__(self, url: str, key_prefix: str) -> None:
+    def __init__(self, url: str, key_prefix: str, sealer: Sealer = PLAIN) -> None:
         # One retry, at once: the connections to a Redis that was replaced turn out to be dead one by one. Callers retry
         # by themselves, and more retries of the client would only hide an outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.exceptions.ConnectionError,))
         self.redis = redis_client(url, timeout_seconds=TIMEOUT_SECONDS, retry=retry)
         self._prefix = key_prefix
+        self._sealer = sealer
 
     async def keep(self, tag: str, record: EdgeRecord, ttl_seconds: float, max_entries: int) -> tuple[bool, set[str]]:
         """Announce the edge and keep the latest entries of its journal for the next `ttl_seconds`, even if it dies
         meanwhile. Returns whether Redis knew the edge (if not, the edge is new, or Redis has lost its data), and the
         responses that other edges have taken over."""
         keys = self._edge_key(tag), self._newcomer_key
+        announcement = self._sealer.sign(self._edge_key(tag), msgspec.json.encode(record))
         async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.eval(
-                _ANNOUNCE, len(keys), *keys, msgspec.json.encode(record), _ms(ttl_seconds), tag, _ms(NEWCOMER_SECONDS)
-            )
+            pipe.eval(_ANNOUNCE, len(keys), *keys, announcement, _ms(ttl_seconds), tag, _ms(NEWCOMER_SECONDS))
             pipe.xtrim(self._journal_key(tag), maxlen=max_entries, approximate=False)
             pipe.pexpire(self._journal_key(tag), _ms(ttl_seconds))
             pipe.smembers(self.taken_key(tag))
@@ -109,16 +113,28 @@ class ResumeJournal:
         keys = self._edge_key(tag), self._edge_key(own_tag), self._newcomer_key
         value, own, newcomer = await self.redis.mget(keys)
         if value is not None:
-            return msgspec.json.decode(value, type=EdgeRecord)
+            record = self._edge_record(tag, value)
+            if record is None:
+                raise EdgesUnknownError  # whether the edge lives is not known
+            return record
         if own is None or newcomer is not None:
             raise EdgesUnknownError
         return None
 
     async def link_ids(self, tags: Iterable[str]) -> set[str]:
         """The link ids of those of these edges that Redis still knows."""
+        tags = list(tags)
         found = await self.redis.mget([self._edge_key(tag) for tag in tags])
-        records = [msgspec.json.decode(value, type=EdgeRecord) for value in found if value is not None]
-        return {link_id for record in records for link_id in record.link_ids}
+        records = [self._edge_record(tag, value) for tag, value in zip(tags, found, strict=True) if value is not None]
+        return {link_id for record in records if record is not None for link_id in record.link_ids}
+
+    def _edge_record(self, tag: str, value: Any) -> EdgeRecord | None:
+        """None for a record that cannot be used."""
+        try:
+            return msgspec.json.decode(self._sealer.verified(self._edge_key(tag), value), type=EdgeRecord)
+        except (SealError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.warning("the record of an edge is ignored", edge_tag=tag, cause=str(error)[:200])
+            return None
 
     async def write(
         self, tag: str, batch: JournalBatch, entry: bytes, max_entries: int, ttl_seconds: float
@@ -129,15 +145,16 @@ class ResumeJournal:
         ttl_ms = _ms(ttl_seconds)
         async with self.redis.pipeline(transaction=False) as pipe:
             if entry:
-                pipe.xadd(self._journal_key(tag), {_FIELD: entry}, maxlen=max_entries, approximate=False)
+                sealed = self._sealer.encrypt(self._journal_key(tag), entry)
+                pipe.xadd(self._journal_key(tag), {_FIELD: sealed}, maxlen=max_entries, approximate=False)
             for response_id, response, requests, snapshot in batch.opened:
                 key = self._response_key(tag, response_id)
                 fields: Any = {_RESPONSE: response, _SNAPSHOT: snapshot} | ({_REQUESTS: requests} if requests else {})
-                pipe.hset(key, mapping=fields)
+                pipe.hset(key, mapping={name: self._encrypted(key, name, value) for name, value in fields.items()})
                 pipe.pexpire(key, ttl_ms)
             for response_id, snapshot in batch.snapshots:
                 key = self._response_key(tag, response_id)
-                pipe.hset(key, _SNAPSHOT, snapshot)
+                pipe.hset(key, _SNAPSHOT, self._encrypted(key, _SNAPSHOT, snapshot))
                 pipe.pexpire(key, ttl_ms)
             for response_id in batch.ended:
                 key = self._response_key(tag, response_id)
@@ -157,8 +174,18 @@ class ResumeJournal:
     async def read_response(self, tag: str, response_id: str) -> ResponseRow | None:
         key = self._response_key(tag, response_id)
         values: Any = await self.redis.hmget(key, (_RESPONSE, _REQUESTS, _SNAPSHOT))
-        response, requests, snapshot = values
+        try:
+            response, requests, snapshot = (
+                None if value is None else self._sealer.decrypted(_field_of(key, name), value)
+                for name, value in zip((_RESPONSE, _REQUESTS, _SNAPSHOT), values, strict=True)
+            )
+        except SealError as error:
+            log.warning("a response in the journal is ignored", response_id=response_id, cause=str(error))
+            return None
         return None if response is None else ResponseRow(response, requests, snapshot)
+
+    def _encrypted(self, key: str, field: bytes, content: bytes) -> bytes:
+        return self._sealer.encrypt(_field_of(key, field), content)
 
     async def read(self, tag: str, after_row: str) -> tuple[list[ProgressDelta], str]:
         """Returns the deltas behind that row, in the order of writing, and the last row. "" is before the first row."""
@@ -168,7 +195,10 @@ class ResumeJournal:
             rows: Any = await self.redis.xrange(self._journal_key(tag), min=begin, count=_ENTRIES_PER_READ)
             for row_id, fields in rows:
                 after_row = row_id.decode()
-                found += decode_entry(fields[_FIELD])
+                try:
+                    found += decode_entry(self._sealer.decrypted(self._journal_key(tag), fields[_FIELD]))
+                except SealError as error:  # what it held is then missing, which readers notice
+                    log.warning("an entry of a journal is ignored", edge_tag=tag, cause=str(error))
             if len(rows) < _ENTRIES_PER_READ:
                 return found, after_row
 
@@ -232,6 +262,11 @@ class JournalCache:
     def _forget(self, tag: str, copy: _JournalCopy) -> None:
         if self._copies.get(tag) is copy:
             del self._copies[tag]
+
+
+def _field_of(key: str, field: bytes) -> str:
+    """What a field of a hash is stored under."""
+    return f"{key} {field.decode()}"
 
 
 def _ms(seconds: float) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
 
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import LAST_EVENT_ID
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
 RELAYED: Final = "x-kvloom-relayed"
 """A header with the tag of the edge that the request is intended for."""
@@ -31,7 +32,9 @@ class OwnerLostError(Exception):
 class PeerProxy:
     """Connections to the other edges."""
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, trust: FabricTrust = NO_SECRET) -> None:
+        self._trust = trust
+        self._scheme = "https" if trust.has_secret else "http"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=max_connections),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
@@ -48,7 +51,9 @@ class PeerProxy:
         else:
             method = request.method
         sent = asyncio.ensure_future(
-            self._session.request(method, f"http://{address}{path}", headers=headers, allow_redirects=False)
+            self._session.request(
+                method, f"{self._scheme}://{address}{path}", headers=headers, allow_redirects=False, **self._tls()
+            )
         )
         try:
             while not sent.done():
@@ -69,8 +74,14 @@ class PeerProxy:
 
     async def _probe(self, address: str) -> None:
         """Raises ClientError, TimeoutError."""
-        async with asyncio.timeout(PROBE_SECONDS), self._session.get(f"http://{address}/live") as answer:
+        url = f"{self._scheme}://{address}/live"
+        async with asyncio.timeout(PROBE_SECONDS), self._session.get(url, **self._tls()) as answer:
             await answer.read()
+
+    def _tls(self) -> dict[str, Any]:
+        """The arguments that make a connection prove that both edges belong to the fabric."""
+        context = self._trust.client_tls()
+        return {} if context is None else {"ssl": context, "server_hostname": self._trust.server_hostname("edge")}
 
     async def close(self) -> None:
         await self._session.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -72,10 +73,10 @@ class EdgeServer:
         self._taken_over = site
         return address
 
-    async def listen(self, host: str, port: int) -> str:
+    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
         """Listen on a port; 0 picks a free one. Returns "host:port". Raises StartError if the port is taken."""
         await self._set_up()
-        site = web.TCPSite(self._runner, host, port, reuse_port=False, backlog=BACKLOG)
+        site = web.TCPSite(self._runner, host, port, reuse_port=False, backlog=BACKLOG, ssl_context=tls)
         await self._listen(site, f"{host}:{port}")
         return f"{host}:{site.port}"
 

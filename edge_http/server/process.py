@@ -22,6 +22,7 @@ from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ async def serve_edge(
     listen_options: EdgeListenOptions,
     stop: asyncio.Event,
     on_ready: Callable[[str, str], None],
+    trust: FabricTrust = NO_SECRET,
 ) -> None:
     """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address and with that of
     /metrics. Raises StartError."""
@@ -70,10 +72,11 @@ async def serve_edge(
         if listen_options.peer_port is None:
             await wait_to_open(_until_ready(edge), stop)
             address = own_address = await _open(server, config.edge.host, listen_options)
-            peers = join_edges(edge, config.redis, own_address)
+            peers = join_edges(edge, config.redis, await _open_to_peers(server, address, trust), trust)
         else:
             own_address = await server.listen(config.edge.host, listen_options.peer_port)
-            peers = join_edges(edge, config.redis, own_address, shares_port=True)
+            peer_address = await _open_to_peers(server, own_address, trust)
+            peers = join_edges(edge, config.redis, peer_address, trust, shares_port=True)
             await wait_to_open(_until_ready(edge), stop)
             address = await _open(server, config.edge.host, listen_options)
         on_ready(address, own_address)
@@ -90,6 +93,14 @@ async def serve_edge(
 async def _until_ready(edge: Edge) -> None:
     while edge.not_ready_reason():
         await edge.link.wait_fleet_change()
+
+
+async def _open_to_peers(server: EdgeServer, own_address: str, trust: FabricTrust) -> str:
+    """Where other edges reach this one: with a secret, at a port of their own, which asks for a certificate."""
+    tls = trust.server_tls()
+    if tls is None:
+        return own_address
+    return await server.listen(own_address.rpartition(":")[0].strip("[]"), 0, tls)
 
 
 async def _open(server: EdgeServer, host: str, listen_options: EdgeListenOptions) -> str:

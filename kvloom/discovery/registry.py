@@ -15,9 +15,13 @@ from typing import Final, Generic, TypeVar
 import msgspec
 import redis.asyncio.retry
 import redis.backoff
+import structlog
 
 from kvloom.discovery.redis_client import redis_client
 from kvloom.process.aligned_timer import seconds_to_aligned_tick
+from kvloom.trust.seal import PLAIN, Sealer, SealError
+
+log = structlog.get_logger()
 
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
@@ -44,11 +48,13 @@ class RouterRecord(msgspec.Struct, frozen=True):
     """A router's announcement."""
 
     address: str
-    """gRPC target. It also identifies the router: two processes never share one."""
+    """gRPC target for the processes of the fabric. It also identifies the router: two processes never share one."""
     router_id: str
     """A name for people."""
     incarnation_id: str = ""
     """As for a shard. "": the router, of an earlier version, does not announce one."""
+    client_address: str = ""
+    """gRPC target for clients; "": the same as for the processes of the fabric."""
 
     @property
     def key(self) -> str:
@@ -62,17 +68,23 @@ class Registry(Generic[_Record]):
     """The announced processes of one kind. All methods raise redis.exceptions.RedisError when the server cannot be
     reached."""
 
-    def __init__(self, url: str, key_prefix: str, kind: str, record_type: type[_Record]) -> None:
+    def __init__(
+        self, url: str, key_prefix: str, kind: str, record_type: type[_Record], sealer: Sealer | None = None
+    ) -> None:
+        """With `sealer` the records are signed, and those that this fabric has not signed are left out."""
         # Callers retry by themselves with every heartbeat. The client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._redis = redis_client(url, timeout_seconds=2.0, retry=retry)
         self._prefix = f"{key_prefix}:{kind}"
         self._record_type: type[_Record] = record_type
+        self._sealer: Sealer = sealer or PLAIN
         self._last_keys: list[str] = []
+        self._ignored: dict[str, bytes] = {}
+        """By key: values that were reported as unusable."""
 
     async def announce(self, record: _Record) -> None:
         """Announce a process for the next TTL_SECONDS."""
-        announcement = msgspec.json.encode(record)
+        announcement = self._sealer.sign(self._name(record.key), msgspec.json.encode(record))
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._name(record.key), announcement, px=round(TTL_SECONDS * 1000), get=True)
             pipe.sadd(self._ids_name, record.key)
@@ -99,11 +111,24 @@ class Registry(Generic[_Record]):
         for key, value in zip(keys, values, strict=True):
             if value is None:
                 expired.append(key)
-            else:
-                found[key] = msgspec.json.decode(value, type=self._record_type)
+            elif (record := self._decoded(key, value)) is not None:
+                found[key] = record
+        self._ignored = {key: value for key, value in self._ignored.items() if key in keys}
         if expired:
             await self._redis.srem(self._ids_name, *expired)
         return found
+
+    def _decoded(self, key: str, value: bytes) -> _Record | None:
+        """None for a record that cannot be used, which is reported once."""
+        if self._ignored.get(key) == value:
+            return None
+        try:
+            content = self._sealer.verified(self._name(key), value)
+            return msgspec.json.decode(content, type=self._record_type)
+        except (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._ignored[key] = value
+            log.warning("a record in the registry is ignored", key=self._name(key), cause=str(error)[:200])
+            return None
 
     async def _read(self, keys: Sequence[str]) -> tuple[list[str], list[bytes | None]]:
         """All keys, sorted, and the records of `keys`. They are read in one round trip, since the keys have mostly not
@@ -144,8 +169,8 @@ class Registry(Generic[_Record]):
 class ShardRegistry(Registry[ShardRecord]):
     """The announced shards."""
 
-    def __init__(self, url: str, key_prefix: str) -> None:
-        super().__init__(url, key_prefix, "shard", ShardRecord)
+    def __init__(self, url: str, key_prefix: str, sealer: Sealer | None = None) -> None:
+        super().__init__(url, key_prefix, "shard", ShardRecord, sealer)
 
     async def list_shards(self) -> dict[str, ShardRecord]:
         """By shard_id."""
@@ -155,8 +180,8 @@ class ShardRegistry(Registry[ShardRecord]):
 class RouterRegistry(Registry[RouterRecord]):
     """The announced routers."""
 
-    def __init__(self, url: str, key_prefix: str) -> None:
-        super().__init__(url, key_prefix, "router", RouterRecord)
+    def __init__(self, url: str, key_prefix: str, sealer: Sealer | None = None) -> None:
+        super().__init__(url, key_prefix, "router", RouterRecord, sealer)
 
     async def list_routers(self) -> dict[str, RouterRecord]:
         """By address."""

@@ -11,7 +11,7 @@ import gc
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 import msgspec
@@ -21,6 +21,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvloom.config import ConfigError
+from kvloom.trust.secret import SecretError
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 _SHARE_PORT: Final = "grpc.so_reuseport"
@@ -60,6 +61,8 @@ class ReadyLine(msgspec.Struct):
     router_address: str = ""
     """The address of the router in this process, if there is one; its metrics likewise."""
     router_metrics_address: str = ""
+    internal_address: str = ""
+    """Where the router in this process serves the processes of its fabric, if there is one."""
     engine: str = ""
     """What computes in this process, and how fast, if it is a shard."""
     variant: str = ""
@@ -95,11 +98,12 @@ def settle_memory() -> None:
 
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run a service to its end on uvloop. StartError and ConfigError become a message on stderr and exit status 1."""
+    """Run a service to its end on uvloop. StartError, ConfigError and SecretError become a message on stderr and exit
+    status 1."""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main)
-    except (StartError, ConfigError) as error:
+    except (StartError, ConfigError, SecretError) as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(1) from error
 
@@ -138,12 +142,23 @@ async def wait_to_open(can_serve: Coroutine[Any, Any, None], stop: asyncio.Event
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+class AddPort(Protocol):
+    """Makes a server listen on host:port, and returns the port. Raises RuntimeError if that fails."""
+
+    def __call__(self, server: grpc.aio.Server, address: str, /) -> int: ...
+
+
+def add_plain_port(server: grpc.aio.Server, address: str) -> int:
+    """An AddPort without TLS."""
+    return server.add_insecure_port(address)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = add_plain_port) -> str:
     """Listen on host:port (port 0 picks a free one) and return the address. Raises StartError when the port is
     taken."""
     message = f"cannot listen on {host}:{port}: is another process using the port?"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = add_port(server, f"{host}:{port}")
     except RuntimeError as error:
         raise StartError(message) from error
     if bound == 0:

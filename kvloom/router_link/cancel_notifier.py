@@ -13,7 +13,7 @@ from typing import Final
 import grpc
 
 from kvloom.process.backoff import Backoff
-from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
@@ -32,7 +32,8 @@ GIVE_UP_SECONDS: Final = 600.0
 class CancelNotifier:
     """Cancellations that wait for their routers, by address. One task sends them, while there are any."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_channel: OpenChannel = open_plain_channel) -> None:
+        self._open_channel = open_channel
         self._waiting: dict[tuple[str, bytes], tuple[CancelRequest, float]] = {}
         """By address and serialized cancellation: the cancellation, and the time at which to drop it."""
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +79,7 @@ class CancelNotifier:
         await asyncio.gather(*calls)
 
     async def _notify(self, address: str, settlements: Sequence[CancelRequest], timeout_seconds: float) -> None:
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with self._open_channel(address) as channel:
             stub = RouterServiceStub(channel)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 for settlement in settlements:

@@ -7,12 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
+import grpc.aio
 import redis.exceptions
 import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.discovery.registry import RouterRegistry
 from kvloom.router_link.group import RouterGroup
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom.trust.seal import PLAIN, Sealer
 
 log = structlog.get_logger()
 
@@ -27,10 +31,16 @@ def configured_routers(config: KvloomConfig) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def linked_routers(config: KvloomConfig, client_id: str) -> AsyncIterator[RouterGroup]:
+async def linked_routers(
+    config: KvloomConfig, client_id: str, trust: FabricTrust = NO_SECRET
+) -> AsyncIterator[RouterGroup]:
     """A link to all routers, including those that are started later, for a process called `client_id`."""
-    group = RouterGroup(client_id, reattach_seconds=config.edge.reattach_seconds)
-    finder = RouterFinder(config, group.set_routers)
+
+    def open_channel(address: str) -> grpc.aio.Channel:
+        return trust.open_channel(address, "router", options=CHANNEL_OPTIONS)
+
+    group = RouterGroup(client_id, reattach_seconds=config.edge.reattach_seconds, open_channel=open_channel)
+    finder = RouterFinder(config, group.set_routers, trust.sealer)
     finder.start()
     await group.start()
     try:
@@ -46,13 +56,15 @@ class RouterFinder:
     [router]. While Redis is unreachable the addresses stay the same and the incarnations are not known: a router that
     was restarted at its old address is then accepted."""
 
-    def __init__(self, config: KvloomConfig, found: Callable[[Mapping[str, str]], None]) -> None:
+    def __init__(
+        self, config: KvloomConfig, found: Callable[[Mapping[str, str]], None], sealer: Sealer = PLAIN
+    ) -> None:
         self._configured = dict.fromkeys(configured_routers(config), "")
         self._found = found
         self._last: Mapping[str, str] = self._configured
         """The result of the last successful read of the registry."""
         looks = bool(config.redis.url) and not config.edge.routers
-        self._registry = RouterRegistry(config.redis.url, config.redis.key_prefix) if looks else None
+        self._registry = RouterRegistry(config.redis.url, config.redis.key_prefix, sealer) if looks else None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

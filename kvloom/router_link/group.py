@@ -23,6 +23,7 @@ from kvloom.router_link.link import GrpcRouterLink, LinkRequest, Sink
 from kvloom.router_link.members import NewLink, RouterMember, RouterMembers
 from kvloom.router_link.tracked_request import LOSSES, Assignment, TrackedRequest
 from kvloom.sampling import draw_seed
+from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams
 from kvloom.v1.router_service_pb2 import CancelRequest, FleetState
@@ -52,10 +53,11 @@ class RouterGroup:
         *,
         reattach_seconds: float = REATTACH_SECONDS,
         new_link: NewLink = GrpcRouterLink,
+        open_channel: OpenChannel = open_plain_channel,
     ) -> None:
         """`reattach_seconds`: how long a request that has lost its router looks for another one; 0: it fails at
         once."""
-        self._members = RouterMembers(client_id, new_link, self._on_members_change)
+        self._members = RouterMembers(client_id, new_link, self._on_members_change, open_channel)
         self._reattach_seconds = reattach_seconds
         self._loop = asyncio.get_running_loop()
         self._random = random.Random()
@@ -73,7 +75,7 @@ class RouterGroup:
         """How many requests this batch may still send."""
         self._batch_ends_at = 0.0
         self._handles = itertools.count(1)
-        self._cancel_notifier = CancelNotifier()
+        self._cancel_notifier = CancelNotifier(open_channel)
         """For routers that share an address, where the next connection may reach another router."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

@@ -20,7 +20,7 @@ from kvloom.router_link.identity import LinkIdentity
 from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import ChoiceProgress, LinkRequest
 from kvloom.text.token_ids import prompt_fields
-from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
@@ -78,8 +78,15 @@ class RouterLink(Protocol):
 class GrpcRouterLink:
     """RouterLink over `RouterService.Connect`; reconnects by itself."""
 
-    def __init__(self, address: str, client_id: str, on_fleet_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        client_id: str,
+        on_fleet_change: Callable[[], None] = lambda: None,
+        open_channel: OpenChannel = open_plain_channel,
+    ) -> None:
         """`on_fleet_change` is called whenever `fleet` or `connected` has changed."""
+        self._open_channel = open_channel
         self._address = address
         self._client_id = client_id
         self.identity = LinkIdentity()
@@ -187,7 +194,7 @@ class GrpcRouterLink:
         local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)
         if local is not None:
             return local
-        channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        channel = self._open_channel(self._address)
         await channels.enter_async_context(channel)
         await channel.channel_ready()
         local = await connect_local(self._address, router_service_pb2.RouterServiceConnectResponse)

@@ -11,14 +11,16 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.choice import RouterView, pick_router, salt_of
 from kvloom.router_link.identity import MAX_DELEGATED_LOSSES, LinkIdentity, note_bounded
 from kvloom.router_link.link import GrpcRouterLink
+from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 
 MAX_ROUTERS: Final = 256
 MAX_IDENTITIES: Final = 4 * MAX_ROUTERS
 
-NewLink = Callable[[str, str, Callable[[], None]], GrpcRouterLink]
-"""Makes a link from an address, the client id, and a function to call when the fleet or the connection has changed."""
+NewLink = Callable[[str, str, Callable[[], None], OpenChannel], GrpcRouterLink]
+"""Makes a link from an address, the client id, a function to call when the fleet or the connection has changed, and one
+that opens channels."""
 
 
 class RouterMember:
@@ -38,7 +40,9 @@ class RouterMember:
 class RouterMembers:
     """The routers at the addresses in `wanted`, each with a link that reconnects by itself."""
 
-    def __init__(self, client_id: str, new_link: NewLink, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, client_id: str, new_link: NewLink, on_change: Callable[[], None], open_channel: OpenChannel
+    ) -> None:
         """`on_change` is called whenever something that is public here has changed."""
         self.wanted: dict[str, str] = {}
         """By address: the incarnation that listens there; "": any."""
@@ -49,6 +53,7 @@ class RouterMembers:
         """The routers that are connected and not draining."""
         self._client_id = client_id
         self._new_link = new_link
+        self._open_channel = open_channel
         self._on_change = on_change
         self._members: dict[str, RouterMember] = {}
         self._identities: dict[str, LinkIdentity] = {}
@@ -63,7 +68,7 @@ class RouterMembers:
             if address in self._members:
                 self._members[address].link.expected_incarnation_id = incarnation_id
                 continue
-            link = self._new_link(address, self._client_id, self._refresh)
+            link = self._new_link(address, self._client_id, self._refresh, self._open_channel)
             link.identity = self._identity(address)
             link.expected_incarnation_id = incarnation_id
             self._members[address] = RouterMember(address, link)

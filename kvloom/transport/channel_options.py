@@ -1,8 +1,11 @@
-"""The options of gRPC channels to routers."""
+"""gRPC channels to routers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
+
+import grpc.aio
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 CHANNEL_OPTIONS: Final = [
@@ -22,3 +25,11 @@ CHANNEL_OPTIONS: Final = [
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to the router at host:port."""
+
+
+def open_plain_channel(address: str) -> grpc.aio.Channel:
+    """Without TLS."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -11,6 +11,7 @@ import structlog
 
 from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core_driver import CoreDriver
 from router.links.reconnect import reconnect_backoff
 from router.links.shard_link import ShardLink
@@ -23,10 +24,13 @@ MAX_SHARDS: Final = 4096
 class FleetWatcher:
     """Reads the registry whenever it changes. While Redis is unreachable nothing changes: connected shards stay."""
 
-    def __init__(self, registry: ShardRegistry, router_id: str, driver: CoreDriver) -> None:
+    def __init__(
+        self, registry: ShardRegistry, router_id: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET
+    ) -> None:
         self._registry = registry
         self._router_id = router_id
         self._driver = driver
+        self._trust = trust
         self._links: dict[str, tuple[ShardLink, asyncio.Task[None]]] = {}
         self._registry_read = asyncio.Event()
         """Set once the registry has been read, or could not be read, for the first time."""
@@ -81,6 +85,6 @@ class FleetWatcher:
                 self._start(record, links)
 
     def _start(self, record: ShardRecord, links: asyncio.TaskGroup) -> None:
-        link = ShardLink(record, self._router_id, self._driver)
+        link = ShardLink(record, self._router_id, self._driver, self._trust)
         task = links.create_task(link.run(), name=f"shard link {record.shard_id}")
         self._links[record.shard_id] = (link, task)

@@ -15,6 +15,7 @@ import structlog
 
 from kvloom.errors import KvloomError
 from kvloom.process.cancellation import raise_if_cancelled
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import safety_service_pb2
 from router import convert
 from router.core.actions import CheckPrompt, ScreenAnswers
@@ -35,9 +36,10 @@ LONGEST_PAUSE_SECONDS: Final = 0.4
 class SafetyLink:
     """The connection to the safety service. `run` is its only task."""
 
-    def __init__(self, address: str, driver: CoreDriver) -> None:
+    def __init__(self, address: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET) -> None:
         self._address = address
         self._driver = driver
+        self._trust = trust
         self.tried = asyncio.Event()
         """Set once the core knows that the service is up, or it could not be reached."""
         self._current: SafetyStream | None = None
@@ -94,7 +96,7 @@ class SafetyLink:
 
     async def _serve_connections(self) -> None:
         """Serves one stream after the other, each the successor of the last. Raises when a stream in use breaks."""
-        stream = await SafetyStream.open(self._address)
+        stream = await SafetyStream.open(self._address, self._trust)
         self._drain_announced.clear()
         self._driver.set_safety(self)
         tasks: set[asyncio.Task[None]] = set()
@@ -136,7 +138,7 @@ class SafetyLink:
         backoff = reconnect_backoff()
         while True:
             try:
-                return await SafetyStream.open(self._address)
+                return await SafetyStream.open(self._address, self._trust)
             except _BREAKS as error:
                 log.info("the safety service drains, and has no successor yet", cause=cause_of(error))
             await asyncio.sleep(backoff.next_seconds(0.0))

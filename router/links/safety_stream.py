@@ -11,6 +11,7 @@ import structlog
 
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from router.core.actions import CheckPrompt
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
@@ -48,9 +49,9 @@ class SafetyStream:
         self.take_policy(policy)
 
     @classmethod
-    async def open(cls, address: str) -> SafetyStream:
+    async def open(cls, address: str, trust: FabricTrust = NO_SECRET) -> SafetyStream:
         """Opens a stream, which the caller must close. Raises AioRpcError, TimeoutError, LinkError."""
-        channel = grpc.aio.insecure_channel(address, options=LINK_OPTIONS)
+        channel = trust.open_channel(address, "safety", options=LINK_OPTIONS)
         call: ScreenCall | None = None
         try:
             local = await connect_local(address, safety_service_pb2.ScreenResponse)

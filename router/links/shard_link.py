@@ -20,6 +20,7 @@ from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream, deliver
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from router import convert
 from router.core.actions import CancelOnShard, SubmitAttempt
@@ -54,7 +55,7 @@ class ShardLink:
     """The link to one shard of the registry. `run` is its only task. The fleet watcher sets `registered`, which decides
     whether the link reconnects once its connection has broken."""
 
-    def __init__(self, record: ShardRecord, router_id: str, driver: CoreDriver) -> None:
+    def __init__(self, record: ShardRecord, router_id: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET) -> None:
         self.record = record
         self.registered = True
         self.expected_incarnation_id = record.incarnation_id
@@ -62,6 +63,7 @@ class ShardLink:
         a process with the shard's id may then be its new incarnation."""
         self._router_id = router_id
         self._driver = driver
+        self._trust = trust
         self.tried = asyncio.Event()
         """Set once the core knows this shard, or it could not be reached."""
         self._connected = False
@@ -123,7 +125,7 @@ class ShardLink:
 
     async def _serve_one_connection(self) -> None:
         """Returns when the shard ends the stream cleanly, and raises when the stream breaks."""
-        async with grpc.aio.insecure_channel(self.record.address, options=LINK_OPTIONS) as channel:
+        async with self._open_channel() as channel:
             local = await connect_local(self.record.address, shard_service_pb2.ShardServiceConnectResponse)
             call: ConnectCall = local or shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
             try:
@@ -132,6 +134,11 @@ class ShardLink:
                 await self._serve_frames(call, first)
             finally:
                 call.cancel()
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        """Only the shard that the record names is accepted: another may since listen at its address."""
+        record = self.record
+        return self._trust.open_channel(record.address, "shard", record.shard_id, options=LINK_OPTIONS)
 
     async def _greet(self, call: ConnectCall) -> shard_service_pb2.ShardServiceConnectResponse:
         hello = shard_service_pb2.RouterHello(router_id=self._router_id)

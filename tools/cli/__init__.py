@@ -11,5 +11,6 @@ logs.py           logs
 chat.py           chat
 explain.py        explain
 models.py         models
+secret.py         secret
 router_client.py  finds the router for chat and explain
 """

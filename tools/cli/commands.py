@@ -89,6 +89,7 @@ class LazyGroup(click.Group):
         "chat": "tools.cli.chat:chat",
         "explain": "tools.cli.explain:explain",
         "models": "tools.cli.models:models",
+        "secret": "tools.cli.secret:secret",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
         "chaos": "tools.chaos.command:chaos",

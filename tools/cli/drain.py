@@ -10,7 +10,9 @@ from typing import Final
 import click
 import grpc
 
+from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.state import RunFolder
@@ -37,8 +39,9 @@ def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, con
     Requests for which no other shard has room stay on SHARD. It drains until `kvloom undrain` or a restart of its
     process, even if this command is interrupted.
     """
-    address = find_shard(RunFolder(choose_data_dir(data_dir, load_config_file(config_file))), shard)
-    asyncio.run(_drain(shard, address, deadline_seconds))
+    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    address, trust = find_shard(folder, shard), trust_of_running(folder)
+    asyncio.run(_drain(shard, address, deadline_seconds, trust))
     print(f"{shard} is drained")
 
 
@@ -48,8 +51,9 @@ def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, con
 @config_option
 def undrain(shard: str, data_dir: Path | None, config_file: Path | None) -> None:
     """Send requests to SHARD (a name in `kvloom status`) again."""
-    address = find_shard(RunFolder(choose_data_dir(data_dir, load_config_file(config_file))), shard)
-    asyncio.run(_undrain(shard, address))
+    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    address, trust = find_shard(folder, shard), trust_of_running(folder)
+    asyncio.run(_undrain(shard, address, trust))
     print(f"{shard} takes requests again")
 
 
@@ -63,10 +67,10 @@ def find_shard(folder: RunFolder, name: str) -> str:
     return shards[name].address
 
 
-async def _drain(shard: str, address: str, deadline_seconds: float | None) -> None:
+async def _drain(shard: str, address: str, deadline_seconds: float | None, trust: FabricTrust) -> None:
     """Prints the counts to stderr whenever they change."""
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with trust.open_channel(address, "shard", shard) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
             request = shard_service_pb2.DrainRequest(draining=True, deadline_seconds=deadline_seconds)
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
@@ -87,9 +91,9 @@ async def _drain(shard: str, address: str, deadline_seconds: float | None) -> No
         raise _unreachable(shard, address, error) from error
 
 
-async def _undrain(shard: str, address: str) -> None:
+async def _undrain(shard: str, address: str, trust: FabricTrust) -> None:
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with trust.open_channel(address, "shard", shard) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
             request = shard_service_pb2.DrainRequest(draining=False)
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)

@@ -14,11 +14,12 @@ import redis
 
 from kvloom.config import KvloomConfig, ModelConfig, dump_config
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
+from tools.fabric_trust import provide_secret, trust_of
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
+from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.fabric import Fabric
-from tools.supervisor.process_specs import pick_free_ports
 from tools.supervisor.reporters import LogReporter, Reporter
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
@@ -33,6 +34,7 @@ def apply_flags(
     sim_prefill_tokens_per_second: float | None,
     http_port: int | None,
     router_port: int | None,
+    secret_file: Path | None,
     redis_url: str | None,
     no_deterministic: bool,
     edges: int | None,
@@ -52,6 +54,8 @@ def apply_flags(
         config.edge.port = http_port
     if router_port is not None:
         config.router.port = router_port
+    if secret_file is not None:
+        config.fabric.secret_file = str(secret_file.expanduser().absolute())
     if redis_url is not None:
         config.redis.url = redis_url
     if no_deterministic:
@@ -89,8 +93,11 @@ class Launch:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
                 embed_redis = not self.config.redis.url
-                if not embed_redis:
+                if embed_redis:
+                    self.config.redis.url = stack.enter_context(embedded_redis_url(self.folder.run_dir))
+                else:
                     _check_redis(self.config.redis.url)
+                provide_secret(self.config, self.folder.data_dir)
                 http_port = stack.enter_context(self._claimed_ports())
                 self._fill_in_model(reporter)
                 self.config.data_dir = str(self.folder.data_dir)
@@ -102,6 +109,7 @@ class Launch:
                     http_port=http_port,
                     embed_redis=embed_redis,
                     start_timeout_seconds=self.start_timeout_seconds,
+                    trust=trust_of(self.config),
                 )
                 asyncio.run(fabric.run())
             except CommandError as error:
@@ -122,7 +130,6 @@ class Launch:
             grpc = stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port"))
             safety = stack.enter_context(_claimed(config.safety.host, config.safety.port, "safety.port"))
             config.edge.port, config.router.port, config.safety.port = http.port, grpc.port, safety.port
-            config.redis.url = config.redis.url or f"redis://127.0.0.1:{pick_free_ports(1)[0]}/0"
             yield http
 
     def _fill_in_model(self, reporter: Reporter) -> None:

@@ -51,6 +51,11 @@ PORT = click.IntRange(0, 65535)
 @option("--router-port", type=PORT, help="The port of the gRPC API. 0 picks one.  [default: 8081]")
 @data_dir_option
 @config_option
+@option(
+    "--secret-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file with the fabric's secret.  [default: DATA_DIR/secret, made at the first start]",
+)
 @option("--redis-url", metavar="URL", help="Use this Redis-protocol server instead of the embedded one.")
 @option(
     "--start-timeout-seconds",

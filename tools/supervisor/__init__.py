@@ -2,6 +2,7 @@
 
 fabric.py              one run of a whole fabric
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
+embedded_redis.py      the Redis-protocol server that `kvloom up` starts
 supervisor.py          starts, watches, replaces and stops a set of processes
 supervised_process.py  keeps one process running, with backoff
 child.py               one operating-system process

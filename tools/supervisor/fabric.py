@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvloom.config import KvloomConfig
+from kvloom.trust.fabric_trust import FabricTrust, following
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError
 from tools.supervisor.control import control_socket
@@ -38,6 +39,7 @@ class Fabric:
         http_port: SharedPort,
         embed_redis: bool,
         start_timeout_seconds: float,
+        trust: FabricTrust,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -49,6 +51,7 @@ class Fabric:
             router_address=router_address(config),
             model=config.model.name,
         )
+        self._trust = trust
         self._restarting = asyncio.Lock()
         self._supervisor = Supervisor(
             plan_stages(
@@ -89,6 +92,10 @@ class Fabric:
                 self._reporter.line("stopped")
 
     async def _start_and_watch(self) -> None:
+        async with following(self._trust):
+            await self._run_and_watch()
+
+    async def _run_and_watch(self) -> None:
         await self._supervisor.start()
         await self._wait_ready()
         self._enter_phase("ready")
@@ -113,7 +120,7 @@ class Fabric:
     async def _is_complete(self) -> bool:
         if not self._supervisor.all_ready:
             return False
-        return await is_complete(self._supervisor.statuses, self._config.shard.num_shards)
+        return await is_complete(self._supervisor.statuses, self._config.shard.num_shards, self._trust)
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS

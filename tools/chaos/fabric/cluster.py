@@ -4,6 +4,7 @@ proxies between the routers and each shard, and between the clients and the edge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -14,9 +15,12 @@ from typing import Final
 
 from kvloom.config import KvloomConfig, dump_config
 from kvloom.process.backoff import Backoff
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.chaos.fabric.proxy import FaultProxy
+from tools.fabric_trust import provide_secret, trust_of
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
+from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.process_specs import STOP_ORDER, pick_free_ports, plan_stages
 from tools.supervisor.readiness import is_complete, router_address
 from tools.supervisor.shared_port import SharedPort
@@ -44,6 +48,8 @@ class Cluster:
         self.edge_proxies: dict[str, FaultProxy] = {}
         """The proxies between the clients and the edges. There are as many as edges, which share a port."""
         self._ports: list[SharedPort] = []
+        self._stack = contextlib.ExitStack()
+        self.trust: FabricTrust = NO_SECRET
 
     async def start(self) -> None:
         """Returns when the fabric is ready. Raises CommandError. `stop` must be called in any case."""
@@ -54,12 +60,14 @@ class Cluster:
         for name in shards:
             await self._start_link_proxy(name)
         # After everything that picks a port for itself, which could pick one of these before anything listens on them.
-        config.safety.port, redis_port, *shard_ports = pick_free_ports(2 + len(shards))
+        config.safety.port, *shard_ports = pick_free_ports(1 + len(shards))
         self._shard_ports.update(zip(shards, shard_ports, strict=True))
-        config.redis.url = f"redis://127.0.0.1:{redis_port}/0"
         config.data_dir = str(self.folder.data_dir)
         for directory in (self.folder.run_dir, self.folder.log_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.redis.url = self._stack.enter_context(embedded_redis_url(self.folder.run_dir))
+        provide_secret(config, self.folder.data_dir)
+        self.trust = trust_of(config)
         dump_config(config, self.folder.config_path)
         stages = plan_stages(
             config,
@@ -99,6 +107,7 @@ class Cluster:
             await proxy.close()
         for port in self._ports:
             port.close()
+        self._stack.close()
 
     # --- processes
 
@@ -181,7 +190,7 @@ class Cluster:
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-        while not await is_complete(self._supervisor.statuses, self.config.shard.num_shards):
+        while not await is_complete(self._supervisor.statuses, self.config.shard.num_shards, self.trust):
             if time.monotonic() > deadline:
                 raise CommandError(f"the fabric did not become ready within {_READY_TIMEOUT_SECONDS:g} s")
             await asyncio.sleep(0.05)

@@ -31,7 +31,7 @@ async def wait_for_quiescence(cluster: Cluster) -> list[str]:
 async def _problems(cluster: Cluster) -> list[str]:
     wrong: list[str] = []
     for name in cluster.names("shard"):
-        load = await _load_of(cluster.status(name).address)
+        load = await _load_of(cluster, name)
         if load is None:
             wrong.append(f"{name} does not answer")
         elif load.num_running or load.num_waiting:
@@ -42,13 +42,13 @@ async def _problems(cluster: Cluster) -> list[str]:
     wrong += [
         f"{name} does not see all {num_shards} shards"
         for name in cluster.names("router")
-        if not await fleet_is_complete(cluster.status(name).address, num_shards)
+        if not await fleet_is_complete(cluster.status(name).internal_address, num_shards, cluster.trust)
     ]
     return wrong
 
 
-async def _load_of(address: str) -> shard_service_pb2.LoadReport | None:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def _load_of(cluster: Cluster, name: str) -> shard_service_pb2.LoadReport | None:
+    async with cluster.trust.open_channel(cluster.status(name).address, "shard", name) as channel:
         stub = shard_service_pb2_grpc.ShardServiceStub(channel)
         try:
             return (await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=2.0)).load

@@ -1,0 +1,42 @@
+"""One way to reach a router: a gRPC server, and a local socket for processes of the same machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc
+
+from kvloom.process import service
+from kvloom.transport.local_server import LocalServer
+from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
+from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
+from router.router_servicer import RouterServicer
+
+MAX_CONCURRENT_RPCS: Final = 16_384
+
+
+class RouterListener:
+    """Call `bind`, then `start`, then `stop`."""
+
+    def __init__(self, servicer: RouterServicer, options: Sequence[tuple[str, Any]]) -> None:
+        self.servicer = servicer
+        self.server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        add_RouterServiceServicer_to_server(servicer, self.server)
+        self.address = ""
+        """The latest that was bound."""
+        self._local = LocalServer(lambda stream: servicer.Connect(stream, stream), RouterServiceConnectRequest)
+
+    def bind(self, host: str, port: int, add_port: service.AddPort = service.add_plain_port) -> None:
+        """Raises StartError when the port is taken. Clients that connect wait until `start`."""
+        self.address = service.bind(self.server, host, port, add_port)
+
+    async def start(self) -> None:
+        # Clients try the local socket first.
+        await self._local.start(self.address)
+        await self.server.start()
+
+    async def stop(self, grace_seconds: float) -> None:
+        self.servicer.end_streams()
+        await asyncio.gather(self.server.stop(grace_seconds), self._local.stop(grace_seconds))

@@ -1,0 +1,220 @@
+"""Processes of a fabric recognise one another by its secret, over real sockets and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import grpc
+import pytest
+import redis.asyncio
+
+from edge_http.recovery.edge_membership import join_edges
+from kvloom.config import EdgeConfig, RedisConfig
+from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRecord, ShardRegistry
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from kvloom.trust.secret import FabricSecret, write_secret
+from kvloom.trust.shared_secret import SharedSecret
+from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
+from tests.fakes.edge_peers import begin, published
+from tests.fakes.edge_world import edge_world
+from tests.fakes.shard_world import shard_world
+from tools.supervisor.child import bound_command
+from tools.supervisor.embedded_redis import embedded_redis, embedded_redis_url
+
+SECRET = FabricSecret.draw()
+
+
+def trust(role: str, name: str = "test", secret: FabricSecret = SECRET) -> SharedSecret:
+    return SharedSecret(secret, (role,), name)
+
+
+async def drain(address: str, caller: FabricTrust, name: str = "shard-0") -> str:
+    """The outcome of ShardService.Drain: "ok" or the status code."""
+    async with caller.open_channel(address, "shard", name) as channel:
+        stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+        try:
+            await stub.Drain(shard_service_pb2.DrainRequest(draining=True), timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "ok"
+
+
+async def test_a_shard_obeys_only_processes_of_its_fabric() -> None:
+    """Any local user could drain the shards, and so stop the fabric."""
+    async with shard_world(trust=trust("shard", "shard-0")) as world:
+        assert await drain(world.address, NO_SECRET) == "UNAVAILABLE"
+        assert await drain(world.address, trust("router", secret=FabricSecret.draw())) == "UNAVAILABLE"
+        assert await drain(world.address, trust("router")) == "ok"
+
+
+async def test_a_client_accepts_only_the_process_that_it_wants() -> None:
+    """The port of a dead shard may belong to another process of the fabric by now."""
+    async with shard_world(trust=trust("shard", "shard-0")) as world:
+        assert await drain(world.address, trust("router"), "shard-1") == "UNAVAILABLE"
+        assert await drain(world.address, trust("router"), "shard-0") == "ok"
+
+
+async def test_records_that_the_fabric_has_not_signed_are_ignored(redis_url: str) -> None:
+    """Whoever can write to Redis could send prompts to a shard of his own."""
+    signed = ShardRegistry(redis_url, "trust-records", trust("shard").sealer)
+    others = [
+        ShardRegistry(redis_url, "trust-records"),
+        ShardRegistry(redis_url, "trust-records", trust("shard", secret=FabricSecret.draw()).sealer),
+    ]
+    try:
+        await signed.announce(ShardRecord("good", "127.0.0.1:1", "m", "1"))
+        for number, registry in enumerate(others):
+            await registry.announce(ShardRecord(f"bad-{number}", "127.0.0.1:2", "m", "1"))
+        assert list(await signed.list_shards()) == ["good"]
+    finally:
+        for registry in (signed, *others):
+            await registry.close()
+
+
+async def test_a_record_cannot_be_copied_to_another_name(redis_url: str) -> None:
+    """A signed record that is stored under another shard's key would take its place."""
+    registry = RouterRegistry(redis_url, "trust-copies", trust("router").sealer)
+    try:
+        await registry.announce(RouterRecord("127.0.0.1:1", "router-0"))
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            copied = await client.get("trust-copies:router:127.0.0.1:1")
+            await client.set("trust-copies:router:127.0.0.1:2", copied)
+            await client.sadd("trust-copies:router_ids", "127.0.0.1:2")
+        assert list(await registry.list_routers()) == ["127.0.0.1:1"]
+    finally:
+        await registry.close()
+
+
+async def test_the_journal_holds_no_readable_text(redis_url: str) -> None:
+    """Prompts and answers of resumable streams are in Redis while they run; its readers must not see them."""
+    async with edge_world(EdgeConfig()) as world:
+        settings = RedisConfig(url=redis_url, key_prefix="trust-journal")
+        peers = join_edges(world.edge, settings, world.url.removeprefix("http://"), trust("edge"))
+        assert peers is not None
+        try:
+            _, request = await begin(world, 3)
+            request.tokens("a very private answer ")
+            await published(peers)
+            async with redis.asyncio.Redis.from_url(redis_url) as client:
+                stored = b""
+                async for key in client.scan_iter("trust-journal:*"):
+                    kind = await client.type(key)
+                    if kind == b"hash":
+                        stored += b"".join((await client.hgetall(key)).values())
+                    elif kind == b"stream":
+                        stored += b"".join(value for _, row in await client.xrange(key) for value in row.values())
+            assert stored
+            for text in (b"private", b"hello", b"role", world.url.encode()):
+                assert text not in stored
+        finally:
+            await peers.close()
+
+
+async def test_edges_ask_one_another_for_a_certificate() -> None:
+    """The port for other edges would else be a second entrance, without what guards the first."""
+    async with edge_world(EdgeConfig()) as world:
+        own = trust("edge", "edge-0")
+        address = await world.server.listen("127.0.0.1", 0, own.server_tls())
+        async with aiohttp.ClientSession() as session:
+            url = f"https://{address}/live"
+            peer = trust("edge", "edge-1")
+            async with session.get(url, ssl=peer.client_tls(), server_hostname=peer.server_hostname("edge")) as answer:
+                assert answer.status == 200
+            stranger = trust("edge", "edge-2", FabricSecret.draw())
+            for context in (False, stranger.client_tls()):
+                with pytest.raises((aiohttp.ClientError, OSError)):
+                    async with session.get(url, ssl=context, server_hostname=peer.server_hostname("edge")) as answer:
+                        await answer.read()
+
+
+async def test_a_rotation_breaks_no_stream_and_ends_the_old_secret(tmp_path: Path) -> None:
+    """Operators rotate secrets while users are served: open streams stay, and in the end the old secret is useless."""
+    path = tmp_path / "secret"
+    write_secret(path, SECRET)
+    shard = SharedSecret(SECRET, ("shard",), "shard-0", path)
+    new = b"n" * 32
+    accepts = SECRET.with_accepted(new)
+    uses = accepts.with_used(new)
+    async with (
+        shard_world(trust=shard) as world,
+        _watched(shard),
+        trust("router").open_channel(world.address, "shard", "shard-0") as channel,
+    ):
+        stream = shard_service_pb2_grpc.ShardServiceStub(channel).Connect()
+        hello = shard_service_pb2.RouterHello(router_id="router")
+        await stream.write(shard_service_pb2.ShardServiceConnectRequest(hello=hello))
+        assert (await stream.read()).HasField("hello")
+        for step in (accepts, uses, uses.without_others()):
+            write_secret(path, step)
+            await _until(shard, step)
+            assert await drain(world.address, trust("router", secret=step)) == "ok"
+        assert await drain(world.address, trust("router")) == "UNAVAILABLE"
+        snapshot = shard_service_pb2.ShardServiceConnectRequest(want_kv_snapshot=True)
+        await stream.write(snapshot)
+        assert await stream.read() is not grpc.aio.EOF
+
+
+@contextlib.asynccontextmanager
+async def _watched(followed: SharedSecret) -> AsyncIterator[None]:
+    task = asyncio.create_task(followed.watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _until(followed: SharedSecret, secret: FabricSecret) -> None:
+    expected = next(iter(secret.keys("registry")))
+    async with asyncio.timeout(20):
+        while True:
+            signed = followed.sealer.sign("key", b"{}")
+            if expected.encode() in signed and len(followed._secret.secrets) == len(secret.secrets):
+                return
+            await asyncio.sleep(0.05)  # the file is polled
+
+
+@pytest.fixture
+async def own_redis(tmp_path: Path) -> AsyncIterator[str]:
+    """An embedded server as `kvloom up` starts it."""
+    with embedded_redis_url(tmp_path) as url:
+        spec = embedded_redis(url, tmp_path)
+        process = await asyncio.create_subprocess_exec(*bound_command(spec.argv), stdout=asyncio.subprocess.DEVNULL)
+        assert spec.probe is not None
+        async with asyncio.timeout(20):
+            while await spec.probe() is None:  # noqa: ASYNC110  (the server says nothing when it is ready)
+                await asyncio.sleep(0.02)
+        try:
+            yield url
+        finally:
+            process.kill()
+            await process.wait()
+
+
+async def test_the_embedded_redis_wants_its_password_and_refuses_an_administrators_commands(own_redis: str) -> None:
+    """Any local user could fill it, read it or shut it down, and no shard could register any more."""
+    async with redis.asyncio.Redis.from_url(own_redis) as client:
+        assert await client.set("a", "1")
+        for command in (["SHUTDOWN", "NOSAVE"], ["FLUSHALL"], ["CONFIG", "GET", "*"], ["ACL", "LIST"], ["KEYS", "*"]):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                await client.execute_command(*command)
+    scheme, _, rest = own_redis.partition("://")
+    async with redis.asyncio.Redis.from_url(f"{scheme}://{rest.rpartition('@')[2]}") as client:
+        with pytest.raises(redis.exceptions.RedisError, match="authenticated"):
+            await client.get("a")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_another_user_does_not_reach_the_embedded_redis(own_redis: str) -> None:
+    """Its socket is for this user alone."""
+    path = own_redis.rpartition("@")[2].partition("?")[0]
+    code = f"import os, socket; os.setuid(65534); socket.socket(socket.AF_UNIX).connect({path!r})"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
+    _, stderr = await process.communicate()
+    assert b"PermissionError" in stderr

@@ -1,0 +1,135 @@
+"""`kvloom secret`: makes, shows and rotates the secret by which the processes of a fabric recognise one another."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import click
+
+from kvloom.config import load_config
+from kvloom.trust.secret import FabricSecret, SecretError, key_id, read_secret, write_secret
+from tools.fabric_trust import SECRET_FILE
+from tools.failures import CommandError
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.state import RunFolder
+
+SETTLE_SECONDS: Final = 3.0
+"""Processes check the file every second."""
+STEPS: Final = ("accept", "use", "finish")
+
+
+@click.group()
+def secret() -> None:
+    """Make, show and rotate the secret by which the processes of a fabric recognise one another."""
+
+
+@secret.command()
+def new() -> None:
+    """Print a new secret, for KVLOOM_FABRIC_SECRET or a file that `fabric.secret_file` names."""
+    print(FabricSecret.draw().format())
+
+
+@secret.command()
+@option("--file", "file", scope="secret", type=click.Path(path_type=Path, dir_okay=False), help="The file to show.")
+@data_dir_option
+@config_option
+def show(file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
+    """Show which fabric the secret belongs to and which keys are accepted, but not the secret itself."""
+    path = _secret_path(file, data_dir, config_file)
+    found = _read(path)
+    print(f"file      {path}")
+    print(f"fabric    {found.fabric_id}")
+    for number, part in enumerate(found.secrets):
+        print(f"{'used' if number == 0 else 'accepted':9} {key_id(part)}")
+
+
+@secret.command()
+@option(
+    "--step",
+    scope="secret",
+    type=click.Choice(STEPS),
+    help="Do one step only, for a fleet: each step's file must be on all machines before the next step.",
+)
+@option(
+    "--settle-seconds",
+    scope="secret",
+    type=click.FloatRange(min=0),
+    default=SETTLE_SECONDS,
+    show_default=True,
+    help="The wait between the steps.",
+)
+@option("--file", "file", scope="secret", type=click.Path(path_type=Path, dir_okay=False), help="The file to rotate.")
+@data_dir_option
+@config_option
+def rotate(
+    step: str | None, settle_seconds: float, file: Path | None, data_dir: Path | None, config_file: Path | None
+) -> None:
+    """Replace the secret of a running fabric. No stream breaks, and no answer is lost.
+
+    The three steps: a new secret is accepted; it is used; the old one is no longer accepted. Running processes follow
+    the file. Resumable answers that began under the old secret can be taken over by another edge until the last step.
+    """
+    path = _secret_path(file, data_dir, config_file)
+    config = load_config_file(config_file)
+    grace_seconds = config.edge.resume.grace_seconds
+    for number, name in enumerate(STEPS if step is None else (step,)):
+        if number:
+            # What was encrypted with the old secret is read for as long as a client may come back for it.
+            time.sleep(settle_seconds + (grace_seconds if name == "finish" else 0.0))
+        _write(path, _ROTATION[name](_read(path)))
+        print(f"{name}: {_DONE[name]}", file=sys.stderr)
+    print(f"{path}: {key_id(_read(path).secrets[0])} is used")
+
+
+def _accept(found: FabricSecret) -> FabricSecret:
+    if len(found.secrets) > 1:
+        raise CommandError("a rotation has begun already: continue it with --step use or --step finish")
+    return found.with_accepted(secrets.token_bytes(32))
+
+
+def _use(found: FabricSecret) -> FabricSecret:
+    if len(found.secrets) < 2:
+        raise CommandError("no new secret is accepted yet: begin with --step accept")
+    return found.with_used(found.secrets[-1])
+
+
+_ROTATION: Final[dict[str, Callable[[FabricSecret], FabricSecret]]] = {
+    "accept": _accept,
+    "use": _use,
+    "finish": FabricSecret.without_others,
+}
+_DONE: Final = {
+    "accept": "a new secret is accepted",
+    "use": "the new secret is used",
+    "finish": "the old secret is no longer accepted",
+}
+
+
+def _secret_path(file: Path | None, data_dir: Path | None, config_file: Path | None) -> Path:
+    """The flag, else the file of the running or configured fabric."""
+    if file is not None:
+        return file
+    config = load_config_file(config_file)
+    folder = RunFolder(choose_data_dir(data_dir, config))
+    if not config.fabric.secret_file and folder.config_path.exists():
+        config = load_config(folder.config_path)
+    return Path(config.fabric.secret_file or folder.data_dir / SECRET_FILE)
+
+
+def _read(path: Path) -> FabricSecret:
+    try:
+        return read_secret(path)
+    except SecretError as error:
+        raise CommandError(str(error)) from error
+
+
+def _write(path: Path, found: FabricSecret) -> None:
+    try:
+        write_secret(path, found)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}") from error
