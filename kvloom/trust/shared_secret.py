@@ -73,12 +73,16 @@ class SharedSecret:
     def open_channel(
         self, address: str, role: str, name: str = "", *, options: Sequence[tuple[str, Any]] = ()
     ) -> grpc.aio.Channel:
+        demanded = self.demanded_of(role, name)
+        return grpc.aio.secure_channel(address, self.channel_credentials(), options=[*options, demanded])
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
         found = self._certificates
-        credentials = grpc.ssl_channel_credentials(found.authorities, found.key, found.certificate)
-        demanded = server_name(self._secret, role, name)
-        return grpc.aio.secure_channel(
-            address, credentials, options=[*options, ("grpc.ssl_target_name_override", demanded)]
-        )
+        return grpc.ssl_channel_credentials(found.authorities, found.key, found.certificate)
+
+    def demanded_of(self, role: str, name: str = "") -> tuple[str, str]:
+        """The channel option that accepts only servers of the role, or only the one called `name`."""
+        return "grpc.ssl_target_name_override", server_name(self._secret, role, name)
 
     def server_tls(self) -> ssl.SSLContext:
         context = _tls_context(ssl.PROTOCOL_TLS_SERVER, self._certificates)

@@ -18,6 +18,8 @@ from typing import Any
 import grpc
 import psutil
 
+from kvloom.trust.secret import read_secret
+from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,7 +88,12 @@ class RunningFabric:
         return [status["supervisor_pid"], *(process["pid"] for process in status["processes"])]
 
     def shard_loads(self) -> list[shard_service_pb2.LoadReport]:
-        return [_shard_load(shard["address"]) for shard in self.processes("shard")]
+        trust = self.trust()
+        return [_shard_load(trust, shard["address"]) for shard in self.processes("shard")]
+
+    def trust(self) -> SharedSecret:
+        """What proves to the processes that a test belongs to the fabric."""
+        return SharedSecret(read_secret(Path(self.env["KVLOOM_DATA_DIR"]) / "secret"), ("tools",), "test")
 
     def sum_over_shards(self, metric: str) -> float:
         """Of one metric (any labels), as Prometheus would scrape it."""
@@ -114,8 +121,8 @@ def assert_all_gone(pids: list[int]) -> None:
     eventually(f"processes {pids} have gone", lambda: all(map(is_gone, pids)))
 
 
-def _shard_load(address: str) -> shard_service_pb2.LoadReport:
-    with grpc.insecure_channel(address) as channel:
+def _shard_load(trust: SharedSecret, address: str) -> shard_service_pb2.LoadReport:
+    with grpc.secure_channel(address, trust.channel_credentials(), [trust.demanded_of("shard")]) as channel:
         stub = shard_service_pb2_grpc.ShardServiceStub(channel)
         return stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=5.0).load
 

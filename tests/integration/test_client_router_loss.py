@@ -16,7 +16,7 @@ from kvloom.client import resumed_call, router_channels
 from kvloom.client.client import Client
 from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
-from kvloom.router_link.link import CHANNEL_OPTIONS
+from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
