@@ -30,5 +30,6 @@ class Callers:
         return hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=self._key).hexdigest()
 
 
-def configured_callers(config: KvloomConfig) -> Callers:
-    return Callers(anonymous_share=config.callers.anonymous == "shared")
+def configured_callers(config: KvloomConfig, key: bytes = b"") -> Callers:
+    """`key`: see FabricTrust.caller_key."""
+    return Callers(key, anonymous_share=config.callers.anonymous == "shared")

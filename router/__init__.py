@@ -11,6 +11,7 @@ core_config.py        the core's settings, from the configuration
 core_driver.py        feeds events to the core and carries out its actions
 core/                 the sans-I/O core: admission, dispatch, placement, relay, health
 router_servicer.py    the RPCs of kvloom.v1.RouterService
+caller_scope.py       what one caller may name: its own requests and cached prompts
 intake.py             checks requests, tokenizes them and fixes their seeds
 partial_choices.py    checks the choices of a request that resumes an answer of a lost router
 convert.py            conversions between protobuf messages and the core's types

@@ -19,6 +19,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 from kvloom.v1.router_service_pb2 import Conversation, GenerateRequest, Message, Submit
 from router import convert
+from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import ChoiceSpec, Request, Tier
 from router.partial_choices import wanted_choices
 
@@ -49,11 +50,11 @@ class Intake:
         self._max_prompt_tokens = max_prompt_tokens
         self._needs_prompt_text = needs_prompt_text
 
-    def request_from_submit(self, submit: Submit, client_id: str) -> Request:
+    def request_from_submit(self, submit: Submit, client_id: str, scope: CallerScope = TRUSTED) -> Request:
         """Returns a request that arrived over a client's stream. Raises KvloomError."""
         _check_choices(submit)
         choices = convert.choices_from_proto(list(submit.choices))
-        return self._request(submit, _prompt_of(submit), choices, client_id)
+        return self._request(submit, _prompt_of(submit), choices, client_id, scope)
 
     def request_from_link(self, wanted: LinkRequest, choices: Sequence[ChoiceSpec], client_id: str) -> Request:
         """Returns a request that was made in this process. Raises KvloomError."""
@@ -61,7 +62,12 @@ class Intake:
         return self._request(wanted, wanted.prompt_token_ids, choices, client_id)
 
     def _request(
-        self, submit: Submit | LinkRequest, token_ids: Sequence[int], choices: Sequence[ChoiceSpec], client_id: str
+        self,
+        submit: Submit | LinkRequest,
+        token_ids: Sequence[int],
+        choices: Sequence[ChoiceSpec],
+        client_id: str,
+        scope: CallerScope = TRUSTED,
     ) -> Request:
         _check_names(
             request_id=submit.request_id,
@@ -75,7 +81,7 @@ class Intake:
         text = submit.prompt_text  # It is read only once because every access decodes it.
         self._check_text_size(text, "prompt_text")
         return Request(
-            request_id=submit.request_id or new_request_id(),
+            request_id=scope.request_id(submit.request_id or new_request_id()),
             client_id=client_id,
             model=sys.intern(submit.model),  # Usage records keep it for minutes, so all share one string.
             prompt_token_ids=token_ids,
@@ -86,12 +92,14 @@ class Intake:
             stop=_copied(submit.stop),
             timeout_seconds=_checked_timeout(submit.timeout_seconds),
             tier=_tier(submit.tier),
-            tenant=sys.intern(submit.tenant),
+            tenant=sys.intern(scope.tenant(submit.tenant)),
             traceparent=submit.traceparent,
             session_key=submit.session_key,
         )
 
-    async def request_from_generate(self, wanted: GenerateRequest, client_id: str, traceparent: str = "") -> Request:
+    async def request_from_generate(
+        self, wanted: GenerateRequest, client_id: str, traceparent: str = "", scope: CallerScope = TRUSTED
+    ) -> Request:
         """Returns the request of a `Generate` or `Plan`; the slots of its choices are their indexes. Raises
         KvloomError."""
         check_num_choices(wanted.n or 1)
@@ -103,7 +111,7 @@ class Intake:
         choices = wanted_choices(wanted, self._tokenizer, self._max_prompt_tokens)
         token_ids, text = await self._tokenized(wanted)
         return Request(
-            request_id=wanted.request_id or new_request_id(),
+            request_id=scope.request_id(wanted.request_id or new_request_id()),
             client_id=client_id,
             model=self._model,
             prompt_token_ids=token_ids,
@@ -114,6 +122,7 @@ class Intake:
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
+            tenant=scope.tenant(""),
             traceparent=traceparent,
             session_key=wanted.session_key,
         )

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 
 from kvloom.process import service
+from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
 from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
@@ -23,7 +24,7 @@ class RouterListener:
     def __init__(self, servicer: RouterServicer, options: Sequence[tuple[str, Any]]) -> None:
         self.servicer = servicer
         self.server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
-        add_RouterServiceServicer_to_server(servicer, self.server)
+        add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server))
         self.address = ""
         """The latest that was bound."""
         self._local = LocalServer(lambda stream: servicer.Connect(stream, stream), RouterServiceConnectRequest)

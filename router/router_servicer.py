@@ -8,6 +8,7 @@ from typing import Any, Final, NoReturn
 import grpc
 import structlog
 
+from kvloom.callers import Callers
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2_grpc
@@ -30,6 +31,7 @@ from router.answers.generate import GenerateCall, caller_of
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answers import ResumableAnswers
 from router.answers.resume import serve_generate, serve_resume
+from router.caller_scope import CallerScopes
 from router.core.core import RouterCore
 from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
@@ -58,9 +60,11 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         link_sessions: LinkSessions,
         incarnation_id: str = "",
         link_address: Callable[[], str] = lambda: "",
+        scopes: CallerScopes | None = None,
     ) -> None:
         """`link_address` is where only this router serves those who use this servicer."""
         self._link_address = link_address
+        self._scopes = scopes or CallerScopes(Callers(), trusts_all=True)
         self._driver = driver
         self._intake = intake
         self._core = core
@@ -74,10 +78,13 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     async def Generate(self, request: GenerateRequest, context: Context) -> None:
         try:
             if self._answers.is_wanted(request):
-                await serve_generate(self._answers, request, context)
+                await serve_generate(self._answers, request, context, self._scopes.of(context))
             else:
-                address = self._answers.address
-                await GenerateCall(self._driver, self._intake, self._named_calls, context, address).serve(request)
+                scope = self._scopes.of(context)
+                call = GenerateCall(
+                    self._driver, self._intake, self._named_calls, context, self._answers.address, scope
+                )
+                await call.serve(request)
         except KvloomError as error:
             await abort(context, error)
         except Exception:
@@ -93,7 +100,8 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
     async def Connect(self, request_iterator: AsyncIterator[RouterServiceConnectRequest], context: Context) -> None:
         address, incarnation_id = self._link_address(), self._incarnation_id
-        link = ClientLink(self._driver, self._intake, context, self._link_sessions, address, incarnation_id)
+        scope = self._scopes.of(context)
+        link = ClientLink(self._driver, self._intake, context, self._link_sessions, address, incarnation_id, scope)
         self._links.add(link)
         try:
             await link.serve()
@@ -102,7 +110,9 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
     async def Plan(self, request: PlanRequest, context: Context) -> PlanResponse:
         try:
-            planned = await self._intake.request_from_generate(request.request, PLAN_CLIENT_ID)
+            planned = await self._intake.request_from_generate(
+                request.request, PLAN_CLIENT_ID, scope=self._scopes.of(context)
+            )
             return plan_to_proto(self._core.plan(planned, self._driver.now()))
         except KvloomError as error:
             # The intake names fields of the nested request.
@@ -115,29 +125,32 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
         if not request.request_id:
             await abort(context, invalid_argument("request_id is required.", "request_id"))
-        remembered = self._decisions.find(request.request_id)
+        remembered = self._decisions.find(self._scopes.of(context).request_id(request.request_id))
         if remembered is None:
             await abort(context, not_remembered(request.request_id[:MAX_NAME_CHARS]))
         try:
-            return explanation_to_proto(remembered)
+            explanation = explanation_to_proto(remembered)
         except Exception:
             await _abort_internal(context, "Explain")
+        explanation.request_id = request.request_id  # without the caller
+        return explanation
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
         if not request.request_id:
             await abort(context, invalid_argument("request_id is required.", "request_id"))
+        request_id = self._scopes.of(context).request_id(request.request_id)
         if request.resume_token:
             name = name_of(request.request_id, request.resume_token, caller_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
-            found = self._named_calls.settle(name, request.request_id, num_tokens)
+            found = self._named_calls.settle(name, request_id, num_tokens)
             return CancelResponse(found=found)
         if request.link_id:
             link_id = request.link_id[:MAX_NAME_CHARS]
-            found = self._link_sessions.settle(link_id, request.request_id, request.num_received_tokens)
+            found = self._link_sessions.settle(link_id, request_id, request.num_received_tokens)
             return CancelResponse(found=found)
-        found = self._core.has_request(request.request_id)
+        found = self._core.has_request(request_id)
         if found:
-            self._driver.dispatch(RequestCancelled(request.request_id))
+            self._driver.dispatch(RequestCancelled(request_id))
         return CancelResponse(found=found)
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:

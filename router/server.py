@@ -12,6 +12,7 @@ import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, reachable_address
 from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
@@ -22,6 +23,7 @@ from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
+from router.caller_scope import CallerScopes
 from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged, VariantChanged
 from router.core.core import RouterCore
 from router.core.events import DrainEnded, DrainStarted
@@ -95,7 +97,11 @@ class RouterServer:
         )
         sessions = LinkSessions(self._driver, self._usage_records)
 
-        def new_listener(address: Callable[[], str], options: Sequence[tuple[str, Any]]) -> RouterListener:
+        callers = configured_callers(config, trust.caller_key)
+
+        def new_listener(
+            address: Callable[[], str], options: Sequence[tuple[str, Any]], *, trusts_all: bool
+        ) -> RouterListener:
             servicer = RouterServicer(
                 self._driver,
                 intake,
@@ -106,14 +112,17 @@ class RouterServer:
                 sessions,
                 self._incarnation_id,
                 address,
+                CallerScopes(callers, trusts_all=trusts_all),
             )
             return RouterListener(servicer, options)
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         self._for_clients = new_listener(
-            lambda: self._answers.address, service.sharing_port(options) if shares_port else options
+            lambda: self._answers.address,
+            service.sharing_port(options) if shares_port else options,
+            trusts_all=not trust.has_secret,
         )
-        self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options)
+        self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
         """Only for processes that know the fabric's secret; not used when there is none."""
         health = service.add_health_and_reflection(self._for_clients.server, SERVICE_NAMES)
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)

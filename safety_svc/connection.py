@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, protocol_violation
+from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.safety_service_pb2 import (
     DECISION_ALLOW,
@@ -80,11 +82,13 @@ class ScreenConnection:
 
     async def _read_frames(self) -> KvloomError | None:
         """Read until the end of the stream. Returns the error of the first frame that violates the protocol, if any."""
-        while isinstance(frame := await self._context.read(), ScreenRequest):
-            try:
+        try:
+            while isinstance(frame := await self._context.read(), ScreenRequest):
                 await self._on_frame(frame)
-            except KvloomError as error:
-                return error
+        except KvloomError as error:
+            return error
+        except DecodeError:
+            return malformed_message()
         return None
 
     async def _on_frame(self, frame: ScreenRequest) -> None:

@@ -22,6 +22,7 @@ from kvloom.process.service import (
     stop_event,
 )
 from kvloom.process.telemetry import serve_metrics
+from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_server import LocalServer
 from kvloom.trust.fabric_trust import FabricTrust
@@ -109,7 +110,7 @@ async def serve(
     stopping = stop_event()
     server = grpc.aio.server(options=sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS)
     servicer = SafetyServicer(policy_file)
-    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, server)
+    safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server))
     health = add_health_and_reflection(server, [SERVICE_NAME])
     address = bind(server, config.safety.host, port, trust.add_port)
     host = config.safety.host

@@ -18,6 +18,7 @@ from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.process import service
 from kvloom.text.detokenizer import TokenText
+from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -95,7 +96,7 @@ class ShardServer:
             max_pending_frames=self._max_pending_frames,
         )
         servicer = ShardServicer(self._multiplexer, self._on_drain_call)
-        add_ShardServiceServicer_to_server(servicer, self._server)
+        add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
         self._health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
         self._engine_task = asyncio.create_task(self._multiplexer.run(), name="engine steps")

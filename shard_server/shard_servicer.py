@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_stream import deliver
 from kvloom.v1 import shard_service_pb2_grpc
@@ -105,6 +107,8 @@ async def _end_stream(connection: RouterConnection, context: Context, results: S
     for result in results:
         if isinstance(result, KvloomError):
             error = result
+        elif isinstance(result, DecodeError):
+            error = malformed_message()
         elif isinstance(result, Exception) and not _is_broken_stream(result):
             log.error("a router's stream failed", router_id=connection.router_id, exc_info=result)
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The shard failed to serve this stream.")

@@ -1,5 +1,5 @@
-"""Docker's HEALTHCHECK: exits with 0 if the shard at HOST:PORT serves. Runs with the image's gRPC. With CONFIG, it proves
-to the shard that it belongs to the fabric."""
+"""Docker's HEALTHCHECK: exits with 0 if the shard at HOST:PORT serves. Runs with the image's gRPC. With CONFIG,
+it proves to the shard that it belongs to the fabric."""
 
 import sys
 from pathlib import Path

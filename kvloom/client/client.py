@@ -25,6 +25,7 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.group import REATTACH_SECONDS, RouterGroup
 from kvloom.router_link.link import LinkRequest
+from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -50,6 +51,7 @@ class Client:
         reattach_seconds: float = REATTACH_SECONDS,
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
+        open_channel: OpenChannel = open_plain_channel,
     ) -> None:
         """Connect to nothing yet: the first call does.
 
@@ -60,18 +62,20 @@ class Client:
         `connect_timeout_seconds`: how long a call waits for a router to answer. It does not limit an answer's length.
         `max_buffered_tokens`: how many tokens of one request may wait for its reader. Beyond that the request is
         cancelled, and its reader gets a KvloomError (CLIENT_TOO_SLOW).
+        `open_channel`: opens a gRPC channel to a router's host:port, for TLS or other channel options.
         """
+        self._open_channel = open_channel
         self._addresses = [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
         self._reattach_seconds = reattach_seconds
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
         self._channels: RouterChannels | None = None
-        self._cancel_notifier = CancelNotifier()
+        self._cancel_notifier = CancelNotifier(open_channel)
         self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:
-        self._channels = RouterChannels(self._addresses)
+        self._channels = RouterChannels(self._addresses, self._open_channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -183,7 +187,12 @@ class Client:
     async def _connected_link(self) -> RouterGroup:
         if self._link is None:
             addresses = self._routers.addresses
-            self._link = RouterGroup(self._client_id, addresses, reattach_seconds=self._reattach_seconds)
+            self._link = RouterGroup(
+                self._client_id,
+                addresses,
+                reattach_seconds=self._reattach_seconds,
+                open_channel=self._open_channel,
+            )
             await self._link.start()
         link = self._link
         try:

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import grpc
 
 from kvloom.errors import KvloomError
-from kvloom.transport.channel_options import CHANNEL_OPTIONS
+from kvloom.transport.channel_options import OpenChannel, open_plain_channel
 from kvloom.transport.grpc_errors import error_from_peer, from_rpc_error
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
@@ -22,9 +22,10 @@ ASK_ELSEWHERE: Final = frozenset({ErrorReason.ERROR_REASON_DRAINING, ErrorReason
 class RouterChannels:
     """A channel to each address. The router that answered last is called first."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], open_channel: OpenChannel = open_plain_channel) -> None:
         self.addresses = addresses
-        self._channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
+        self.open_channel = open_channel
+        self._channels = [open_channel(address) for address in addresses]
         self._stubs = [RouterServiceStub(channel) for channel in self._channels]
         self._addresses = dict(zip(self._stubs, addresses, strict=True))
 

@@ -11,7 +11,6 @@ import grpc
 from kvloom.client.migrating_generation import MigratingGeneration
 from kvloom.client.router_channels import RouterChannels
 from kvloom.router_link.cancel_notifier import CancelNotifier
-from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.router_service_pb2 import CancelRequest
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 
@@ -55,7 +54,7 @@ class RouterRoutes:
         """Call the owner next. Returns False if it was called already, or its address is not known."""
         if not self._owner_address or self.is_at_owner:
             return False
-        self._channels.append(grpc.aio.insecure_channel(self._owner_address, options=CHANNEL_OPTIONS))
+        self._channels.append(self._routers.open_channel(self._owner_address))
         self.stub = RouterServiceStub(self._channels[-1])
         self.is_at_owner = True
         return True

@@ -30,6 +30,8 @@ SERVER_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 32 * 2**10),
+    # Compressed messages are refused: a few kilobytes would otherwise become 64 MiB each before they are counted.
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # identity alone
     # Long silent generations are normal: allow keepalive pings from clients, at intervals of 10 seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

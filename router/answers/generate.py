@@ -17,6 +17,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
 from router import convert
 from router.answers.named_calls import NamedCalls, name_of
+from router.caller_scope import TRUSTED, CallerScope
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, Request, RequestArrived
 from router.core.frames import Finish, Start, Step
@@ -43,8 +44,10 @@ class GenerateCall:
         named_calls: NamedCalls,
         context: Context,
         address: str,
+        scope: CallerScope = TRUSTED,
     ) -> None:
         """`address` is one where this router listens and no other does."""
+        self._scope = scope
         self._driver = driver
         self._intake = intake
         self._named_calls = named_calls
@@ -83,7 +86,7 @@ class GenerateCall:
     async def _accept(self, wanted: GenerateRequest) -> Request:
         try:
             traceparent = metadata_value(self._context, "traceparent")
-            request = await self._intake.request_from_generate(wanted, self._client_id, traceparent)
+            request = await self._intake.request_from_generate(wanted, self._client_id, traceparent, self._scope)
         except KvloomError as error:
             self._driver.request_refused(error)
             raise
@@ -116,6 +119,7 @@ class GenerateCall:
     # -- the answer ---------------------------------------------------------------------------------------------------
 
     async def _stream(self, request: Request) -> None:
+        given_id = self._scope.given_id(request.request_id)
         num_open = len(request.choices)
         has_output = any(choice.output_token_ids for choice in request.choices)
         is_first = True
@@ -140,7 +144,7 @@ class GenerateCall:
                 explain(self._context, step.starts[0])
             deltas = deltas_of(step)
             if deltas and (error is None or step.slots):
-                response = GenerateResponse(request_id=request.request_id, deltas=deltas)
+                response = GenerateResponse(request_id=given_id, deltas=deltas)
                 if is_first:
                     is_first = False
                     response.seed = seed_of(request)

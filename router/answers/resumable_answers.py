@@ -19,6 +19,7 @@ from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answer import AnswerName, ResumableAnswer
+from router.caller_scope import TRUSTED, CallerScope
 from router.core.events import ClientGone, RequestArrived
 from router.core_driver import CoreDriver
 from router.intake import MAX_NAME_CHARS, Intake, new_request_id, seed_of
@@ -106,7 +107,9 @@ class ResumableAnswers:
         wanted = request.resumable if request.HasField("resumable") else self._config.by_default
         return wanted and self._config.grace_seconds > 0
 
-    def begin(self, request: GenerateRequest, caller: str, traceparent: str) -> ResumableAnswer:
+    def begin(
+        self, request: GenerateRequest, caller: str, traceparent: str, scope: CallerScope = TRUSTED
+    ) -> ResumableAnswer:
         """Open the answer of a request. `caller` is the value of the `authorization` metadata. Raises KvloomError
         (INVALID_ARGUMENT, DUPLICATE_REQUEST_ID)."""
         request_id = request.request_id or new_request_id()
@@ -138,7 +141,7 @@ class ResumableAnswers:
         named = GenerateRequest()
         named.CopyFrom(request)
         named.request_id = request_id
-        task = asyncio.create_task(self._admit(answer, named, traceparent), name=f"intake {request_id}")
+        task = asyncio.create_task(self._admit(answer, named, traceparent, scope), name=f"intake {request_id}")
         self._admissions[answer] = task
         task.add_done_callback(lambda _: self._admissions.pop(answer, None))
         return answer
@@ -168,11 +171,13 @@ class ResumableAnswers:
         for answer in list(self._answers.values()):
             self._remove(answer)
 
-    async def _admit(self, answer: ResumableAnswer, request: GenerateRequest, traceparent: str) -> None:
+    async def _admit(
+        self, answer: ResumableAnswer, request: GenerateRequest, traceparent: str, scope: CallerScope
+    ) -> None:
         """Tokenize and submit the request, whether or not its RPC lasts that long."""
         client_id = answer.name.client_id
         try:
-            admitted = await self._intake.request_from_generate(request, client_id, traceparent)
+            admitted = await self._intake.request_from_generate(request, client_id, traceparent, scope)
         except KvloomError as error:
             self._dispatcher.request_refused(error)
             answer.end(error)

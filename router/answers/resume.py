@@ -10,6 +10,7 @@ import grpc
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
 from router.answers.generate import caller_of, explain, metadata_value, owner_metadata, wants_explanation
 from router.answers.resumable_answers import ResumableAnswers
+from router.caller_scope import TRUSTED, CallerScope
 
 REQUEST_ID_KEY: Final = "kvloom-request-id"
 """Its value is percent-encoded, like all values of the initial metadata."""
@@ -19,9 +20,11 @@ ROUTER_KEY: Final = "kvloom-router"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-async def serve_generate(answers: ResumableAnswers, request: GenerateRequest, context: Context) -> None:
+async def serve_generate(
+    answers: ResumableAnswers, request: GenerateRequest, context: Context, scope: CallerScope = TRUSTED
+) -> None:
     """Begin an answer and read it. Raises KvloomError if it ends with an error."""
-    answer = answers.begin(request, caller_of(context), metadata_value(context, "traceparent"))
+    answer = answers.begin(request, caller_of(context), metadata_value(context, "traceparent"), scope)
     reader = answer.attach(answer.log.num_events)
     try:
         await context.send_initial_metadata(

@@ -13,8 +13,10 @@ from typing import Final
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, protocol_violation
+from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.frame_writer import FrameWriter
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_stream import deliver
@@ -27,6 +29,7 @@ from kvloom.v1.router_service_pb2 import (
     Submit,
 )
 from router import convert
+from router.caller_scope import TRUSTED, CallerScope
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, RequestArrived, SlotsCancelled
 from router.core.frames import Finish, Step
@@ -60,6 +63,7 @@ class ClientLink:
         link_sessions: LinkSessions,
         router_address: str = "",
         incarnation_id: str = "",
+        scope: CallerScope = TRUSTED,
     ) -> None:
         """`router_address` is one where this router listens and no other does. `incarnation_id` is the one that the
         router announces in the registry."""
@@ -69,6 +73,7 @@ class ClientLink:
         self._link_sessions = link_sessions
         self._router_address = router_address
         self._incarnation_id = incarnation_id
+        self._scope = scope
         self._link_id = ""
         self._client_id = ""
         self._outbox = StepOutbox()
@@ -170,7 +175,8 @@ class ClientLink:
     def _on_lost(self, lost: Iterable[LostRequest]) -> None:
         for request in lost:
             link_id = request.link_id[:MAX_NAME_CHARS] or self._link_id
-            self._link_sessions.settle(link_id, request.request_id, request.num_received_tokens, reported_by=self)
+            request_id = self._scope.request_id(request.request_id)
+            self._link_sessions.settle(link_id, request_id, request.num_received_tokens, reported_by=self)
 
     def _on_submit(self, submit: Submit) -> None:
         slots = [choice.slot for choice in submit.choices]
@@ -182,7 +188,7 @@ class ClientLink:
         if len(self._open_slots) > MAX_OPEN_SLOTS:
             raise protocol_violation(f"More than {MAX_OPEN_SLOTS} slots are in use.")
         try:
-            request = self._intake.request_from_submit(submit, self._client_id)
+            request = self._intake.request_from_submit(submit, self._client_id, self._scope)
         except KvloomError as error:
             self._refuse(slots, error)
             return
@@ -242,6 +248,8 @@ class ClientLink:
         for result in results:
             if isinstance(result, KvloomError):
                 error = error or result
+            elif isinstance(result, DecodeError):
+                error = error or malformed_message()
             elif isinstance(result, Exception) and not isinstance(result, grpc.RpcError | asyncio.InvalidStateError):
                 log.error("client stream failed", client_id=self._client_id, exc_info=result)
                 error = error or KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this stream.")

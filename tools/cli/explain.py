@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,10 +16,11 @@ from rich.table import Table
 from kvloom.client.client import Client
 from kvloom.client.generate_request import GenerateOptions
 from kvloom.errors import KvloomError
+from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from kvloom.v1.router_service_pb2 import ExplainResponse, PlanResponse, RequestOutcome, ShardScore
-from tools.cli.router_client import choose_router_addresses, first_model
+from tools.cli.router_client import Routers, choose_routers, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
 
@@ -77,8 +77,8 @@ def explain(
         options["text"] = prompt
     elif prompt is not None:
         options["messages"] = [{"role": "user", "content": prompt}]
-    addresses = choose_router_addresses(router_address, data_dir, config_file)
-    answer = asyncio.run(_ask_any(addresses, request_id, options))
+    routers = choose_routers(router_address, data_dir, config_file)
+    answer = asyncio.run(_ask_any(routers, request_id, options))
     if as_json:
         _print_json(answer)
     elif isinstance(answer, ExplainResponse):
@@ -100,16 +100,15 @@ def read_token_ids(path: Path) -> list[int]:
 
 
 async def _ask_any(
-    addresses: Sequence[str], request_id: str | None, options: GenerateOptions
+    routers: Routers, request_id: str | None, options: GenerateOptions
 ) -> PlanResponse | ExplainResponse:
     """Ask the routers. Only the router that placed a request remembers it, but any of them can plan. Raises
     CommandError."""
-    # The first address is shared by all routers, so that any of them may answer there.
-    candidates = addresses[1:] or addresses if request_id is not None else addresses[:1]
+    candidates = (routers.own_addresses if request_id is not None else []) or [routers.any_address]
     errors: list[KvloomError] = []
     for address in candidates:
         try:
-            return await _ask(address, request_id, options)
+            return await _ask(address, routers.open_channel, request_id, options)
         except KvloomError as error:
             errors.append(error)
     answered = [error for error in errors if error.reason != ErrorReason.ERROR_REASON_ROUTER_LOST]
@@ -118,8 +117,10 @@ async def _ask_any(
     ) from errors[0]
 
 
-async def _ask(address: str, request_id: str | None, options: GenerateOptions) -> PlanResponse | ExplainResponse:
-    async with Client(address, client_id="explain") as client:
+async def _ask(
+    address: str, open_channel: OpenChannel, request_id: str | None, options: GenerateOptions
+) -> PlanResponse | ExplainResponse:
+    async with Client(address, client_id="explain", open_channel=open_channel) as client:
         if request_id is not None:
             return await client.explain(request_id)
         if not options["model"]:

@@ -1,0 +1,83 @@
+"""Answers malformed messages with INVALID_ARGUMENT.
+
+gRPC itself answers them with UNKNOWN and the name of a Python class, and logs a stack trace for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.transport.grpc_errors import abort
+
+_Behaviour = Callable[[Any, Any], Coroutine[Any, Any, Any]]
+
+
+class CheckedServer:
+    """Is given to the generated `add_...Servicer_to_server` in place of the server. All methods of the servicer must be
+    coroutine functions."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server: Any = server  # the published type stubs do not know all methods
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """The older of the two ways in which generated code registers methods, which it still calls."""
+        self._server.add_generic_rpc_handlers(tuple(_CheckedHandlers(handler) for handler in handlers))
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        checked = {name: _checked(handler) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, checked)
+
+
+class _CheckedHandlers(grpc.GenericRpcHandler):
+    def __init__(self, handlers: grpc.GenericRpcHandler) -> None:
+        self._handlers = handlers
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        handler = self._handlers.service(handler_call_details)
+        return None if handler is None else _checked(handler)
+
+
+def _checked(handler: Any) -> grpc.RpcMethodHandler:
+    """A single request is parsed here, before the method is called. The messages of a stream are parsed as the method
+    reads them, which costs nothing more per message."""
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(
+            _catching(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+        )
+    make = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+    return make(_parsing(behaviour, handler.request_deserializer), None, handler.response_serializer)
+
+
+def _parsing(behaviour: _Behaviour, parse: Callable[[bytes], Any]) -> _Behaviour:
+    async def checked(raw: bytes, context: Any) -> Any:
+        try:
+            request = parse(raw)
+        except DecodeError:
+            await _refuse(context)
+        return await behaviour(request, context)
+
+    return checked
+
+
+def _catching(behaviour: _Behaviour) -> _Behaviour:
+    async def checked(requests: Any, context: Any) -> Any:
+        try:
+            return await behaviour(requests, context)
+        except DecodeError:
+            await _refuse(context)
+
+    return checked
+
+
+async def _refuse(context: Any) -> NoReturn:
+    await abort(context, malformed_message())
+
+
+def malformed_message() -> KvloomError:
+    return invalid_argument("A message is malformed: it is not of the type that this method takes.", "")

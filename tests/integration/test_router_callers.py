@@ -1,0 +1,137 @@
+"""Callers of the router's gRPC API are isolated from one another, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.trust.secret import FabricSecret
+from kvloom.trust.shared_secret import SharedSecret
+from kvloom.v1 import router_service_pb2 as pb
+from kvloom.v1.generation_pb2 import StopConditions
+from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
+from router.core.core import RouterCore
+from router.core_config import core_config
+from router.server import RouterServer
+from tests.fakes.router_world import TIMEOUT_SECONDS, RouterWorld
+from tests.fakes.shard_world import shard_world
+
+pytest_plugins = ("tests.fakes.router_fixtures",)
+
+MODEL = "model"
+SECRET = FabricSecret.draw()
+ALICE = (("authorization", "Bearer alice"),)
+BOB = (("authorization", "Bearer bob"),)
+PROMPT = list(range(1, 65))
+
+
+@contextlib.asynccontextmanager
+async def served_router(world: RouterWorld) -> AsyncIterator[tuple[RouterServer, str]]:
+    """A router and a real shard of a fabric with a secret."""
+    trust = SharedSecret(SECRET, ("router",), "router-0")
+    world.config.model.name = MODEL
+    shard_trust = SharedSecret(SECRET, ("shard",), "shard-0")
+    async with shard_world(shard_id="shard-0", trust=shard_trust) as shard:
+        registry = ShardRegistry(world.config.redis.url, world.config.redis.key_prefix, trust.sealer)
+        await registry.announce(ShardRecord("shard-0", shard.address, MODEL, shard.server.incarnation_id))
+        core = RouterCore(core_config(world.config))
+        server = RouterServer(world.config, core, world.tokenizer, "router-0", CollectorRegistry(), trust=trust)
+        address = await server.start("127.0.0.1", 0)
+        stop = asyncio.Event()
+        serving = asyncio.create_task(server.serve(stop))
+        try:
+            yield server, address
+        finally:
+            stop.set()
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await serving
+            await registry.close()
+
+
+@pytest.fixture
+async def stub(world: RouterWorld) -> AsyncIterator[RouterServiceStub]:
+    async with served_router(world) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        yield RouterServiceStub(channel)
+
+
+def request(request_id: str, max_tokens: int = 4) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        model=MODEL,
+        token_ids=pb.TokenIds(ids=PROMPT),
+        request_id=request_id,
+        stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+async def num_cached(stub: RouterServiceStub, caller: tuple[tuple[str, str], ...], name: str) -> int:
+    found = 0
+    async for response in stub.Generate(request(name), metadata=caller, timeout=TIMEOUT_SECONDS):
+        for delta in response.deltas:
+            found = max(found, delta.start.num_cached_tokens)
+    return found
+
+
+async def test_a_callers_prompts_are_not_in_anothers_cache(stub: RouterServiceStub) -> None:
+    """`cached_tokens` and `Plan` told one user what another one had sent."""
+    assert await num_cached(stub, ALICE, "a") == 0
+    assert await num_cached(stub, BOB, "b") == 0
+    assert await num_cached(stub, ALICE, "c") > 0
+    planned = pb.PlanRequest(request=request(""))
+    for caller, sees_it in ((ALICE, True), ((("authorization", "Bearer carol"),), False)):
+        plan = await stub.Plan(planned, metadata=caller, timeout=TIMEOUT_SECONDS)
+        assert bool(plan.shards[0].num_overlap_tokens) is sees_it
+
+
+async def test_a_caller_cannot_cancel_explain_or_block_anothers_request(stub: RouterServiceStub) -> None:
+    """Anybody could end, or by holding a name prevent, anybody's request whose name he knew."""
+    running = stub.Generate(request("same name", max_tokens=4000), metadata=ALICE, timeout=60)
+    assert isinstance(first := await running.read(), pb.GenerateResponse)
+    assert first.request_id == "same name"
+    cancel = pb.CancelRequest(request_id="same name")
+    assert not (await stub.Cancel(cancel, metadata=BOB, timeout=TIMEOUT_SECONDS)).found
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Explain(pb.ExplainRequest(request_id="same name"), metadata=BOB, timeout=TIMEOUT_SECONDS)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    explained = await stub.Explain(pb.ExplainRequest(request_id="same name"), metadata=ALICE, timeout=TIMEOUT_SECONDS)
+    assert explained.request_id == "same name"
+    assert await num_cached(stub, BOB, "same name") == 0  # the name is not taken for Bob
+    assert (await stub.Cancel(cancel, metadata=ALICE, timeout=TIMEOUT_SECONDS)).found
+    running.cancel()
+
+
+async def test_a_client_cannot_claim_to_be_another_caller(world: RouterWorld) -> None:
+    """`Submit.tenant` is an edge's word; from anyone else it would be a key to another's cache."""
+    async with served_router(world) as (server, address):
+        trusted = SharedSecret(SECRET, ("edge",), "edge-0")
+        async with trusted.open_channel(server.internal_address, "router") as channel:
+            assert await submitted(RouterServiceStub(channel), "alice") == 0
+            assert await submitted(RouterServiceStub(channel), "alice") > 0
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert await submitted(RouterServiceStub(channel), "alice") == 0
+
+
+async def submitted(stub: RouterServiceStub, tenant: str) -> int:
+    """Returns how many tokens of the prompt were cached for a request that claims to be the tenant's."""
+    stream = stub.Connect()
+    await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="test")))
+    wanted = request("")
+    submit = pb.Submit(
+        model=MODEL, prompt_token_ids=PROMPT, stop=wanted.stop, tenant=tenant, choices=[{"slot": 1, "index": 0}]
+    )
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not (await stream.read()).fleet.models:
+            pass
+        await stream.write(pb.RouterServiceConnectRequest(submits=[submit]))
+        found = 0
+        while True:
+            frame = await stream.read()
+            found = max([found, *(start.num_cached_tokens for start in frame.step.starts)])
+            if frame.step.finishes:
+                stream.cancel()
+                return found
