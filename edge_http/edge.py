@@ -13,7 +13,9 @@ from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
 from edge_http.wire.body import BodyBudget
 from edge_http.wire.fair_yield import FairYield
+from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
+from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import RouterLink
@@ -74,8 +76,10 @@ class Edge:
         link: RouterLink,
         models: Mapping[str, ServedModel],
         losses: LossReports | None = None,
+        callers: Callers | None = None,
     ) -> None:
-        """`losses` is None when the router runs in this process: its usage records end with it."""
+        """`losses` is None when the router runs in this process: its usage records end with it. `callers` names the
+        callers of requests; None: without a key."""
         self.config = config
         self.link = link
         self.models = models
@@ -84,6 +88,7 @@ class Edge:
         self.resume = ResumeTable(config.resume, self.metrics)
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
+        self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
         self.bodies = BodyBudget(config.max_pending_body_bytes)
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()

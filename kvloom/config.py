@@ -8,6 +8,7 @@ Unknown keys and wrong types are errors that name the key. `tools` applies comma
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,6 +91,9 @@ class EdgeConfig(Section):
     max_concurrent_requests: PositiveInt = 8192
     max_connections: PositiveInt = 16_384
     """Connections open at a time. Further ones get a 503 and are closed."""
+    trusted_proxies: list[str] = []
+    """The networks (CIDR) of reverse proxies in front of the edges. A request from one of them counts as that of the
+    last address in X-Forwarded-For that is not in these networks."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
     """The size of all bodies together that are being received or parsed. Beyond that requests are rejected at once."""
     header_timeout_seconds: PositiveFloat = 10.0
@@ -105,6 +109,10 @@ class EdgeConfig(Section):
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0
     """How long an answer that has lost its router may look for another one that continues it. 0: it fails at once."""
     resume: EdgeResumeConfig = msgspec.field(default_factory=EdgeResumeConfig)
+
+    def __post_init__(self) -> None:
+        for network in self.trusted_proxies:
+            ipaddress.ip_network(network)  # a ValueError names the network, and msgspec adds the key
 
 
 class PlacementConfig(Section):

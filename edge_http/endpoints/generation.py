@@ -36,7 +36,6 @@ from edge_http.wire.headers import (
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
-    caller_of,
     explanation,
     idempotency_key,
     last_event_id,
@@ -47,6 +46,7 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_resume,
 )
+from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
@@ -203,7 +203,13 @@ async def _stream_resumable(
     name: str,
 ) -> web.StreamResponse:
     """Deliver an answer that is made by a task of its own, which survives the loss of this connection."""
-    response = ResponseName(name, caller_of(request), idempotency_key(request), job.operation + job.body_digest)
+    response = ResponseName(
+        name,
+        credential_digest(request),
+        edge.callers.caller_of(request),
+        idempotency_key(request),
+        job.operation + job.body_digest,
+    )
     after = last_event_id(request)
     known = find_idempotent(edge, response, after)
     if known is not None:
@@ -267,6 +273,7 @@ def _response_record(
         n=job.n,
         prompt_sizes=job.prompt_sizes,
         caller=name.caller,
+        tenant=name.tenant,
         idempotency_key=name.idempotency_key,
         body_digest=name.body_digest,
         guide_field=job.guide_field,
@@ -286,6 +293,7 @@ def _link_request(
         stop=job.stop,
         n=job.n,
         timeout_seconds=edge.config.request_timeout_seconds,
+        tenant=edge.callers.caller_of(request),
         traceparent=traceparent(request),
         session_key=job.session_key,
         tier=job.tier,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from typing import Final
@@ -41,15 +40,6 @@ def request_id(request: web.BaseRequest) -> str:
     chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{os.urandom(12).hex()}"
     request[_REQUEST_ID_KEY] = chosen
     return chosen
-
-
-def caller_of(request: web.BaseRequest) -> bytes:
-    """Return a digest of the Authorization header, which binds a response to the caller that began it.
-
-    All requests without the header belong to one caller. The secrets themselves are not kept.
-    """
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(given, digest_size=16).digest()
 
 
 def traceparent(request: web.BaseRequest) -> str:
