@@ -11,7 +11,7 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
-from edge_http.wire.body import BodyBudget
+from edge_http.wire.byte_budget import ByteBudget
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
@@ -89,7 +89,14 @@ class Edge:
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
-        self.bodies = BodyBudget(config.max_pending_body_bytes)
+        self.bodies = ByteBudget(
+            config.max_pending_body_bytes, "request bodies", least_share_bytes=config.max_body_bytes
+        )
+        """Of requests that have been received but not processed yet."""
+        self.collected = ByteBudget(
+            config.max_pending_answer_bytes, "answers that are not streamed", least_share_bytes=config.max_answer_bytes
+        )
+        """Of answers that are collected or being sent."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0

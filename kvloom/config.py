@@ -96,6 +96,11 @@ class EdgeConfig(Section):
     last address in X-Forwarded-For that is not in these networks."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
     """The size of all bodies together that are being received or parsed. Beyond that requests are rejected at once."""
+    max_answer_bytes: Annotated[int, Meta(ge=4096)] = 32 * 2**20
+    """The size of an answer that is not streamed. Beyond that the request is cancelled."""
+    max_pending_answer_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    """The size of all answers together that are not streamed, while they are collected and sent. Beyond that the
+    answer that needs more fails."""
     header_timeout_seconds: PositiveFloat = 10.0
     """The time from a connection's start, or the first byte of a later request, to the end of the headers."""
     body_timeout_seconds: PositiveFloat = 60.0

@@ -46,6 +46,7 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_resume,
 )
+from edge_http.wire.large_body import PIECE_BYTES, write_large_body
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
@@ -101,7 +102,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
 
 async def _read_job(edge: Edge, request: web.BaseRequest, *, is_chat: bool) -> GenerationJob:
     """Read, validate and tokenize the body. Raises KvloomError."""
-    with edge.bodies.lease() as lease:
+    with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
         raw = await read_json_body(request, edge.config, lease)
         await edge.fair_yield.take(len(raw))
         edge.check_room()
@@ -183,15 +184,19 @@ async def _generate(
 async def _collect(
     edge: Edge, request: web.BaseRequest, job: GenerationJob, formatter: ResponseFormatter, name: str
 ) -> web.StreamResponse:
-    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter)
-    await run_submission(edge, _submission(edge, request, job, name), collected)
-    processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
-    more = explanation(collected.first_start) if wants_explanation(request) else {}
-    return web.Response(
-        body=collected.body(with_details=wants_details(request)),
-        content_type="application/json",
-        headers={"openai-processing-ms": str(processing_ms), **more},
-    )
+    with edge.collected.lease(edge.callers.caller_of(request)) as lease:
+        collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease)
+        await run_submission(edge, _submission(edge, request, job, name), collected)
+        processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
+        more = explanation(collected.first_start) if wants_explanation(request) else {}
+        headers = {"openai-processing-ms": str(processing_ms), **more}
+        pieces = collected.body(with_details=wants_details(request))
+        if collected.num_bytes <= PIECE_BYTES:
+            return web.Response(body=b"".join(pieces), content_type="application/json", headers=headers)
+        response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id(request)})
+        response.content_type = "application/json"
+        await write_large_body(request, response, pieces, edge.fair_yield)
+        return response
 
 
 async def _stream_resumable(

@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import LineTooLong
 from edge_http.edge import Edge
 from edge_http.openai.response_formatters import encode_json
 from edge_http.wire.json_response import error_response
+from edge_http.wire.large_body import RESPONSE_SECONDS
 from edge_http.wire.sse import WrittenResponse
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -30,8 +31,6 @@ LINGER_SECONDS: Final = 2.0
 MAX_HEADERS: Final = 100
 SILENT_PEER_SECONDS: Final = 30
 """A peer that acknowledges neither data nor keep-alive probes for about this long is considered gone."""
-RESPONSE_SECONDS: Final = 60.0
-"""The client must receive a complete response within this time. Streams have limits of their own."""
 RETRY_SECONDS: Final = 2.0
 ROUTE: Final = "connection"
 """The route label in metrics for connections that ended before there was a request."""
