@@ -195,6 +195,8 @@ class RouterConfig(Section):
     max_prompt_tokens: PositiveInt = 262_144
     max_streams_per_connection: PositiveInt = 4096
     """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
+    reflection: bool = True
+    """Whether gRPC reflection describes the services to anyone who can connect."""
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
     """As for the edge."""
@@ -349,6 +351,8 @@ class ShardConfig(Section):
     num_shards: PositiveInt = 2
     """How many shards `kvloom up` starts."""
     host: str = "127.0.0.1"
+    reflection: bool = True
+    """As for the router."""
     block_size: PositiveInt = 16
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     """The number of KV blocks. 0: the engine's default for the model."""
@@ -373,6 +377,8 @@ class SafetyConfig(Section):
 
     host: str = "127.0.0.1"
     port: Port = 0
+    reflection: bool = True
+    """As for the router."""
     policy_file: str = ""
     """A TOML file with the rules, reloaded when it changes. Empty: the built-in policy."""
     answer_mode: Literal["gate", "async", "off"] = "gate"

@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import LineTooLong
 
 from edge_http.edge import Edge
 from edge_http.openai.response_formatters import encode_json
+from edge_http.wire.headers import unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
 from edge_http.wire.large_body import RESPONSE_SECONDS
 from edge_http.wire.sse import WrittenResponse
@@ -32,6 +33,8 @@ MAX_HEADERS: Final = 100
 SILENT_PEER_SECONDS: Final = 30
 """A peer that acknowledges neither data nor keep-alive probes for about this long is considered gone."""
 RETRY_SECONDS: Final = 2.0
+_CODING_FAULTS: Final = ("nvalid `Transfer-Encoding`", "Duplicate 'Transfer-Encoding'")
+"""What aiohttp's parser says of transfer codings that it refuses by itself."""
 ROUTE: Final = "connection"
 """The route label in metrics for connections that ended before there was a request."""
 
@@ -102,6 +105,8 @@ class Connection(web.RequestHandler):
         """aiohttp calls this for malformed HTTP and for failed handlers. The connection is closed."""
         if isinstance(exc, LineTooLong):
             error = _head_too_large()
+        elif any(fault in str(exc) for fault in _CODING_FAULTS):
+            error = unsupported_transfer_coding()
         elif status < 500:
             error = invalid_argument("The request is not valid HTTP.")
         else:

@@ -42,11 +42,18 @@ class _Server(web.Server):
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any
     ) -> web.BaseRequest:
-        kind = _LastRequest if self._edge.leaving else web.BaseRequest
+        kind = _LastRequest if self._edge.leaving else _Request
         return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
-class _LastRequest(web.BaseRequest):
+class _Request(web.BaseRequest):
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        """aiohttp calls this when a response's headers are complete. It has added its own version and Python's, which
+        are of use only to attackers."""
+        response.headers.pop("Server", None)
+
+
+class _LastRequest(_Request):
     """The last request of its connection: the response announces that the connection will be closed."""
 
     @property

@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from kvloom.errors import invalid_argument
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
@@ -40,6 +41,22 @@ def request_id(request: web.BaseRequest) -> str:
     chosen = given if given and _SAFE_ID.fullmatch(given) else f"req-{os.urandom(12).hex()}"
     request[_REQUEST_ID_KEY] = chosen
     return chosen
+
+
+def check_transfer_coding(request: web.BaseRequest) -> None:
+    """aiohttp reads any body whose last transfer coding is chunked, as if it had no other. A proxy that decodes the
+    others would see another body. Raises KvloomError (UNSUPPORTED_TRANSFER_CODING)."""
+    codings = request.headers.getall("Transfer-Encoding", None)
+    if codings is not None and [coding.lower() for coding in codings] != ["chunked"]:
+        raise unsupported_transfer_coding()
+
+
+def unsupported_transfer_coding() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING,
+        "The only Transfer-Encoding that this server supports is chunked.",
+        field="Transfer-Encoding",
+    )
 
 
 def traceparent(request: web.BaseRequest) -> str:
