@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -100,6 +101,7 @@ class Edge:
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
+        self._num_running_by_caller: dict[str, int] = {}
         self._remote_responses: RemoteResponses = NoRemoteResponses()
         self._draining = False
         self._leaving = False
@@ -136,14 +138,18 @@ class Edge:
         """Return once no request runs."""
         await self._idle.wait()
 
-    def admit(self) -> AdmissionPermit:
-        """Admit one more running request. Raises KvloomError (DRAINING, QUEUE_FULL)."""
+    def admit(self, caller: str) -> AdmissionPermit:
+        """Admit one more running request of this caller. Raises KvloomError (DRAINING, RATE_LIMITED, QUEUE_FULL)."""
         if self._draining:
             raise draining_error()
+        num_of_caller = self._num_running_by_caller.get(caller, 0)
+        if caller and num_of_caller >= self.config.max_concurrent_requests_per_caller:
+            raise caller_limit_error(self.config.max_concurrent_requests_per_caller)
         self.check_room()
         self.num_running += 1
+        self._num_running_by_caller[caller] = num_of_caller + 1
         self._idle.clear()
-        return AdmissionPermit(self._release)
+        return AdmissionPermit(functools.partial(self._release, caller))
 
     def check_room(self) -> None:
         """A request whose body is still being received does not count until the body is complete. Raises KvloomError
@@ -155,8 +161,13 @@ class Edge:
                 retry_after_seconds=BUSY_RETRY_SECONDS,
             )
 
-    def _release(self) -> None:
+    def _release(self, caller: str) -> None:
         self.num_running -= 1
+        num_of_caller = self._num_running_by_caller[caller] - 1
+        if num_of_caller:
+            self._num_running_by_caller[caller] = num_of_caller
+        else:
+            del self._num_running_by_caller[caller]
         if not self.num_running:
             self._idle.set()
 
@@ -193,6 +204,15 @@ class Edge:
         if not any(model.num_ready_shards for model in self.link.fleet.models if model.name in self.models):
             return "no shard is ready"
         return ""
+
+
+def caller_limit_error(max_requests: int) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_RATE_LIMITED,
+        f"You have {max_requests} requests running at this server, which is the most that one caller may have "
+        "(edge.max_concurrent_requests_per_caller).",
+        retry_after_seconds=BUSY_RETRY_SECONDS,
+    )
 
 
 def draining_error() -> KvloomError:

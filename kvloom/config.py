@@ -89,8 +89,13 @@ class EdgeConfig(Section):
     max_buffered_bytes: PositiveInt = 256 * 2**10
     """The bytes that may wait for a slow reader, per stream. Beyond that the request is cancelled."""
     max_concurrent_requests: PositiveInt = 8192
+    max_concurrent_requests_per_caller: PositiveInt = 4096
+    """Running requests of one caller (docs/http-api.md). Beyond that it gets a 429, while the others are served."""
     max_connections: PositiveInt = 16_384
     """Connections open at a time. Further ones get a 503 and are closed."""
+    max_connections_per_address: PositiveInt = 8192
+    """Connections open at a time from one IPv4 address or one IPv6 network of 64 bits. Further ones get a 429 and are
+    closed. Trusted proxies may have any number."""
     trusted_proxies: list[str] = []
     """The networks (CIDR) of reverse proxies in front of the edges. A request from one of them counts as that of the
     last address in X-Forwarded-For that is not in these networks."""

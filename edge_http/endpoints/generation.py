@@ -85,7 +85,7 @@ class GenerationJob(msgspec.Struct, frozen=True):
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
-    with edge.admit() as permit:
+    with edge.admit(edge.callers.caller_of(request)) as permit:
         job = await _read_job(edge, request, is_chat=True)
         envelope = _envelope(edge, job, "chatcmpl-")
         return await _generate(edge, request, permit, job, ChatFormatter(envelope, job.model.tokenizer), envelope.id)
@@ -93,7 +93,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/completions."""
-    with edge.admit() as permit:
+    with edge.admit(edge.callers.caller_of(request)) as permit:
         job = await _read_job(edge, request, is_chat=False)
         envelope = _envelope(edge, job, "cmpl-")
         formatter = CompletionFormatter(envelope, job.model.tokenizer)

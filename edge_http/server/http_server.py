@@ -16,6 +16,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
+from edge_http.server.address_limit import AddressLimit
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
 from kvloom.process.service import StartError
@@ -35,9 +36,10 @@ class _Server(web.Server):
         # When a client disconnects, its handler is cancelled, which ends its request.
         super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=self._request)
         self._edge = edge
+        self._address_limit = AddressLimit(edge.config.max_connections_per_address, edge.config.trusted_proxies)
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._edge)
+        return Connection(self, self._edge, self._address_limit)
 
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any

@@ -22,12 +22,12 @@ def client_address(peer: str, forwarded_for: Sequence[str], trusted_proxies: Seq
     that is no address, since whoever wrote that may have invented what stands to its left. Then the last trusted
     proxy counts as the client.
     """
-    address = _parsed(peer)
+    address = parsed_address(peer)
     if address is None or not _is_trusted(address, trusted_proxies):
         return peer if address is None else str(address)
     hops = ",".join(forwarded_for).rsplit(",", MAX_PROXIES)[-MAX_PROXIES:]
     for hop in reversed(hops):
-        found = _parsed(_without_port(hop.strip()))
+        found = parsed_address(_without_port(hop.strip()))
         if found is None:
             break
         address = found
@@ -40,7 +40,7 @@ def _is_trusted(address: Address, networks: Sequence[Network]) -> bool:
     return any(address in network for network in networks)
 
 
-def _parsed(text: str) -> Address | None:
+def parsed_address(text: str) -> Address | None:
     """The address; None if the text is none. An IPv4 address inside an IPv6 one is the IPv4 address."""
     try:
         address = ipaddress.ip_address(text)
