@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -11,9 +12,11 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
-from edge_http.wire.body import BodyBudget
+from edge_http.wire.byte_budget import ByteBudget
 from edge_http.wire.fair_yield import FairYield
+from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
+from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import RouterLink
@@ -74,8 +77,10 @@ class Edge:
         link: RouterLink,
         models: Mapping[str, ServedModel],
         losses: LossReports | None = None,
+        callers: Callers | None = None,
     ) -> None:
-        """`losses` is None when the router runs in this process: its usage records end with it."""
+        """`losses` is None when the router runs in this process: its usage records end with it. `callers` names the
+        callers of requests; None: without a key."""
         self.config = config
         self.link = link
         self.models = models
@@ -84,10 +89,19 @@ class Edge:
         self.resume = ResumeTable(config.resume, self.metrics)
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
-        self.bodies = BodyBudget(config.max_pending_body_bytes)
+        self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
+        self.bodies = ByteBudget(
+            config.max_pending_body_bytes, "request bodies", least_share_bytes=config.max_body_bytes
+        )
+        """Of requests that have been received but not processed yet."""
+        self.collected = ByteBudget(
+            config.max_pending_answer_bytes, "answers that are not streamed", least_share_bytes=config.max_answer_bytes
+        )
+        """Of answers that are collected or being sent."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
+        self._num_running_by_caller: dict[str, int] = {}
         self._remote_responses: RemoteResponses = NoRemoteResponses()
         self._draining = False
         self._leaving = False
@@ -124,14 +138,18 @@ class Edge:
         """Return once no request runs."""
         await self._idle.wait()
 
-    def admit(self) -> AdmissionPermit:
-        """Admit one more running request. Raises KvloomError (DRAINING, QUEUE_FULL)."""
+    def admit(self, caller: str) -> AdmissionPermit:
+        """Admit one more running request of this caller. Raises KvloomError (DRAINING, RATE_LIMITED, QUEUE_FULL)."""
         if self._draining:
             raise draining_error()
+        num_of_caller = self._num_running_by_caller.get(caller, 0)
+        if caller and num_of_caller >= self.config.max_concurrent_requests_per_caller:
+            raise caller_limit_error(self.config.max_concurrent_requests_per_caller)
         self.check_room()
         self.num_running += 1
+        self._num_running_by_caller[caller] = num_of_caller + 1
         self._idle.clear()
-        return AdmissionPermit(self._release)
+        return AdmissionPermit(functools.partial(self._release, caller))
 
     def check_room(self) -> None:
         """A request whose body is still being received does not count until the body is complete. Raises KvloomError
@@ -143,8 +161,13 @@ class Edge:
                 retry_after_seconds=BUSY_RETRY_SECONDS,
             )
 
-    def _release(self) -> None:
+    def _release(self, caller: str) -> None:
         self.num_running -= 1
+        num_of_caller = self._num_running_by_caller[caller] - 1
+        if num_of_caller:
+            self._num_running_by_caller[caller] = num_of_caller
+        else:
+            del self._num_running_by_caller[caller]
         if not self.num_running:
             self._idle.set()
 
@@ -181,6 +204,15 @@ class Edge:
         if not any(model.num_ready_shards for model in self.link.fleet.models if model.name in self.models):
             return "no shard is ready"
         return ""
+
+
+def caller_limit_error(max_requests: int) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_RATE_LIMITED,
+        f"You have {max_requests} requests running at this server, which is the most that one caller may have "
+        "(edge.max_concurrent_requests_per_caller).",
+        retry_after_seconds=BUSY_RETRY_SECONDS,
+    )
 
 
 def draining_error() -> KvloomError:

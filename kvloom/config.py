@@ -8,6 +8,7 @@ Unknown keys and wrong types are errors that name the key. `tools` applies comma
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,10 +89,23 @@ class EdgeConfig(Section):
     max_buffered_bytes: PositiveInt = 256 * 2**10
     """The bytes that may wait for a slow reader, per stream. Beyond that the request is cancelled."""
     max_concurrent_requests: PositiveInt = 8192
+    max_concurrent_requests_per_caller: PositiveInt = 4096
+    """Running requests of one caller (docs/http-api.md). Beyond that it gets a 429, while the others are served."""
     max_connections: PositiveInt = 16_384
     """Connections open at a time. Further ones get a 503 and are closed."""
+    max_connections_per_address: PositiveInt = 8192
+    """Connections open at a time from one IPv4 address or one IPv6 network of 64 bits. Further ones get a 429 and are
+    closed. Trusted proxies may have any number."""
+    trusted_proxies: list[str] = []
+    """The networks (CIDR) of reverse proxies in front of the edges. A request from one of them counts as that of the
+    last address in X-Forwarded-For that is not in these networks."""
     max_pending_body_bytes: Annotated[int, Meta(ge=4 * 2**20)] = 256 * 2**20
     """The size of all bodies together that are being received or parsed. Beyond that requests are rejected at once."""
+    max_answer_bytes: Annotated[int, Meta(ge=4096)] = 32 * 2**20
+    """The size of an answer that is not streamed. Beyond that the request is cancelled."""
+    max_pending_answer_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    """The size of all answers together that are not streamed, while they are collected and sent. Beyond that the
+    answer that needs more fails."""
     header_timeout_seconds: PositiveFloat = 10.0
     """The time from a connection's start, or the first byte of a later request, to the end of the headers."""
     body_timeout_seconds: PositiveFloat = 60.0
@@ -105,6 +119,10 @@ class EdgeConfig(Section):
     reattach_seconds: Annotated[float, Meta(ge=0, le=600)] = 10.0
     """How long an answer that has lost its router may look for another one that continues it. 0: it fails at once."""
     resume: EdgeResumeConfig = msgspec.field(default_factory=EdgeResumeConfig)
+
+    def __post_init__(self) -> None:
+        for network in self.trusted_proxies:
+            ipaddress.ip_network(network)  # a ValueError names the network, and msgspec adds the key
 
 
 class PlacementConfig(Section):
@@ -182,6 +200,8 @@ class RouterConfig(Section):
     max_prompt_tokens: PositiveInt = 262_144
     max_streams_per_connection: PositiveInt = 4096
     """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
+    reflection: bool = True
+    """Whether gRPC reflection describes the services to anyone who can connect."""
     drain_timeout_seconds: PositiveFloat = 30.0
     stays_on_cpu: bool = True
     """As for the edge."""
@@ -336,6 +356,8 @@ class ShardConfig(Section):
     num_shards: PositiveInt = 2
     """How many shards `kvloom up` starts."""
     host: str = "127.0.0.1"
+    reflection: bool = True
+    """As for the router."""
     block_size: PositiveInt = 16
     num_blocks: Annotated[int, Meta(ge=0)] = 0
     """The number of KV blocks. 0: the engine's default for the model."""
@@ -360,6 +382,8 @@ class SafetyConfig(Section):
 
     host: str = "127.0.0.1"
     port: Port = 0
+    reflection: bool = True
+    """As for the router."""
     policy_file: str = ""
     """A TOML file with the rules, reloaded when it changes. Empty: the built-in policy."""
     answer_mode: Literal["gate", "async", "off"] = "gate"

@@ -49,6 +49,9 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_EVENTS_GONE: ErrorKind("OUT_OF_RANGE", 410, "invalid_request_error", "events_gone"),
     _R.ERROR_REASON_STREAM_TAKEN_OVER: ErrorKind("ABORTED", 409, "invalid_request_error", "stream_taken_over"),
     _R.ERROR_REASON_REQUEST_TIMEOUT: ErrorKind("DEADLINE_EXCEEDED", 408, "invalid_request_error", "request_timeout"),
+    _R.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING: ErrorKind(
+        "UNIMPLEMENTED", 501, "invalid_request_error", "unsupported_transfer_coding"
+    ),
     _R.ERROR_REASON_CONTENT_FILTERED: ErrorKind("FAILED_PRECONDITION", 400, "invalid_request_error", "content_filter"),
     _R.ERROR_REASON_RATE_LIMITED: ErrorKind("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     _R.ERROR_REASON_QUEUE_FULL: ErrorKind("RESOURCE_EXHAUSTED", 429, "overloaded_error", "queue_full"),
@@ -66,6 +69,7 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
     _R.ERROR_REASON_PROTOCOL_VIOLATION: ErrorKind(
         "INVALID_ARGUMENT", 400, "invalid_request_error", "protocol_violation"
     ),
+    _R.ERROR_REASON_ANSWER_TOO_LARGE: ErrorKind("RESOURCE_EXHAUSTED", 400, "invalid_request_error", "answer_too_large"),
     _R.ERROR_REASON_INTERNAL: ErrorKind("INTERNAL", 500, "api_error", "internal_error"),
 }
 

@@ -124,7 +124,9 @@ class RouterServer:
         )
         self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
         """Only for processes that know the fabric's secret; not used when there is none."""
-        health = service.add_health_and_reflection(self._for_clients.server, SERVICE_NAMES)
+        health = service.add_health_and_reflection(
+            self._for_clients.server, SERVICE_NAMES, with_reflection=config.router.reflection
+        )
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
         self._metrics.watch(self._gauges)
 

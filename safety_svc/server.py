@@ -111,7 +111,7 @@ async def serve(
     server = grpc.aio.server(options=sharing_port(SERVER_OPTIONS) if shares_port else SERVER_OPTIONS)
     servicer = SafetyServicer(policy_file)
     safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server))
-    health = add_health_and_reflection(server, [SERVICE_NAME])
+    health = add_health_and_reflection(server, [SERVICE_NAME], with_reflection=config.safety.reflection)
     address = bind(server, config.safety.host, port, trust.add_port)
     host = config.safety.host
     metrics_address = "" if metrics_port is None else f"{host}:{_serve_metrics(host, metrics_port)}"

@@ -98,7 +98,9 @@ class ShardServer:
         servicer = ShardServicer(self._multiplexer, self._on_drain_call)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
-        self._health = service.add_health_and_reflection(self._server, SERVICE_NAMES)
+        self._health = service.add_health_and_reflection(
+            self._server, SERVICE_NAMES, with_reflection=self._config.shard.reflection
+        )
         self._engine_task = asyncio.create_task(self._multiplexer.run(), name="engine steps")
         await self._local_server.start(address)
         await self._server.start()

@@ -1,34 +1,42 @@
-"""An answer that is not streamed: its text is collected until all choices have finished."""
+"""An answer that is not streamed: it is collected until all choices have finished."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Final
 
 from edge_http.answers.answer import Answer
-from edge_http.openai.response_formatters import CollectedChoice, ResponseFormatter
+from edge_http.openai.response_formatters import Buffer, CollectedChoice, ResponseFormatter
+from edge_http.wire.byte_budget import ByteLease
+from kvloom.errors import KvloomError
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
+
+LEASE_BYTES: Final = 64 * 2**10
+"""How much is taken from the budget of all answers at a time."""
 
 
 class CollectedAnswer(Answer):
-    """Its size is bounded by the model's maximum length times the number of choices."""
+    """Its size is counted while it grows: an answer that becomes too large fails at once, not when it is complete."""
 
-    __slots__ = ("_finish_reasons", "_formatter", "_logprobs", "_texts")
+    __slots__ = ("_choices", "_formatter", "_lease", "_max_bytes", "_num_checked_bytes", "num_bytes")
 
-    def __init__(self, prompt_sizes: Sequence[int], n: int, formatter: ResponseFormatter) -> None:
+    def __init__(
+        self, prompt_sizes: Sequence[int], n: int, formatter: ResponseFormatter, max_bytes: int, lease: ByteLease
+    ) -> None:
+        """`lease` is the answer's part of the memory of all answers."""
         super().__init__(prompt_sizes, n)
         self._formatter = formatter
-        self._texts: list[list[str]] = [[] for _ in range(self.num_choices)]
-        self._logprobs: list[list[Any]] = [[] for _ in range(self.num_choices)]
-        self._finish_reasons = [""] * self.num_choices
+        self._max_bytes = max_bytes
+        self._lease = lease
+        self.num_bytes = 0
+        self._num_checked_bytes = 0
+        """Up to this size no limit is met."""
+        self._choices = [CollectedChoice() for _ in range(self.num_choices)]
 
-    def body(self, *, with_details: bool) -> bytes:
-        """Returns the JSON body, once the answer has ended without an error."""
-        choices = [
-            CollectedChoice("".join(texts), finish_reason, self._formatter.join_logprobs(pieces) if pieces else None)
-            for texts, finish_reason, pieces in zip(self._texts, self._finish_reasons, self._logprobs, strict=True)
-        ]
-        return self._formatter.body(choices, self.usage(), self.details() if with_details else None)
+    def body(self, *, with_details: bool) -> list[Buffer]:
+        """Returns the pieces of the JSON body, once the answer has ended without an error."""
+        return self._formatter.body(self._choices, self.usage(), self.details() if with_details else None)
 
     @property
     def _is_visible(self) -> bool:
@@ -39,12 +47,38 @@ class CollectedAnswer(Answer):
 
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._note_first_token()
-        self._texts[index].append(delta)
+        choice = self._choices[index]
+        self.num_bytes += choice.add_text(delta)
         if logprobs:
-            self._logprobs[index].append(self._formatter.logprobs(index, token_ids, logprobs))
+            self.num_bytes += choice.add_logprobs(self._formatter.logprobs(index, token_ids, logprobs))
+        if self.num_bytes > self._num_checked_bytes:
+            self._check_size()
+
+    def _check_size(self) -> None:
+        if self.num_bytes > self._max_bytes:
+            self._drop(_too_large(self._max_bytes))
+            return
+        try:
+            while self.num_bytes > self._lease.num_bytes:
+                self._lease.take(LEASE_BYTES)
+            self._num_checked_bytes = min(self._lease.num_bytes, self._max_bytes)
+        except KvloomError as error:
+            self._drop(error)
+
+    def _drop(self, error: KvloomError) -> None:
+        self._choices = []
+        self.fail(error)
 
     def _add_finish(self, index: int, finish_reason: str) -> None:
-        self._finish_reasons[index] = finish_reason
+        self._choices[index].finish_reason = finish_reason
 
     def _complete(self) -> None:
         pass
+
+
+def _too_large(max_bytes: int) -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_ANSWER_TOO_LARGE,
+        f"The answer is larger than {max_bytes} bytes (edge.max_answer_bytes). Stream it, or ask for fewer choices, "
+        "tokens or logprobs.",
+    )

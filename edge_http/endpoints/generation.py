@@ -36,7 +36,6 @@ from edge_http.wire.headers import (
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
-    caller_of,
     explanation,
     idempotency_key,
     last_event_id,
@@ -47,6 +46,8 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_resume,
 )
+from edge_http.wire.large_body import PIECE_BYTES, write_large_body
+from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
@@ -84,7 +85,7 @@ class GenerationJob(msgspec.Struct, frozen=True):
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
-    with edge.admit() as permit:
+    with edge.admit(edge.callers.caller_of(request)) as permit:
         job = await _read_job(edge, request, is_chat=True)
         envelope = _envelope(edge, job, "chatcmpl-")
         return await _generate(edge, request, permit, job, ChatFormatter(envelope, job.model.tokenizer), envelope.id)
@@ -92,7 +93,7 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/completions."""
-    with edge.admit() as permit:
+    with edge.admit(edge.callers.caller_of(request)) as permit:
         job = await _read_job(edge, request, is_chat=False)
         envelope = _envelope(edge, job, "cmpl-")
         formatter = CompletionFormatter(envelope, job.model.tokenizer)
@@ -101,7 +102,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
 
 async def _read_job(edge: Edge, request: web.BaseRequest, *, is_chat: bool) -> GenerationJob:
     """Read, validate and tokenize the body. Raises KvloomError."""
-    with edge.bodies.lease() as lease:
+    with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
         raw = await read_json_body(request, edge.config, lease)
         await edge.fair_yield.take(len(raw))
         edge.check_room()
@@ -183,15 +184,19 @@ async def _generate(
 async def _collect(
     edge: Edge, request: web.BaseRequest, job: GenerationJob, formatter: ResponseFormatter, name: str
 ) -> web.StreamResponse:
-    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter)
-    await run_submission(edge, _submission(edge, request, job, name), collected)
-    processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
-    more = explanation(collected.first_start) if wants_explanation(request) else {}
-    return web.Response(
-        body=collected.body(with_details=wants_details(request)),
-        content_type="application/json",
-        headers={"openai-processing-ms": str(processing_ms), **more},
-    )
+    with edge.collected.lease(edge.callers.caller_of(request)) as lease:
+        collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease)
+        await run_submission(edge, _submission(edge, request, job, name), collected)
+        processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
+        more = explanation(collected.first_start) if wants_explanation(request) else {}
+        headers = {"openai-processing-ms": str(processing_ms), **more}
+        pieces = collected.body(with_details=wants_details(request))
+        if collected.num_bytes <= PIECE_BYTES:
+            return web.Response(body=b"".join(pieces), content_type="application/json", headers=headers)
+        response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id(request)})
+        response.content_type = "application/json"
+        await write_large_body(request, response, pieces, edge.fair_yield)
+        return response
 
 
 async def _stream_resumable(
@@ -203,7 +208,13 @@ async def _stream_resumable(
     name: str,
 ) -> web.StreamResponse:
     """Deliver an answer that is made by a task of its own, which survives the loss of this connection."""
-    response = ResponseName(name, caller_of(request), idempotency_key(request), job.operation + job.body_digest)
+    response = ResponseName(
+        name,
+        credential_digest(request),
+        edge.callers.caller_of(request),
+        idempotency_key(request),
+        job.operation + job.body_digest,
+    )
     after = last_event_id(request)
     known = find_idempotent(edge, response, after)
     if known is not None:
@@ -267,6 +278,7 @@ def _response_record(
         n=job.n,
         prompt_sizes=job.prompt_sizes,
         caller=name.caller,
+        tenant=name.tenant,
         idempotency_key=name.idempotency_key,
         body_digest=name.body_digest,
         guide_field=job.guide_field,
@@ -286,6 +298,7 @@ def _link_request(
         stop=job.stop,
         n=job.n,
         timeout_seconds=edge.config.request_timeout_seconds,
+        tenant=edge.callers.caller_of(request),
         traceparent=traceparent(request),
         session_key=job.session_key,
         tier=job.tier,

@@ -14,11 +14,11 @@ from edge_http.resume.table import not_kept, other_request
 from edge_http.wire.headers import (
     IDEMPOTENCY_KEY,
     LAST_EVENT_ID,
-    caller_of,
     event_number,
     last_event_id,
 )
 from edge_http.wire.json_response import json_response
+from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.sse import EventStream
 from kvloom.errors import invalid_argument
 
@@ -27,7 +27,7 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
     """Deliver the events after the last one that the client has, then new ones as they arrive. If the stream has ended
     and the client has everything, the status is 204, which makes an EventSource stop reconnecting."""
     after = _starting_after(request)
-    response_id, caller = _response_id(request), caller_of(request)
+    response_id, caller = _response_id(request), credential_digest(request)
     stream = edge.resume.find(response_id, caller)
     if stream is None:
         found = await edge.remote_responses.find(request, response_id, caller, after)
@@ -41,7 +41,7 @@ async def resume_stream(edge: Edge, request: web.BaseRequest) -> web.StreamRespo
 async def cancel_response(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Cancel an answer. Without this, an abandoned answer continues until its grace period ends."""
     response_id = _response_id(request)
-    stream = edge.resume.find(response_id, caller_of(request))
+    stream = edge.resume.find(response_id, credential_digest(request))
     if stream is None:
         return await edge.remote_responses.cancel(request, response_id)
     edge.resume.cancel(stream)
@@ -87,7 +87,7 @@ def find_idempotent(edge: Edge, name: ResponseName, after: int | None) -> Resuma
             message = f"{LAST_EVENT_ID} requires GET, or the {IDEMPOTENCY_KEY} with which the stream was begun."
             raise invalid_argument(message, LAST_EVENT_ID)
         return None
-    stream = edge.resume.find_by_key(name.caller, name.idempotency_key)
+    stream = edge.resume.find_by_key(name.tenant, name.idempotency_key)
     if stream is None:
         return None
     if stream.name.body_digest != name.body_digest:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
+
+import msgspec
 
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
@@ -12,26 +15,39 @@ from kvloom.v1.generation_pb2 import TokenLogprobs
 LOWEST_LOGPROB: Final = -9999.0
 """OpenAI reports this for a token that could not be sampled, because JSON has no infinity."""
 
+MAX_CACHED_TOKENS: Final = 16_384
+
 Json = dict[str, Any]
+encode_json: Final = msgspec.json.Encoder().encode
 
 
-def chat_logprobs(tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> list[Json]:
-    """Return the entries of `logprobs.content`, one per token."""
-    return [
-        {
-            **_chat_entry(tokenizer, token_id, entry.logprob),
-            "top_logprobs": [
-                _chat_entry(tokenizer, top_id, logprob)
-                for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-            ],
-        }
-        for token_id, entry in zip(token_ids, entries, strict=True)
-    ]
+def chat_logprobs(tokenizer: ModelTokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> bytes:
+    """Return the content of the array `logprobs.content`, one entry per token.
+
+    A token may have 20 alternatives, and a frame the tokens of many choices: an entry is put together from bytes that
+    are encoded once per token of the vocabulary, and only the numbers are encoded each time.
+    """
+    shown: list[bytes] = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        numbers = encode_json([max(number, LOWEST_LOGPROB) for number in (entry.logprob, *entry.top_logprobs)])
+        first, *others = numbers[1:-1].split(b",")
+        before, after = _around_logprob(tokenizer, token_id)
+        shown.append(b',%b%b%b,"top_logprobs":[' % (before, first, after))
+        top = [
+            b"%b%b%b}" % (before, number, after)
+            for (before, after), number in zip(
+                [_around_logprob(tokenizer, top_id) for top_id in entry.top_token_ids], others, strict=True
+            )
+        ]
+        shown.append(b",".join(top) + b"]}")
+    return b"".join(shown)[1:]
 
 
-def _chat_entry(tokenizer: ModelTokenizer, token_id: int, logprob: float) -> Json:
+@functools.lru_cache(maxsize=MAX_CACHED_TOKENS)
+def _around_logprob(tokenizer: ModelTokenizer, token_id: int) -> tuple[bytes, bytes]:
+    """Return the bytes of a token's entry before and after its logprob."""
     exact = tokenizer.token_bytes(token_id)
-    return {"token": _shown(exact), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(exact)}
+    return b'{"token":%b,"logprob":' % encode_json(_shown(exact)), b',"bytes":%b' % encode_json(list(exact))
 
 
 class CompletionLogprobs:

@@ -7,18 +7,18 @@ It also creates the body of a response that is not streamed.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs, empty_completion_logprobs
+from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
 Json = dict[str, Any]
+Buffer = bytes | bytearray
 encode_json: Final = msgspec.json.Encoder().encode
 
 
@@ -42,13 +42,34 @@ class Envelope(msgspec.Struct, frozen=True):
         }
 
 
-@dataclasses.dataclass(slots=True)
 class CollectedChoice:
-    """One choice of a response that is not streamed."""
+    """One choice of a response that is not streamed, as the JSON that it becomes. That takes a tenth of the memory of
+    the objects, and its size is known at any time."""
 
-    text: str
-    finish_reason: str
-    logprobs: Any
+    __slots__ = ("finish_reason", "logprobs", "text")
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        """The content of a JSON string."""
+        self.logprobs: list[bytearray] = []
+        """The content of JSON arrays; empty without logprobs."""
+        self.finish_reason = ""
+
+    def add_text(self, delta: str) -> int:
+        """Append the delta. Returns the number of bytes that this added."""
+        encoded = encode_json(delta)
+        self.text += encoded[1:-1]
+        return len(encoded) - 2
+
+    def add_logprobs(self, lists: Sequence[bytes]) -> int:
+        """Append what the formatter's `logprobs` returned. Returns the number of bytes that this added."""
+        if not self.logprobs:
+            self.logprobs = [bytearray(more) for more in lists]
+        else:
+            for known, more in zip(self.logprobs, lists, strict=True):
+                known += b","
+                known += more
+        return sum(map(len, lists)) + len(lists)
 
 
 class ResponseFormatter(abc.ABC):
@@ -58,6 +79,10 @@ class ResponseFormatter(abc.ABC):
 
     chunk_object: str
     body_object: str
+    logprobs_frame: Sequence[bytes]
+    """The bytes of a `logprobs` object around its arrays."""
+    _around_logprobs: tuple[bytes, bytes]
+    """The bytes of a chunk between a delta's text and its logprobs, and those after them."""
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope
@@ -77,36 +102,47 @@ class ResponseFormatter(abc.ABC):
         """Return the chunk that precedes a choice's text, if the format has one."""
 
     @abc.abstractmethod
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:
-        """Return the `logprobs` of these tokens as a JSON value. Each token must be passed once, in order."""
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
+        """Return the contents of the arrays in the `logprobs` of these tokens. Each token must be passed once, in
+        order."""
 
     def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
         """Account for tokens of a choice that another edge has delivered before this one continued the response."""
         return
 
-    @abc.abstractmethod
-    def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes: ...
+    def delta_with_logprobs(self, index: int, text: str, logprobs: Sequence[bytes]) -> bytes:
+        """Return the chunk of a delta. `logprobs` is what the method of this name returned."""
+        between, end = self._around_logprobs
+        pieces = [self.prefixes[index], encode_json(text), between, *self._framed(logprobs), end, self._tail]
+        return b"".join(pieces)
 
     @abc.abstractmethod
     def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes: ...
 
     @abc.abstractmethod
-    def collected(self, index: int, choice: CollectedChoice) -> Json:
-        """Return an element of `choices` in a body."""
-
-    @abc.abstractmethod
-    def join_logprobs(self, pieces: Sequence[Any]) -> Any:
-        """Join the values that `logprobs` returned for the parts of an answer."""
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes of an element of `choices` in a body: those before the text's content, and those between the
+        text and the logprobs."""
 
     def usage_chunk(self, usage: Json, details: Json | None) -> bytes:
         chunk = self._envelope.fields(self.chunk_object) | {"choices": [], "usage": usage}
         return encode_json(chunk | {"kvloom": details} if details else chunk)
 
-    def body(self, choices: Sequence[CollectedChoice], usage: Json, details: Json | None) -> bytes:
-        body = self._envelope.fields(self.body_object)
-        body["choices"] = [self.collected(index, choice) for index, choice in enumerate(choices)]
-        body["usage"] = usage
-        return encode_json(body | {"kvloom": details} if details else body)
+    def body(self, choices: Sequence[CollectedChoice], usage: Json, details: Json | None) -> list[Buffer]:
+        """Return the pieces of a body. The large ones are those of the choices, which are not copied."""
+        pieces: list[Buffer] = [encode_json(self._envelope.fields(self.body_object))[:-1] + b',"choices":[']
+        for index, choice in enumerate(choices):
+            before, between = self._around_text(index)
+            logprobs = self._framed(choice.logprobs) if choice.logprobs else [b"null"]
+            end = b',"finish_reason":%b}' % encode_json(choice.finish_reason)
+            pieces += [b"," + before if index else before, choice.text, between, *logprobs, end]
+        more = {"usage": usage, "kvloom": details} if details else {"usage": usage}
+        pieces.append(b"]," + encode_json(more)[1:])
+        return pieces
+
+    def _framed(self, lists: Sequence[Buffer]) -> list[Buffer]:
+        *frames, end = self.logprobs_frame
+        return [piece for pair in zip(frames, lists, strict=True) for piece in pair] + [end]
 
     @abc.abstractmethod
     def _delta_prefix(self, index: int) -> bytes: ...
@@ -126,6 +162,8 @@ class ChatFormatter(ResponseFormatter):
 
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
+    logprobs_frame = (b'{"content":[', b'],"refusal":null}')
+    _around_logprobs = (b'},"logprobs":', b',"finish_reason":null}')
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
         super().__init__(envelope)
@@ -135,22 +173,15 @@ class ChatFormatter(ResponseFormatter):
         delta = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null' % index
         return self._head + delta + self.suffix
 
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:  # noqa: ARG002
-        return {"content": chat_logprobs(self._tokenizer, token_ids, entries), "refusal": None}
-
-    def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes:
-        return self._chunk({"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None})
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
+        return (chat_logprobs(self._tokenizer, token_ids, entries),)
 
     def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes:
         return self._chunk({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}, details)
 
-    def collected(self, index: int, choice: CollectedChoice) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        reason = choice.finish_reason
-        return {"index": index, "message": message, "logprobs": choice.logprobs, "finish_reason": reason}
-
-    def join_logprobs(self, pieces: Sequence[Any]) -> Any:
-        return {"content": [entry for piece in pieces for entry in piece["content"]], "refusal": None}
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        before = b'{"index":%d,"message":{"role":"assistant","content":"' % index
+        return before, b'","refusal":null},"logprobs":'
 
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"delta":{"content":' % index
@@ -166,6 +197,8 @@ class CompletionFormatter(ResponseFormatter):
 
     chunk_object = "text_completion"
     body_object = "text_completion"
+    logprobs_frame = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[', b"]}")
+    _around_logprobs = (b',"logprobs":', b',"finish_reason":null}')
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
         super().__init__(envelope)
@@ -174,28 +207,17 @@ class CompletionFormatter(ResponseFormatter):
     def opening(self, index: int) -> bytes | None:  # noqa: ARG002
         return None
 
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Any:
-        return self._logprobs[index].push(token_ids, entries)
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
+        return [encode_json(values)[1:-1] for values in self._logprobs[index].push(token_ids, entries).values()]
 
     def skip(self, index: int, token_ids: Sequence[int]) -> None:
         self._logprobs[index].skip(token_ids)
 
-    def delta_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes:
-        return self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": None})
-
     def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes:
         return self._chunk({"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}, details)
 
-    def collected(self, index: int, choice: CollectedChoice) -> Json:
-        reason = choice.finish_reason
-        return {"index": index, "text": choice.text, "logprobs": choice.logprobs, "finish_reason": reason}
-
-    def join_logprobs(self, pieces: Sequence[Any]) -> Any:
-        joined = empty_completion_logprobs()
-        for piece in pieces:
-            for name, values in piece.items():
-                joined[name].extend(values)
-        return joined
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        return b'{"index":%d,"text":"' % index, b'","logprobs":'
 
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"text":' % index

@@ -87,14 +87,14 @@ class ResumeClaims:
         return await result
 
     async def name(
-        self, caller: bytes, key: str, before: KeyedResponse | None, wanted: KeyedResponse, ttl_seconds: float
+        self, tenant: str, key: str, before: KeyedResponse | None, wanted: KeyedResponse, ttl_seconds: float
     ) -> KeyedResponse:
         """Let an idempotency key stand for `wanted` if it stands for `before`. Returns the response that it stands for
         now."""
         now: bytes = await self._redis.eval(  # pyright: ignore[reportGeneralTypeIssues]
             _NAME,
             1,
-            self._journal.idempotency_key(caller, key),
+            self._journal.idempotency_key(tenant, key),
             *(before.encode() if before else "", wanted.encode(), max(1, round(ttl_seconds * 1000))),
         )
         response_id, _, body_digest = now.decode().partition(" ")

@@ -218,8 +218,8 @@ class ResumeJournal:
     def _response_key(self, tag: str, response_id: str) -> str:
         return f"{self._prefix}:edge:{tag}:response:{response_id}"
 
-    def idempotency_key(self, caller: bytes, key: str) -> str:
-        return f"{self._prefix}:edge-key:{caller.hex()}:{key}"
+    def idempotency_key(self, tenant: str, key: str) -> str:
+        return f"{self._prefix}:edge-key:{tenant}:{key}"
 
     def claim_key(self, response_id: str) -> str:
         """See edge_http/recovery/claims.py."""

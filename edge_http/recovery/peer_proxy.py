@@ -10,6 +10,7 @@ from aiohttp import web
 
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import LAST_EVENT_ID
+from edge_http.wire.request_callers import API_KEY
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
 RELAYED: Final = "x-kvloom-relayed"
@@ -20,7 +21,7 @@ CONNECT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 5.0
 """The wait for a status line. An edge has it ready unless the answer has not begun; then the edge is probed."""
 PROBE_SECONDS: Final = 1.0
-_TO_OWNER: Final = ("Authorization", LAST_EVENT_ID, "x-request-id", "traceparent")
+_TO_OWNER: Final = ("Authorization", API_KEY, LAST_EVENT_ID, "x-request-id", "traceparent")
 _TO_CLIENT: Final = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "x-request-id", "Retry-After")
 _OURS: Final = "x-kvloom-"
 

@@ -41,7 +41,7 @@ class ResponseLocator:
         self._tag = edge.tag
         self._has_left = False
         self._recovery = ResponseRecovery(edge, journal, claims)
-        self._naming: dict[tuple[bytes, str], tuple[asyncio.Lock, int]] = {}
+        self._naming: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}
         """By caller and idempotency key: a lock for the requests that look it up, and how many of them there are."""
 
     async def find(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
@@ -85,8 +85,8 @@ class ResponseLocator:
         """See RemoteResponses. While Redis is unreachable, a key is known to one edge only."""
         before: KeyedResponse | None = None
         for _ in range(MAX_HOPS):
-            async with self._key_lock(name.caller, name.idempotency_key):
-                stream = self._edge.resume.find_by_key(name.caller, name.idempotency_key)
+            async with self._key_lock(name.tenant, name.idempotency_key):
+                stream = self._edge.resume.find_by_key(name.tenant, name.idempotency_key)
                 if stream is not None and stream.name.body_digest == name.body_digest:
                     return stream
                 now = await self._named(name, before)
@@ -108,7 +108,7 @@ class ResponseLocator:
         """The response that the key of `name` stands for now."""
         wanted = KeyedResponse(name.id, name.body_digest)
         try:
-            return await self._claims.name(name.caller, name.idempotency_key, before, wanted, self._key_seconds)
+            return await self._claims.name(name.tenant, name.idempotency_key, before, wanted, self._key_seconds)
         except RedisError as error:
             log.info("an idempotency key cannot be looked up", error=str(error))
             return wanted
@@ -123,17 +123,17 @@ class ResponseLocator:
         return config.request_timeout_seconds + 2 * config.resume.grace_seconds
 
     @contextlib.asynccontextmanager
-    async def _key_lock(self, caller: bytes, key: str) -> AsyncIterator[None]:
+    async def _key_lock(self, tenant: str, key: str) -> AsyncIterator[None]:
         """Serializes the requests of a key, until the response is open or found."""
-        lock, count = self._naming.get((caller, key), (asyncio.Lock(), 0))
-        self._naming[caller, key] = (lock, count + 1)
+        lock, count = self._naming.get((tenant, key), (asyncio.Lock(), 0))
+        self._naming[tenant, key] = (lock, count + 1)
         try:
             async with lock:
                 yield
         finally:
-            lock, count = self._naming.pop((caller, key))
+            lock, count = self._naming.pop((tenant, key))
             if count > 1:
-                self._naming[caller, key] = (lock, count - 1)
+                self._naming[tenant, key] = (lock, count - 1)
 
     def leave(self) -> None:
         """This edge stops: other edges may continue the responses that it does not have or no longer has."""

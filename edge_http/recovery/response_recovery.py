@@ -91,7 +91,7 @@ class ResponseRecovery:
             return stream
         task = self._taking.get(response_id)
         if task is None:
-            job = self._take(response_id, claim, source, after)
+            job = self._take(response_id, claim, source, after, response.tenant)
             task = asyncio.create_task(job, name=f"take over {response_id}")
             self._taking[response_id] = task
             task.add_done_callback(lambda _: self._taking.pop(response_id, None))
@@ -103,11 +103,11 @@ class ResponseRecovery:
     # -- taking one over ----------------------------------------------------------------------------------------------
 
     async def _take(
-        self, response_id: str, claim: Claim, source: str, after: int
+        self, response_id: str, claim: Claim, source: str, after: int, tenant: str
     ) -> ResumableStream | AnswerState | None:
         """Returns the stream that continues at this edge now, or the state of an answer that has ended, or None if
         another edge was faster. `source` is the tag of the edge that wrote the response."""
-        with self._edge.admit() as permit:
+        with self._edge.admit(tenant) as permit:
             wanted = self._note_unfinished(response_id, claim, source)
             before = None if claim.holder == edge_tag_of(response_id) == claim.source else claim
             found: ResumableStream | AnswerState | KvloomError | None = None

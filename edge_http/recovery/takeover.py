@@ -74,7 +74,7 @@ def take_over(
     no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
     formatter = formatter_of(response, edge.find_model(response.model))
     num_before = state.num_events - len(state.events)
-    name = ResponseName(response.id, response.caller, response.idempotency_key, response.body_digest)
+    name = ResponseName(response.id, response.caller, response.tenant, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
     for event in event_data(state.events, formatter.prefixes, formatter.suffix):
         stream.log.append(event)
@@ -206,6 +206,7 @@ def _link_request(
         stop=StopConditions.FromString(record.stop),
         n=response.n,
         timeout_seconds=timeout_seconds,
+        tenant=response.tenant,
         traceparent=record.traceparent,
         session_key=record.session_key,
         tier=cast(Any, record.tier),

@@ -39,6 +39,8 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     idempotency_key: str
     body_digest: str
     guide_field: str
+    tenant: str = ""
+    """The name of the caller, which the requests carry; "" in records of edges that did not know it."""
 
 
 class RequestRecord(msgspec.Struct, array_like=True):

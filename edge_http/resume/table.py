@@ -36,7 +36,7 @@ class ResumeTable:
         self._metrics = metrics
         self._retention: StreamRetention[ResumableStream] = StreamRetention(config, self._remove, metrics.on_evicted)
         self._streams: dict[str, ResumableStream] = {}
-        self._by_key: dict[tuple[bytes, str], ResumableStream] = {}
+        self._by_key: dict[tuple[str, str], ResumableStream] = {}
         self._jobs: dict[str, _Job] = {}
         self.publications: dict[str, Publication] = {}
         """By response id; empty without a journal."""
@@ -92,7 +92,7 @@ class ResumeTable:
         self._streams[name.id] = stream
         self._retention.add(stream)
         if name.idempotency_key:
-            self._by_key[name.caller, name.idempotency_key] = stream
+            self._by_key[name.tenant, name.idempotency_key] = stream
         return stream
 
     def start(
@@ -114,8 +114,8 @@ class ResumeTable:
             return None
         return stream
 
-    def find_by_key(self, caller: bytes, idempotency_key: str) -> ResumableStream | None:
-        return self._by_key.get((caller, idempotency_key))
+    def find_by_key(self, tenant: str, idempotency_key: str) -> ResumableStream | None:
+        return self._by_key.get((tenant, idempotency_key))
 
     def cancel(self, stream: ResumableStream) -> None:
         """End the response, as its client asked."""
@@ -176,8 +176,8 @@ class ResumeTable:
         publication = self.publications.pop(name.id, None)
         if publication is not None:
             self._on_removed(publication)
-        if self._by_key.get((name.caller, name.idempotency_key)) is stream:
-            del self._by_key[name.caller, name.idempotency_key]
+        if self._by_key.get((name.tenant, name.idempotency_key)) is stream:
+            del self._by_key[name.tenant, name.idempotency_key]
         stream.close()
 
 

@@ -16,7 +16,11 @@ from aiohttp.http_exceptions import LineTooLong
 
 from edge_http.edge import Edge
 from edge_http.openai.response_formatters import encode_json
+from edge_http.server.address_limit import AddressLimit
+from edge_http.wire.client_address import Address
+from edge_http.wire.headers import unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
+from edge_http.wire.large_body import RESPONSE_SECONDS
 from edge_http.wire.sse import WrittenResponse
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -30,17 +34,17 @@ LINGER_SECONDS: Final = 2.0
 MAX_HEADERS: Final = 100
 SILENT_PEER_SECONDS: Final = 30
 """A peer that acknowledges neither data nor keep-alive probes for about this long is considered gone."""
-RESPONSE_SECONDS: Final = 60.0
-"""The client must receive a complete response within this time. Streams have limits of their own."""
 RETRY_SECONDS: Final = 2.0
+_CODING_FAULTS: Final = ("nvalid `Transfer-Encoding`", "Duplicate 'Transfer-Encoding'")
+"""What aiohttp's parser says of transfer codings that it refuses by itself."""
 ROUTE: Final = "connection"
 """The route label in metrics for connections that ended before there was a request."""
 
 
 class Connection(web.RequestHandler):
-    __slots__ = ("_edge", "_head_timer", "_num_head_bytes")
+    __slots__ = ("_address_limit", "_counted_address", "_edge", "_head_timer", "_num_head_bytes")
 
-    def __init__(self, manager: web.Server, edge: Edge) -> None:
+    def __init__(self, manager: web.Server, edge: Edge, address_limit: AddressLimit) -> None:
         super().__init__(
             manager,
             loop=asyncio.get_running_loop(),
@@ -53,6 +57,8 @@ class Connection(web.RequestHandler):
             access_log=cast(Any, None),
         )
         self._edge = edge
+        self._address_limit = address_limit
+        self._counted_address: Address | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         """Runs while the connection waits for a request's head."""
         self._num_head_bytes = 0
@@ -68,6 +74,19 @@ class Connection(web.RequestHandler):
                 KvloomError(
                     ErrorReason.ERROR_REASON_OVERLOADED,
                     "This server has too many connections.",
+                    retry_after_seconds=RETRY_SECONDS,
+                )
+            )
+            return
+        peer = transport.get_extra_info("peername")
+        try:
+            self._counted_address = self._address_limit.open(str(peer[0]) if isinstance(peer, tuple) else "")
+        except ValueError:
+            self._refuse(
+                KvloomError(
+                    ErrorReason.ERROR_REASON_RATE_LIMITED,
+                    f"Your address has {self._edge.config.max_connections_per_address} connections to this server, "
+                    "which is the most that one may have (edge.max_connections_per_address).",
                     retry_after_seconds=RETRY_SECONDS,
                 )
             )
@@ -88,6 +107,9 @@ class Connection(web.RequestHandler):
                 self._start_head_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._counted_address is not None:
+            self._address_limit.close(self._counted_address)
+            self._counted_address = None
         self._stop_head_timer()
         super().connection_lost(exc)
 
@@ -103,6 +125,8 @@ class Connection(web.RequestHandler):
         """aiohttp calls this for malformed HTTP and for failed handlers. The connection is closed."""
         if isinstance(exc, LineTooLong):
             error = _head_too_large()
+        elif any(fault in str(exc) for fault in _CODING_FAULTS):
+            error = unsupported_transfer_coding()
         elif status < 500:
             error = invalid_argument("The request is not valid HTTP.")
         else:

@@ -15,7 +15,7 @@ from edge_http.endpoints.health import health, metrics, ready, version
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.resume import cancel_response, resume_stream
-from edge_http.wire.headers import REQUEST_ID, request_id
+from edge_http.wire.headers import REQUEST_ID, check_transfer_coding, request_id
 from edge_http.wire.json_response import error_response
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -64,6 +64,7 @@ class HttpRouter:
 
     async def _answer(self, request: web.BaseRequest, route: str) -> web.StreamResponse:
         try:
+            check_transfer_coding(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)
         except KvloomError as error:

@@ -16,6 +16,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
+from edge_http.server.address_limit import AddressLimit
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
 from kvloom.process.service import StartError
@@ -35,18 +36,26 @@ class _Server(web.Server):
         # When a client disconnects, its handler is cancelled, which ends its request.
         super().__init__(HttpRouter(edge), handler_cancellation=True, request_factory=self._request)
         self._edge = edge
+        self._address_limit = AddressLimit(edge.config.max_connections_per_address, edge.config.trusted_proxies)
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._edge)
+        return Connection(self, self._edge, self._address_limit)
 
     def _request(
         self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: AbstractStreamWriter, task: Any
     ) -> web.BaseRequest:
-        kind = _LastRequest if self._edge.leaving else web.BaseRequest
+        kind = _LastRequest if self._edge.leaving else _Request
         return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
-class _LastRequest(web.BaseRequest):
+class _Request(web.BaseRequest):
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        """aiohttp calls this when a response's headers are complete. It has added its own version and Python's, which
+        are of use only to attackers."""
+        response.headers.pop("Server", None)
+
+
+class _LastRequest(_Request):
     """The last request of its connection: the response announces that the connection will be closed."""
 
     @property

@@ -17,6 +17,7 @@ from edge_http.endpoints.health import VERSION
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
+from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.router_link.group import RouterGroup
@@ -61,7 +62,7 @@ async def serve_edge(
     """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address and with that of
     /metrics. Raises StartError."""
     group = link if isinstance(link, RouterGroup) else None
-    edge = Edge(config.edge, link, {model.name: model}, group)
+    edge = Edge(config.edge, link, {model.name: model}, group, configured_callers(config, trust.caller_key))
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     server = EdgeServer(edge)

@@ -1,8 +1,12 @@
 """Reading HTTP requests and writing responses.
 
-headers.py        the headers of requests and responses
-body.py           reads a JSON body within its limits
-fair_yield.py     processes at most one long body per iteration of the event loop
-json_response.py  JSON responses and errors
-sse.py            writes server-sent events
+headers.py          the headers of requests and responses
+request_callers.py  who sends a request: its credential, or else its address
+client_address.py   the address of a client, also behind reverse proxies
+body.py             reads a JSON body within its limits
+byte_budget.py      the memory of bodies and answers, with a share for each caller
+large_body.py       writes a response body of many megabytes in pieces
+fair_yield.py       processes at most one long body per iteration of the event loop
+json_response.py    JSON responses and errors
+sse.py              writes server-sent events
 """

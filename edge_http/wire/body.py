@@ -3,67 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 import xxhash
 from aiohttp import web
 
+from edge_http.wire.byte_budget import ByteLease
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
-RETRY_SECONDS: Final = 2.0
 
-
-class BodyBudget:
-    """Limits the bytes of bodies that have been received but not processed yet. Bytes count when they arrive, so that a
-    client that announces a large body and sends little does not use up the budget."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.num_bytes = 0
-        self.num_leases = 0
-
-    def lease(self) -> BodyLease:
-        self.num_leases += 1
-        return BodyLease(self)
-
-    def take(self, num_bytes: int) -> None:
-        """Raises KvloomError (OVERLOADED)."""
-        if self.num_bytes + num_bytes > self._max_bytes:
-            raise KvloomError(
-                ErrorReason.ERROR_REASON_OVERLOADED,
-                "This server is receiving too many large requests.",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-        self.num_bytes += num_bytes
-
-
-class BodyLease:
-    """One body's part of the budget. The end of the `with` block releases it."""
-
-    __slots__ = ("_budget", "num_bytes")
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.num_bytes = 0
-
-    def __enter__(self) -> BodyLease:
-        return self
-
-    def __exit__(self, *_fault: object) -> None:
-        self._budget.num_leases -= 1
-        self._budget.num_bytes -= self.num_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """Raises KvloomError (OVERLOADED)."""
-        self._budget.take(num_bytes)
-        self.num_bytes += num_bytes
-
-
-async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: BodyLease) -> bytes:
+async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: ByteLease) -> bytes:
     """Return the raw bytes. Raises KvloomError (UNSUPPORTED_MEDIA_TYPE, REQUEST_TOO_LARGE, REQUEST_TIMEOUT, OVERLOADED,
-    INVALID_ARGUMENT)."""
+    RATE_LIMITED, INVALID_ARGUMENT)."""
     _check_headers(request)
     length = request.content_length
     if length is not None and length > config.max_body_bytes:
@@ -85,8 +37,9 @@ async def read_json_body(request: web.BaseRequest, config: EdgeConfig, lease: Bo
     return b"".join(chunks)
 
 
-def _taken(chunk: bytes, config: EdgeConfig, lease: BodyLease) -> bytes:
-    """Count the chunk against the limits and return it. Raises KvloomError (REQUEST_TOO_LARGE, OVERLOADED)."""
+def _taken(chunk: bytes, config: EdgeConfig, lease: ByteLease) -> bytes:
+    """Count the chunk against the limits and return it. Raises KvloomError (REQUEST_TOO_LARGE, OVERLOADED,
+    RATE_LIMITED)."""
     if lease.num_bytes + len(chunk) > config.max_body_bytes:
         raise _too_large(config.max_body_bytes)
     lease.take(len(chunk))

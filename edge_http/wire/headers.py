@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from typing import Final
@@ -10,7 +9,8 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from kvloom.errors import invalid_argument
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceStart
 
 REQUEST_ID: Final = "x-request-id"
@@ -43,13 +43,20 @@ def request_id(request: web.BaseRequest) -> str:
     return chosen
 
 
-def caller_of(request: web.BaseRequest) -> bytes:
-    """Return a digest of the Authorization header, which binds a response to the caller that began it.
+def check_transfer_coding(request: web.BaseRequest) -> None:
+    """aiohttp reads any body whose last transfer coding is chunked, as if it had no other. A proxy that decodes the
+    others would see another body. Raises KvloomError (UNSUPPORTED_TRANSFER_CODING)."""
+    codings = request.headers.getall("Transfer-Encoding", None)
+    if codings is not None and [coding.lower() for coding in codings] != ["chunked"]:
+        raise unsupported_transfer_coding()
 
-    All requests without the header belong to one caller. The secrets themselves are not kept.
-    """
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    return hashlib.blake2b(given, digest_size=16).digest()
+
+def unsupported_transfer_coding() -> KvloomError:
+    return KvloomError(
+        ErrorReason.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING,
+        "The only Transfer-Encoding that this server supports is chunked.",
+        field="Transfer-Encoding",
+    )
 
 
 def traceparent(request: web.BaseRequest) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from edge_http.openai.response_formatters import encode_json
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
+
+_REST_IS_NOT_READ: Final = (
+    ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
+    ErrorReason.ERROR_REASON_UNSUPPORTED_TRANSFER_CODING,
+)
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -23,6 +28,6 @@ def error_response(error: KvloomError) -> web.Response:
         response.headers["retry-after-ms"] = str(
             round(error.retry_after_seconds * 1e3)
         )  # OpenAI's clients read this one
-    if error.reason == ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE:
+    if error.reason in _REST_IS_NOT_READ:
         response.force_close()  # the rest of the request need not be read
     return response

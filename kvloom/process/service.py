@@ -168,11 +168,14 @@ def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = add_
     return f"{host}:{bound}"
 
 
-def add_health_and_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> HealthServicer:
-    """Serve grpc.health.v1 and reflection. The status is NOT_SERVING until `set_serving` changes it."""
+def add_health_and_reflection(
+    server: grpc.aio.Server, service_names: Sequence[str], *, with_reflection: bool
+) -> HealthServicer:
+    """Serve grpc.health.v1 and, if wanted, reflection. The status is NOT_SERVING until `set_serving` changes it."""
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection([*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+    if with_reflection:
+        reflection.enable_server_reflection([*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     return health
 
 

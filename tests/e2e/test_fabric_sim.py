@@ -163,3 +163,21 @@ def test_an_edge_beside_its_router_has_no_threads_of_grpc(sim_fabric: RunningFab
     names = {(task / "comm").read_text().strip() for task in Path(f"/proc/{edge['pid']}/task").iterdir()}
     assert names
     assert not {name for name in names if name.startswith(("grpc", "event_engine"))}
+
+
+async def test_callers_do_not_share_cached_prompts(sim_fabric: RunningFabric):
+    """The number of cached tokens would tell a caller which prompts others have sent."""
+    prompt = "What only one caller knows: " + " ".join(f"word{i}" for i in range(200))
+
+    async def num_cached_tokens(session: aiohttp.ClientSession, bearer: str) -> int:
+        fields = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": prompt}]}
+        headers = {"Authorization": f"Bearer {bearer}"}
+        url = f"{sim_fabric.http_url}/v1/chat/completions"
+        async with session.post(url, json=fields, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with aiohttp.ClientSession() as session:
+        assert await num_cached_tokens(session, "one") == 0
+        assert await num_cached_tokens(session, "two") == 0
+        assert await num_cached_tokens(session, "one") > 0

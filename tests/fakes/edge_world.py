@@ -11,6 +11,7 @@ import aiohttp
 
 from edge_http.edge import Edge, ServedModel
 from edge_http.server.http_server import EdgeServer
+from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer
@@ -46,11 +47,14 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def edge_world(
-    config: EdgeConfig | None = None, link: FakeRouterLink | None = None, port: int = 0
+    config: EdgeConfig | None = None,
+    link: FakeRouterLink | None = None,
+    port: int = 0,
+    callers: Callers | None = None,
 ) -> AsyncIterator[EdgeWorld]:
     link = link or FakeRouterLink()
     model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
-    edge = Edge(config or EdgeConfig(), link, {"tiny": model})
+    edge = Edge(config or EdgeConfig(), link, {"tiny": model}, callers=callers)
     server = EdgeServer(edge)
     address = await server.listen("127.0.0.1", port)
     try:

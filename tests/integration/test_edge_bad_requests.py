@@ -316,6 +316,47 @@ async def test_requests_that_are_no_http(world: EdgeWorld, request_bytes: bytes,
     assert b"a" * 100 not in json.dumps(body).encode()
 
 
+@pytest.mark.parametrize("line", ["gzip, chunked", "chunked, chunked", "identity, chunked", "gzip", "x"])
+async def test_transfer_codings_other_than_chunked(world: EdgeWorld, line: str) -> None:
+    """A proxy that decodes them would see another body than this server, and so another next request."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    coding = f"Transfer-Encoding: {line}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n"
+    status, body = await raw_exchange(world, (head + coding).encode())
+    assert status.split(b" ")[1] == b"501"
+    assert (body["error"]["code"], body["error"]["param"]) == ("unsupported_transfer_coding", "Transfer-Encoding")
+
+
+async def test_two_transfer_encodings(world: EdgeWorld) -> None:
+    """They count as one list of two codings."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    twice = b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    status, _ = await raw_exchange(world, head + twice)
+    assert status.split(b" ")[1] == b"501"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nBad Header: x\r\n\r\n",
+        b"\x16\x03\x01 not http\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
+    ],
+)
+async def test_no_response_names_versions(world: EdgeWorld, request_bytes: bytes) -> None:
+    """Versions of Python and aiohttp tell attackers which known faults to try."""
+    reader, writer = await asyncio.open_connection(*world.address)
+    writer.write(request_bytes)
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    assert b"server:" not in head.lower()
+    assert b"python" not in head.lower()
+
+
 async def test_body_over_the_limit_is_refused_at_once() -> None:
     """An oversize body is not read to its end, whether its size is announced or not."""
     async with edge_world(EdgeConfig(max_body_bytes=1000)) as world:

@@ -1,0 +1,58 @@
+"""Who sends an HTTP request."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Sequence
+from typing import Final
+
+from aiohttp import web
+
+from edge_http.wire.client_address import client_address
+from kvloom.callers import Callers
+
+API_KEY: Final = "x-api-key"
+_CALLER_KEY: Final = web.RequestKey("caller", str)
+
+
+class RequestCallers:
+    """Names the callers of requests. The names isolate callers from one another in the whole fabric."""
+
+    def __init__(self, callers: Callers, trusted_proxies: Sequence[str]) -> None:
+        """`trusted_proxies` are networks, as in the configuration."""
+        self._callers = callers
+        self._trusted_proxies = [ipaddress.ip_network(network) for network in trusted_proxies]
+
+    def caller_of(self, request: web.BaseRequest) -> str:
+        """Return the caller's name (kvloom/callers.py)."""
+        known = request.get(_CALLER_KEY)
+        if known is not None:
+            return known
+        given = credential_of(request)
+        name = self._callers.name(given, "" if given else self.address_of(request))
+        request[_CALLER_KEY] = name
+        return name
+
+    def address_of(self, request: web.BaseRequest) -> str:
+        """Return the client's IP address; "" if it has none, as over a Unix socket."""
+        peer = request.remote or ""
+        if not self._trusted_proxies:
+            return peer
+        return client_address(peer, request.headers.getall("X-Forwarded-For", ()), self._trusted_proxies)
+
+
+def credential_of(request: web.BaseRequest) -> str:
+    """Return the Authorization header, or else x-api-key; "" if the request has neither."""
+    headers = request.headers
+    return headers.get("Authorization") or headers.get(API_KEY) or ""
+
+
+def credential_digest(request: web.BaseRequest) -> bytes:
+    """Return a digest of the credential, which binds a response to the holder of the credential that began it.
+
+    All requests without one have the same digest: the id of a response, which cannot be guessed, is then all that is
+    needed to find it, so that a client may change its address. The credentials themselves are not kept.
+    """
+    given = credential_of(request).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(given, digest_size=16).digest()

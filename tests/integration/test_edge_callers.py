@@ -1,0 +1,108 @@
+"""Requests carry their caller's name into the fabric, and callers are isolated from one another at the edge."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from kvloom.callers import Callers
+from kvloom.config import EdgeConfig
+from tests.fakes.edge_peers import edges
+from tests.fakes.edge_world import EdgeWorld, chat_body, edge_world
+from tests.fakes.fake_router_link import answer
+from tests.fakes.resume_world import CHAT, client
+from tests.fakes.scripted_answer import begin_live, kill, kinds
+
+BEARER = {"Authorization": "Bearer one"}
+
+
+async def tenant_of(world: EdgeWorld, **headers: str) -> str:
+    """The tenant of a request with these headers, as the router gets it."""
+    async with world.http.post(world.url + CHAT, json=chat_body(), headers=headers) as response:
+        assert response.status == 200
+    return world.link.requests[-1].request.tenant
+
+
+async def post_from(world: EdgeWorld, address: str, **fields: Any) -> str:
+    """Stream an answer under the Idempotency-Key "k" from a loopback address. Returns the response's id."""
+    connector = aiohttp.TCPConnector(local_addr=(address, 0))
+    headers = {"x-kvloom-resume": "on", "Idempotency-Key": "k"}
+    async with (
+        aiohttp.ClientSession(connector=connector) as http,
+        http.post(world.url + CHAT, json=chat_body(stream=True, **fields), headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+        await response.read()
+        return response.headers["x-kvloom-response-id"]
+
+
+async def test_tenant_is_the_credential_or_the_address() -> None:
+    """The engine's cache and the router's queues keep tenants apart, so every request has to say whose it is."""
+    async with edge_world() as world:
+        world.link.script = answer("a")
+        one = await tenant_of(world, **BEARER)
+        assert one == Callers().name("Bearer one", "")
+        assert await tenant_of(world, **BEARER) == one
+        assert await tenant_of(world, Authorization="Bearer two") != one
+        assert await tenant_of(world, **{"x-api-key": "k"}) == Callers().name("k", "")
+        assert await tenant_of(world, **{"x-api-key": "k"}, **BEARER) == one
+        assert await tenant_of(world) == Callers().name("", "127.0.0.1")
+
+
+async def test_address_behind_a_trusted_proxy() -> None:
+    """All anonymous clients of a proxy would be one caller, and without trust anybody could claim an address."""
+    forwarded = {"X-Forwarded-For": "198.51.100.9, 192.0.2.1"}
+    async with edge_world(EdgeConfig(trusted_proxies=["127.0.0.0/8"])) as world:
+        world.link.script = answer("a")
+        assert await tenant_of(world, **forwarded) == Callers().name("", "192.0.2.1")
+        assert await tenant_of(world) == Callers().name("", "127.0.0.1")
+    async with edge_world() as world:
+        world.link.script = answer("a")
+        assert await tenant_of(world, **forwarded) == Callers().name("", "127.0.0.1")
+
+
+async def test_anonymous_callers_have_their_own_idempotency_keys() -> None:
+    """A key that somebody else uses, too, must neither refuse a request nor yield somebody else's answer."""
+    async with edge_world() as world:
+        world.link.script = answer("a")
+        first = await post_from(world, "127.0.0.1")
+        assert await post_from(world, "127.0.0.2", max_tokens=3) != first
+        assert await post_from(world, "127.0.0.1") == first
+
+
+async def test_anonymous_callers_share_keys_if_configured() -> None:
+    """With callers.anonymous = "shared" all requests without a credential are one caller's."""
+    async with edge_world(callers=Callers(anonymous_share=True)) as world:
+        world.link.script = answer("a")
+        first = await post_from(world, "127.0.0.1")
+        assert await post_from(world, "127.0.0.2") == first
+        assert await tenant_of(world) == ""
+
+
+async def test_anonymous_client_resumes_from_another_address() -> None:
+    """The id of a response cannot be guessed, so a client whose address changes may still use it."""
+    async with edge_world() as world:
+        world.link.script = answer("a", "b")
+        response_id = await post_from(world, "127.0.0.1")
+        connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+        url = f"{world.url}{CHAT}/{response_id}?stream=true"
+        async with aiohttp.ClientSession(connector=connector) as http, http.get(url) as response:
+            assert response.status == 200
+            assert b"[DONE]" in await response.read()
+
+
+async def test_answer_that_is_taken_over_keeps_its_caller(redis_url: str) -> None:
+    """It continues in the cache and in the share of the caller that began it, and its key remains that caller's."""
+    path, body, script = kinds()["chat"]
+    async with edges(redis_url) as ((first, one), (second, _)):
+        streamed, request, reading = await begin_live(first, path, body, script, 4)
+        await kill(first, one, reading)
+        again = client(second, path)
+        again.response_id = streamed.response_id
+        back = asyncio.create_task(again.resume())
+        rest = await second.link.next_request()
+        script.play(rest, 4)
+        await back
+        assert rest.request.tenant == request.request.tenant == Callers().name("Bearer secret", "")
