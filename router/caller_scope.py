@@ -40,6 +40,11 @@ class CallerScope:
 TRUSTED: Final = CallerScope(None)
 
 
+def shown_id(request_id: str, tenant: str) -> str:
+    """The id for logs, beside which the tenant is shown: the one that the caller gave."""
+    return request_id.removesuffix(f"{_SEPARATOR}{tenant or _SHARED}")
+
+
 class CallerScopes:
     """Finds the scope of each RPC of one listener."""
 

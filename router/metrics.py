@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvloom.errors import KvloomError, reason_name
 from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
 from kvloom.v1.generation_pb2 import FinishReason
+from router.caller_scope import shown_id
 from router.core.actions import RequestEnded, RequestsMoved, ShardHealthChanged
 from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
@@ -138,7 +139,7 @@ class RouterMetrics:
         self._tokens_credited.labels(self._model_label(credit.model)).inc(credit.num_tokens)
         log.info(
             "request credited",
-            request_id=credit.request_id,
+            request_id=shown_id(credit.request_id, credit.tenant),
             tenant=credit.tenant,
             model=credit.model,
             num_credited_tokens=credit.num_tokens,
@@ -218,7 +219,7 @@ class _FleetCollector(Collector):
 def _log_end(ended: RequestEnded, outcome: str, error_type: str) -> None:
     log.info(
         "request ended",
-        request_id=ended.request_id,
+        request_id=shown_id(ended.request_id, ended.tenant),
         tenant=ended.tenant,
         model=ended.model,
         shard_id=ended.shard_id,

@@ -51,11 +51,12 @@ class PeerProxy:
             path, method = f"{request.path}/{response_id}?stream=true", "GET"
         else:
             method = request.method
-        sent = asyncio.ensure_future(
-            self._session.request(
-                method, f"{self._scheme}://{address}{path}", headers=headers, allow_redirects=False, **self._tls()
-            )
-        )
+        try:
+            tls = self._tls()
+        except OSError as error:  # too many open files
+            raise OwnerLostError(str(error)) from error
+        url = f"{self._scheme}://{address}{path}"
+        sent = asyncio.ensure_future(self._session.request(method, url, headers=headers, allow_redirects=False, **tls))
         try:
             while not sent.done():
                 await asyncio.wait([sent], timeout=ANSWER_SECONDS)

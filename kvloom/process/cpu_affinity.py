@@ -82,19 +82,29 @@ def kept_on_one_cpu(first: int, *, wanted: bool = True, check_seconds: float = C
     if not wanted or len(_process_cpus) < 2 or not _TIMES.exists():
         yield
         return
-    stay = _CpuPinning(CpuChoice(sorted(_process_cpus), first), check_seconds)
+    try:
+        # Opened once: while the process is short of descriptors, it could not be opened at each check.
+        times = os.open(_TIMES, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        log.warning("The event loop cannot be kept on one CPU.", error=str(error))
+        yield
+        return
+    stay = _CpuPinning(CpuChoice(sorted(_process_cpus), first), check_seconds, times)
     try:
         yield
     finally:
         stay.end()
+        os.close(times)
 
 
 class _CpuPinning:
-    def __init__(self, choice: CpuChoice, check_seconds: float) -> None:
+    def __init__(self, choice: CpuChoice, check_seconds: float, times: int) -> None:
+        """`times`: a descriptor of the thread's schedstat."""
+        self._times = times
         self._choice = choice
         self._check_seconds = check_seconds
         self._loop = asyncio.get_running_loop()
-        self._checked_at, self._waited = self._loop.time(), _waited_seconds()
+        self._checked_at, self._waited = self._loop.time(), _waited_seconds(times)
         self._timer = self._loop.call_later(self._seconds_to_check(), self._check)
 
     def end(self) -> None:
@@ -102,7 +112,7 @@ class _CpuPinning:
         use_every_cpu()
 
     def _check(self) -> None:
-        now, waited = self._loop.time(), _waited_seconds()
+        now, waited = self._loop.time(), _waited_seconds(self._times)
         cpus = self._choice.after(now - self._checked_at, waited - self._waited)
         self._checked_at, self._waited = now, waited
         if cpus is not None:
@@ -118,9 +128,9 @@ class _CpuPinning:
         return seconds_to_aligned_tick(self._checked_at, self._check_seconds)
 
 
-def _waited_seconds() -> float:
-    """How long the calling thread has been ready to run without running, since it began."""
-    return int(_TIMES.read_bytes().split()[1]) / 1e9
+def _waited_seconds(times: int) -> float:
+    """How long the thread has been ready to run without running, since it began."""
+    return int(os.pread(times, 256, 0).split()[1]) / 1e9
 
 
 _process_cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()

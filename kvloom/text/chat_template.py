@@ -1,6 +1,6 @@
 """Chat templates: they render a conversation as the text that the model was trained on.
 
-Templates come with the model (Jinja, Hugging Face's conventions) and run in Jinja's immutable sandbox. They see
+Templates come with the model (Jinja, Hugging Face's conventions) and run in a bounded sandbox. They see
 `messages`, `add_generation_prompt`, the special tokens by name (`bos_token`, ...), `raise_exception`, `strftime_now`
 and `tojson`; `tools` and `documents` are None.
 """
@@ -18,12 +18,13 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.text.bounded_template import BoundedEnvironment, TemplateLimitError
 from kvloom.text.chat_message import ChatMessage
 
 MAX_RENDERED_CHARS: Final = 16 * 2**20
+_MAX_INDENT: Final = 16
 _ROLE: Final = re.compile(r"[a-z][a-z_]{0,31}")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -44,7 +45,7 @@ class ChatTemplate:
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         """`named_tokens`: the special tokens by name, e.g. {"bos_token": "<s>"}. Raises ValueError when the source is
         not a template."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -56,6 +57,7 @@ class ChatTemplate:
             self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise ValueError(f"The chat template does not compile: {error}") from error
+        self._start = environment.start
         self._named_tokens = dict(named_tokens)
 
     @classmethod
@@ -86,10 +88,14 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        self._start()
         try:
             return self._render_bounded(variables, max_chars)
         except KvloomError:
             raise
+        except TemplateLimitError as error:
+            message = f"The model's chat template cannot be rendered with these messages: {error}."
+            raise invalid_argument(message, "messages") from error
         except jinja2.TemplateError as error:
             raise invalid_argument(f"The model's chat template rejects these messages: {error}", "messages") from error
         except Exception as error:
@@ -134,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _to_json(value: Any, indent: int | None = None) -> str:
     # Jinja's own filter escapes <, > and & for HTML. Models were not trained on that.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=False, indent=None if indent is None else min(indent, _MAX_INDENT))
 
 
 def _raise_exception(message: str) -> None:

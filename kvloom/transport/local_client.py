@@ -21,7 +21,10 @@ async def connect_local(address: str, in_type: type[In]) -> LocalStream[In, Any]
     if name is None:
         return None
     loop = asyncio.get_running_loop()
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    except OSError:  # too many open files
+        return None
     try:
         connection.connect(name)  # succeeds or fails at once (uvloop does not accept abstract names)
         _, stream = await loop.create_unix_connection(lambda: LocalStream[In, Any](in_type), sock=connection)

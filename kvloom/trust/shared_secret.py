@@ -100,6 +100,7 @@ class SharedSecret:
         return server_name(self._secret, role)
 
     async def watch(self) -> None:
+        reported = ""
         while self._path is not None:
             await asyncio.sleep(POLL_SECONDS)
             version = await asyncio.to_thread(_version, self._path)
@@ -110,10 +111,14 @@ class SharedSecret:
                 secret = await asyncio.to_thread(read_secret, self._path)
                 if secret.identity != self._secret.identity:
                     raise SecretError(f"{self._path} now holds another fabric's secret")  # noqa: TRY301
-            except SecretError as error:
-                log.warning("the fabric's secret was not reloaded", cause=str(error))
-            else:
                 self._use(secret)
+            except (SecretError, OSError) as error:
+                self._seen = None  # the next check tries again
+                if str(error) != reported:
+                    log.warning("the fabric's secret was not reloaded", cause=str(error))
+                reported = str(error)
+            else:
+                reported = ""
                 log.info("the fabric's secret was reloaded", num_accepted=len(secret.secrets))
         await asyncio.Event().wait()
 

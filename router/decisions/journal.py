@@ -13,6 +13,7 @@ import msgspec
 
 from kvloom.errors import reason_name
 from kvloom.v1.generation_pb2 import FinishReason
+from router.caller_scope import shown_id
 from router.core.actions import PlacementDecided, RequestEnded
 from router.core.fleet.fleet import ShardState
 from router.decisions.records import (
@@ -83,7 +84,7 @@ class DecisionJournal:
         names only as hashes."""
         request = decision.request
         return RequestLine(
-            request_id=request.request_id,
+            request_id=shown_id(request.request_id, request.tenant),
             arrived_at=decided_at,
             model=request.model,
             num_prompt_tokens=len(request.prompt_token_ids),

@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvloom.client import resumed_call, router_channels
+from kvloom.client import resumed_call
 from kvloom.client.client import Client
 from kvloom.client.generation import Delta
 from kvloom.errors import KvloomError
+from kvloom.transport import channel_options
 from kvloom.transport.channel_options import CHANNEL_OPTIONS
 from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, StopConditions
 from kvloom.v1.router_service_pb2 import GenerateRequest, PartialChoice
@@ -199,8 +200,8 @@ async def test_usage_records_add_up_when_living_routers_are_left(
     what the loop received are credited, so that all usage records together are the tokens of the loop."""
     monkeypatch.setattr(resumed_call, "OPEN_TIMEOUT_SECONDS", 0.5)
     quick = {"grpc.keepalive_time_ms": 600, "grpc.http2.ping_timeout_ms": 400}
-    options = [(name, quick.get(name, value)) for name, value in router_channels.CHANNEL_OPTIONS]
-    monkeypatch.setattr(router_channels, "CHANNEL_OPTIONS", options)
+    options = [(name, quick.get(name, value)) for name, value in channel_options.CHANNEL_OPTIONS]
+    monkeypatch.setattr(channel_options, "CHANNEL_OPTIONS", options)
     world.config.router.drain_timeout_seconds = 0.2
     first, second = await two_routers(world)
     proxy = BreakingProxy(first.address)

@@ -33,13 +33,13 @@ class BoundedLog:
 
     def _write_piece(self, piece: bytes) -> None:
         try:
-            if self._num_bytes + len(piece) > self._max_bytes:
+            if self._file.closed or self._num_bytes + len(piece) > self._max_bytes:
                 self._file.close()
                 self._rotate_existing()
                 self._file = self._path.open("wb", buffering=0)
                 self._num_bytes = 0
             self._num_bytes += self._file.write(piece)
-        except (OSError, ValueError):  # ValueError: an earlier write could not reopen the file
+        except OSError:  # e.g. a full disk; the next write tries again
             return
 
     def _rotate_existing(self) -> None:

@@ -90,12 +90,24 @@ class Child:
             process_group=0,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
         )
-        self._pidfd = os.pidfd_open(self._popen.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:  # short of descriptors: without one its exit would go unnoticed
+            self._abandon()
+            raise
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
         self._pumps = [
             asyncio.create_task(self._pump(self._popen.stdout, is_stdout=True), name=f"{spec.name} stdout"),
             asyncio.create_task(self._pump(self._popen.stderr, is_stdout=False), name=f"{spec.name} stderr"),
         ]
+
+    def _abandon(self) -> None:
+        """Undo the launch."""
+        self._signal_group(signal.SIGKILL)
+        self._popen.wait()
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                pipe.close()
 
     @property
     def pid(self) -> int:

@@ -44,6 +44,7 @@ class Fabric:
         self._config = config
         self._folder = folder
         self._reporter = reporter
+        self._state_writer = folder.writer(reporter.step)
         self._state = FabricState(
             supervisor_pid=os.getpid(),
             supervisor_started=own_start_time(),
@@ -88,6 +89,7 @@ class Fabric:
                 task.cancel()
             await asyncio.gather(work, stopped, return_exceptions=True)
             await self._supervisor.stop()
+            self._state_writer.close()
             if stop.is_set():
                 self._reporter.line("stopped")
 
@@ -166,4 +168,4 @@ class Fabric:
 
     def _write_state(self) -> None:
         self._state.processes = self._supervisor.statuses
-        self._folder.write(self._state)
+        self._state_writer.write(self._state)

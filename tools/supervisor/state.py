@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ import psutil
 
 from tools.failures import EXIT_NOT_RUNNING, CommandError
 from tools.supervisor.supervised_process import ProcessStatus
+
+STATE_RETRY_SECONDS = 1.0
 
 
 class FabricState(msgspec.Struct, kw_only=True):
@@ -70,6 +73,10 @@ class RunFolder:
         new_path.write_bytes(msgspec.json.encode(state))
         new_path.replace(self._state_path)
 
+    def writer(self, report: Callable[[str], None]) -> StateWriter:
+        """`report` is called with a line for users."""
+        return StateWriter(self, report)
+
     def read_running(self) -> FabricState | None:
         """None if no fabric runs with this data directory, even if a killed one left its file."""
         try:
@@ -99,6 +106,41 @@ class RunFolder:
             return process.create_time() == state.supervisor_started and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+class StateWriter:
+    """Keeps the state file up to date as far as the disk allows. The fabric runs on without it: a supervisor that died
+    of a full disk would take everything along."""
+
+    def __init__(self, folder: RunFolder, report: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._report = report
+        self._failed = False
+        self._retry: asyncio.TimerHandle | None = None
+
+    def write(self, state: FabricState) -> None:
+        """Must be called on the event loop. A write that fails is reported once, and retried."""
+        self.close()
+        try:
+            self._folder.write(state)
+        except OSError as error:
+            if not self._failed:
+                self._report(
+                    f"the state cannot be written to {self._folder.run_dir} ({error.strerror}): `kvloom status` is out "
+                    "of date; serving continues"
+                )
+            self._failed = True
+            self._retry = asyncio.get_running_loop().call_later(STATE_RETRY_SECONDS, self.write, state)
+        else:
+            if self._failed:
+                self._report("the state can be written again")
+            self._failed = False
+
+    def close(self) -> None:
+        """Give up the write that waits to be retried."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
 
 def own_start_time() -> float:

@@ -1,0 +1,225 @@
+"""A Jinja sandbox whose templates end: in time, and with a bounded amount of memory.
+
+Jinja's own sandbox keeps a template away from Python's internals, but `{{ 'a' * 2e9 }}` or three nested loops keep a
+process busy for as long as they like. Here every iteration of a loop is counted against a budget and a deadline, and
+whatever makes a large value from small ones (operators, concatenation, padding, formatting) is checked before it runs.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Final
+
+import jinja2
+import jinja2.nodes
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.visitor
+
+MAX_ITERATIONS: Final = 2_000_000
+MAX_SECONDS: Final = 5.0
+"""Of rendering. A template that models come with takes milliseconds."""
+MAX_TEXT_CHARS: Final = 16 * 2**20
+MAX_ITEMS: Final = 1_000_000
+"""Of a list or tuple that an operator makes."""
+MAX_INTEGER_BITS: Final = 4096
+MAX_PADDING: Final = 10_000
+"""The width to which a text may be padded or indented."""
+
+_PADDING_METHODS: Final = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs"))
+_WIDE_FORMAT: Final = re.compile(r"\d{5,}|\*")
+"""A width or precision of five digits, or one that is an argument."""
+_COUNTED: Final = "_kvloom_counted"
+_CHECKED_TEXT: Final = "_kvloom_checked_text"
+
+
+class TemplateLimitError(jinja2.TemplateError):
+    """The template needs more time or memory than it may."""
+
+
+class _Budget(threading.local):
+    """What the rendering in this thread may still do."""
+
+    iterations = MAX_ITERATIONS
+    deadline = float("inf")
+
+    def start(self) -> None:
+        self.iterations = MAX_ITERATIONS
+        self.deadline = time.monotonic() + MAX_SECONDS
+
+    def spend(self) -> None:
+        self.iterations -= 1
+        if self.iterations < 0:
+            raise TemplateLimitError(f"its loops run more than {MAX_ITERATIONS} times")
+        if time.monotonic() > self.deadline:
+            raise TemplateLimitError(f"it takes longer than {MAX_SECONDS:g} s")
+
+
+class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Call `start` before each rendering. Raises TemplateLimitError while rendering."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._budget = _Budget()
+        self.start = self._budget.start
+        self.filters[_COUNTED] = self._counted
+        self.filters[_CHECKED_TEXT] = _checked_text
+        for name, check in _FILTER_CHECKS.items():
+            self.filters[name] = _after(check, self.filters[name])
+        del self.globals["lipsum"]
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Loops count their iterations, and concatenations check their length."""
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(jinja2.nodes.For):
+            loop.iter = _filtered(loop.iter, _COUNTED)
+        return _ConcatChecker().visit(template)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        self._budget.spend()
+        _BINOP_CHECKS[operator](left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        self._budget.spend()
+        text, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(text, str):
+            _check_method(text, name, args)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Called for every attribute; the result is None unless it is str.format or str.format_map."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        spend = self._budget.spend
+        for item in items:
+            spend()
+            yield item
+
+
+def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
+    if name in _PADDING_METHODS and args:
+        _check_padding(args[0])
+    elif name == "replace" and len(args) >= 2:
+        _check_replacement(text, args[0], args[1])
+    elif name == "join" and args and isinstance(args[0], list | tuple):
+        _check_chars(sum(len(part) + len(text) for part in args[0] if isinstance(part, str)))
+
+
+def _check_sum(left: Any, right: Any) -> None:
+    if isinstance(left, Sized) and isinstance(right, Sized):
+        _check_length(left, len(left) + len(right))
+
+
+def _check_product(left: Any, right: Any) -> None:
+    if isinstance(right, str | list | tuple):
+        left, right = right, left
+    if isinstance(left, str | list | tuple) and isinstance(right, int):
+        _check_length(left, len(left) * right)
+    elif isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() + right.bit_length())
+
+
+def _check_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * abs(right))
+
+
+def _check_modulo(left: Any, right: Any) -> None:  # noqa: ARG001  (all checks have one signature)
+    if isinstance(left, str):
+        _check_format(left)
+
+
+def _check_length(of: Any, length: int) -> None:
+    if isinstance(of, str):
+        _check_chars(length)
+    elif length > MAX_ITEMS:
+        raise TemplateLimitError(f"it makes a list of more than {MAX_ITEMS} items")
+
+
+def _check_chars(length: int) -> None:
+    if length > MAX_TEXT_CHARS:
+        raise TemplateLimitError(f"it makes a text of more than {MAX_TEXT_CHARS} characters")
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits > MAX_INTEGER_BITS:
+        raise TemplateLimitError(f"it makes a number of more than {MAX_INTEGER_BITS} bits")
+
+
+def _check_padding(width: Any) -> None:
+    if isinstance(width, str):
+        width = len(width)
+    if isinstance(width, int | float) and width > MAX_PADDING:
+        raise TemplateLimitError(f"it pads a text to more than {MAX_PADDING} characters")
+
+
+def _check_replacement(text: Any, old: Any, new: Any, *_count: Any) -> None:
+    text, old, new = str(text), str(old), str(new)
+    if len(new) > len(old):
+        _check_chars(len(text) + text.count(old) * (len(new) - len(old)))
+
+
+def _check_format(text: Any) -> None:
+    if _WIDE_FORMAT.search(str(text)):
+        raise TemplateLimitError("it formats with a width of five digits or more")
+
+
+def _check_formatted(text: Any, *_values: Any, **_named: Any) -> None:
+    _check_format(text)
+
+
+def _check_width(_text: Any, width: Any = 0, *_rest: Any, **named: Any) -> None:
+    _check_padding(named.get("width", width))
+
+
+def _check_fill(_items: Any, count: Any = 0, *_rest: Any, **named: Any) -> None:
+    _check_padding(next(iter(named.values()), count))
+
+
+_BINOP_CHECKS: Final[dict[str, Callable[[Any, Any], None]]] = {
+    "+": _check_sum,
+    "*": _check_product,
+    "**": _check_power,
+    "%": _check_modulo,
+}
+_FILTER_CHECKS: Final[dict[str, Callable[..., None]]] = {
+    "center": _check_width,
+    "indent": _check_width,
+    "format": _check_formatted,
+    "batch": _check_fill,
+    "slice": _check_fill,
+}
+
+
+def _after(check: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _checked_text(text: str) -> str:
+    """A concatenation is at most twice as long as what was checked before."""
+    _check_chars(len(text))
+    return text
+
+
+def _filtered(node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Expr:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _ConcatChecker(jinja2.visitor.NodeTransformer):
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802  (Jinja's name)
+        self.generic_visit(node)
+        return _filtered(node, _CHECKED_TEXT)
