@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.e2e.fabric import (
     START_TIMEOUT_SECONDS,
     RunningFabric,
     assert_all_gone,
+    eventually,
     kvloom_environment,
     run_kvloom,
 )
@@ -55,6 +57,42 @@ def test_status_tells_tools_what_runs(sim_fabric: RunningFabric):
     table = run_kvloom("status", env=sim_fabric.env)
     assert table.returncode == 0
     assert "shard-1" in table.stdout
+
+
+def test_doctor_finds_a_fabric_closed_to_strangers_as_it_was_started(sim_fabric: RunningFabric):
+    """What `kvloom up` starts must be safe without a setting; the command must say what it has tried."""
+    done = run_kvloom("doctor", "security", "--json", env=sim_fabric.env)
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {finding["outcome"] for finding in findings.values()} == {"ok"}
+    assert {"secret", "Redis", "shard-0 port", "shard-1 port", "router port", "safety port"} <= findings.keys()
+
+
+def test_a_secret_is_rotated_under_a_running_answer(sim_fabric: RunningFabric):
+    """Operators rotate secrets while users are served: a stream that began before must reach its end."""
+    body = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+    request = urllib.request.Request(
+        f"{sim_fabric.http_url}/v1/chat/completions",
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        first = answer.readline()
+        for step in ("accept", "use"):
+            done = run_kvloom("secret", "rotate", "--step", step, "--settle-seconds", "0", env=sim_fabric.env)
+            assert done.returncode == 0, done.stderr
+        rest = answer.read()
+    assert first.startswith(b"id: ")
+    assert rest.rstrip().endswith(b"data: [DONE]")
+    assert b'"error"' not in rest
+    eventually(
+        "all ports serve the new secret",
+        lambda: run_kvloom("doctor", "security", env=sim_fabric.env).returncode == 0,
+    )
+    assert run_kvloom("secret", "rotate", "--step", "finish", env=sim_fabric.env).returncode == 0
+    shown = run_kvloom("secret", "show", env=sim_fabric.env)
+    assert "used" in shown.stdout
+    assert "accepted" not in shown.stdout
 
 
 def test_logs_shows_one_process_or_all(sim_fabric: RunningFabric):

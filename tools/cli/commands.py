@@ -121,9 +121,15 @@ def bench() -> None:
     """Measure engines, routing and the data plane."""
 
 
-@click.group(cls=LazyGroup, commands_at={"engine": "tools.doctor.command:doctor_engine"})
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "engine": "tools.doctor.command:doctor_engine",
+        "security": "tools.doctor.security:doctor_security",
+    },
+)
 def doctor() -> None:
-    """Check that this machine can run kvloom."""
+    """Check that this machine can run kvloom, and that a running fabric is closed to strangers."""
 
 
 if __name__ == "__main__":

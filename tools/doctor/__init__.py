@@ -1,6 +1,7 @@
-"""`kvloom doctor`: checks that an engine works on this machine.
+"""`kvloom doctor`: checks that an engine works on this machine, and that a running fabric is closed to strangers.
 
-command.py  the command
-checks.py   the checks
-session.py  records the steps of the engine under test
+command.py   `doctor engine`
+checks.py    its checks
+session.py   records the steps of the engine under test
+security.py  `doctor security`
 """

@@ -1,0 +1,150 @@
+"""`kvloom doctor security`: attacks a running fabric in harmless ways, and reports what gets through."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import click
+import grpc
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvloom.config import ConfigError, KvloomConfig, load_config
+from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
+from tools.fabric_trust import trust_of
+from tools.failures import CommandError
+from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.state import FabricState, RunFolder
+
+_TIMEOUT_SECONDS: Final = 5.0
+_LOOPBACK: Final = ("127.", "localhost", "[::1]", "::1", "unix:")
+_SIGNS: Final = {"ok": "✓", "warning": "!", "failed": "✗"}
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The result of one check."""
+
+    name: str
+    outcome: Literal["ok", "warning", "failed"]
+    detail: str
+
+
+@click.command()
+@option("--json", "as_json", scope="doctor_security", is_flag=True, help="Print one JSON array.")
+@data_dir_option
+@config_option
+def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
+    """Check a running fabric: its files, its secret, its Redis, and whether ports inside it refuse strangers.
+
+    The exit status is 1 if a check fails. Warnings are what only you can judge.
+    """
+    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
+    state = folder.require_running()
+    try:
+        config = load_config(folder.config_path)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    findings = asyncio.run(_examine(folder, config, state))
+    if as_json:
+        print(msgspec.json.encode(findings).decode())
+    else:
+        for finding in findings:
+            print(f"{_SIGNS[finding.outcome]} {finding.name}: {finding.detail}")
+    if any(finding.outcome == "failed" for finding in findings):
+        sys.exit(1)
+
+
+async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState) -> list[Finding]:
+    found = [*_files(folder, config), *_listeners(state), _callers(config)]
+    found.append(await _redis(config))
+    trust = trust_of(config)
+    found += [finding async for finding in _ports(state, trust)]
+    return found
+
+
+def _files(folder: RunFolder, config: KvloomConfig) -> Iterator[Finding]:
+    for path in (folder.run_dir, folder.log_dir, folder.config_path):
+        open_to_others = path.stat().st_mode & _OTHERS and path.parent.stat().st_mode & _OTHERS
+        outcome = "failed" if open_to_others else "ok"
+        detail = f"other users may read it: chmod -R go= {path}" if open_to_others else "only this user can read it"
+        yield Finding(f"file {path}", outcome, detail)
+    if config.fabric.secret_file:
+        yield Finding("secret", "ok", f"in {config.fabric.secret_file}")
+    elif trust_of(config) is NO_SECRET:
+        yield Finding("secret", "failed", "there is none: any process can join the fabric")
+    else:
+        yield Finding("secret", "ok", "from the environment; it cannot be rotated without restarts")
+
+
+def _listeners(state: FabricState) -> Iterator[Finding]:
+    addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
+    for name, address in addresses.items():
+        if address.startswith(_LOOPBACK):
+            yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
+        else:
+            detail = f"{address} is reachable from other machines without TLS: put a proxy with TLS in front of it"
+            yield Finding(f"{name} listener", "warning", detail)
+
+
+def _callers(config: KvloomConfig) -> Finding:
+    if config.callers.anonymous == "shared":
+        return Finding("callers", "warning", "anonymous callers share cached prompts (callers.anonymous)")
+    return Finding("callers", "ok", "callers are isolated by credential or address")
+
+
+async def _redis(config: KvloomConfig) -> Finding:
+    """Tries to enter without the password."""
+    parts = urlsplit(config.redis.url)
+    place = f"{parts.hostname or 'localhost'}:{parts.port or 6379}" if parts.scheme != "unix" else parts.path
+    without = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    client = redis.asyncio.Redis.from_url(
+        without, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS
+    )
+    try:
+        await client.execute_command("PING")
+    except (redis.exceptions.RedisError, OSError):
+        plain = parts.scheme == "redis" and not place.startswith(_LOOPBACK)
+        if plain:
+            return Finding("Redis", "warning", f"{place} wants a password, which is sent without TLS: use rediss://")
+        return Finding("Redis", "ok", f"{place} refuses strangers")
+    finally:
+        await client.aclose()
+    return Finding("Redis", "failed", f"{place} needs no password: anyone who reaches it can stop the fabric")
+
+
+async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Finding]:
+    """Tries the ports inside the fabric as a stranger, and as a member."""
+    for process in state.processes:
+        address = process.internal_address if process.router_address else process.address
+        if process.role not in ("shard", "safety", "router") and not process.router_address:
+            continue
+        if not address:
+            yield Finding(f"{process.name} port", "failed", "it does not ask for the fabric's secret")
+            continue
+        role = "router" if process.router_address else process.role
+        if await _answers(NO_SECRET, address, role):
+            yield Finding(f"{process.name} port", "failed", f"{address} serves strangers")
+        elif not await _answers(trust, address, role):
+            yield Finding(f"{process.name} port", "failed", f"{address} does not serve its own fabric either")
+        else:
+            yield Finding(f"{process.name} port", "ok", f"{address} serves only its fabric")
+
+
+async def _answers(trust: FabricTrust, address: str, role: str) -> bool:
+    """Whether any answer comes, even an error of the method."""
+    async with trust.open_channel(address, role) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
