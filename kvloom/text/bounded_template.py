@@ -2,7 +2,9 @@
 
 Jinja's own sandbox keeps a template away from Python's internals, but `{{ 'a' * 2e9 }}` or three nested loops keep a
 process busy for as long as they like. Here every iteration of a loop is counted against a budget and a deadline, and
-whatever makes a large value from small ones (operators, concatenation, padding, formatting) is checked before it runs.
+what makes a large value from small ones at once (multiplication, padding, formatting) is checked before it runs. The
+operators `+` and `~` only add up what is there, so a value can double again and again only if it is assigned or passed
+on. It is checked then, which costs ordinary templates almost nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +12,20 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import jinja2
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
-import jinja2.visitor
 
-MAX_ITERATIONS: Final = 2_000_000
+MAX_ITERATIONS: Final = 20_000_000
 MAX_SECONDS: Final = 5.0
 """Of rendering. A template that models come with takes milliseconds."""
 MAX_TEXT_CHARS: Final = 16 * 2**20
+MAX_TOTAL_CHARS: Final = 128 * 2**20
+"""Of all texts that are multiplied, assigned, passed on or put into a list during a rendering."""
 MAX_ITEMS: Final = 1_000_000
 """Of a list or tuple that an operator makes."""
 MAX_INTEGER_BITS: Final = 4096
@@ -33,7 +36,9 @@ _PADDING_METHODS: Final = frozenset(("center", "ljust", "rjust", "zfill", "expan
 _WIDE_FORMAT: Final = re.compile(r"\d{5,}|\*")
 """A width or precision of five digits, or one that is an argument."""
 _COUNTED: Final = "_kvloom_counted"
-_CHECKED_TEXT: Final = "_kvloom_checked_text"
+_CHECKED: Final = "_kvloom_checked"
+_ITERATIONS_PER_CHECK: Final = 256
+"""Between looks at the clock."""
 
 
 class TemplateLimitError(jinja2.TemplateError):
@@ -44,49 +49,67 @@ class _Budget(threading.local):
     """What the rendering in this thread may still do."""
 
     iterations = MAX_ITERATIONS
+    chars = MAX_TOTAL_CHARS
+    next_check = 0
+    """The clock is looked at when so many iterations are left."""
     deadline = float("inf")
 
-    def start(self) -> None:
-        self.iterations = MAX_ITERATIONS
-        self.deadline = time.monotonic() + MAX_SECONDS
-
-    def spend(self) -> None:
-        self.iterations -= 1
+    def check(self) -> None:
+        now = time.monotonic()
         if self.iterations < 0:
             raise TemplateLimitError(f"its loops run more than {MAX_ITERATIONS} times")
-        if time.monotonic() > self.deadline:
+        if now > self.deadline:
             raise TemplateLimitError(f"it takes longer than {MAX_SECONDS:g} s")
+        if self.deadline == float("inf"):
+            self.deadline = now + MAX_SECONDS
+        self.next_check = max(self.iterations - _ITERATIONS_PER_CHECK, 0)
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Call `start` before each rendering. Raises TemplateLimitError while rendering."""
+    """Call `start` before each rendering. Rendering raises TemplateLimitError."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._budget = _Budget()
-        self.start = self._budget.start
         self.filters[_COUNTED] = self._counted
-        self.filters[_CHECKED_TEXT] = _checked_text
+        self.filters[_CHECKED] = self._checked
         for name, check in _FILTER_CHECKS.items():
             self.filters[name] = _after(check, self.filters[name])
         del self.globals["lipsum"]
 
+    def start(self) -> None:
+        """Give the rendering that begins now in this thread its whole budget."""
+        budget = self._budget
+        budget.iterations = MAX_ITERATIONS
+        budget.chars = MAX_TOTAL_CHARS
+        budget.next_check = MAX_ITERATIONS - _ITERATIONS_PER_CHECK
+        budget.deadline = float("inf")
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Loops count their iterations, and concatenations check their length."""
+        """Loops count their iterations; the sizes of what is assigned or put into a list or dict are checked."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(jinja2.nodes.For):
             loop.iter = _filtered(loop.iter, _COUNTED)
-        return _ConcatChecker().visit(template)
+        for assignment in template.find_all(jinja2.nodes.Assign):
+            assignment.node = _checked_node(assignment.node)
+        for literal in template.find_all((jinja2.nodes.List, jinja2.nodes.Tuple)):
+            if getattr(literal, "ctx", "load") == "load":
+                literal.items = [_checked_node(item) for item in literal.items]
+        for pair in template.find_all(jinja2.nodes.Pair):
+            pair.value = _checked_node(pair.value)
+        return template
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        self._budget.spend()
+        self._spend(1)
         _BINOP_CHECKS[operator](left, right)
-        return super().call_binop(context, operator, left, right)
+        return self._checked(super().call_binop(context, operator, left, right))
 
     def call(self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        self._budget.spend()
+        self._spend(1)
+        for value in (*args, *kwargs.values()):
+            self._checked(value)
         text, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(text, str):
             _check_method(text, name, args)
@@ -99,10 +122,36 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _check_format(value.__self__)
         return wrapped
 
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        spend = self._budget.spend
+    def _spend(self, num_iterations: int) -> None:
+        budget = self._budget
+        budget.iterations -= num_iterations
+        if budget.iterations < budget.next_check:
+            budget.check()
+
+    def _checked(self, value: Any) -> Any:
+        """A value that is kept or passed on. It is at most some times as long as what was checked before."""
+        if isinstance(value, str | list | tuple):
+            length = len(value)
+            _check_length(value, length)
+            if isinstance(value, str):
+                self._budget.chars -= length
+                if self._budget.chars < 0:
+                    raise TemplateLimitError(f"its texts have more than {MAX_TOTAL_CHARS} characters together")
+        return value
+
+    def _counted(self, items: Iterable[Any]) -> Iterable[Any]:
+        """The items, each of which costs an iteration; those of a list are paid at once."""
+        if not isinstance(items, list | tuple | range):
+            return self._counted_one_by_one(items)
+        budget = self._budget
+        budget.iterations -= len(items)
+        if budget.iterations < budget.next_check:
+            budget.check()
+        return items
+
+    def _counted_one_by_one(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
-            spend()
+            self._spend(1)
             yield item
 
 
@@ -113,11 +162,6 @@ def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
         _check_replacement(text, args[0], args[1])
     elif name == "join" and args and isinstance(args[0], list | tuple):
         _check_chars(sum(len(part) + len(text) for part in args[0] if isinstance(part, str)))
-
-
-def _check_sum(left: Any, right: Any) -> None:
-    if isinstance(left, Sized) and isinstance(right, Sized):
-        _check_length(left, len(left) + len(right))
 
 
 def _check_product(left: Any, right: Any) -> None:
@@ -187,7 +231,6 @@ def _check_fill(_items: Any, count: Any = 0, *_rest: Any, **named: Any) -> None:
 
 
 _BINOP_CHECKS: Final[dict[str, Callable[[Any, Any], None]]] = {
-    "+": _check_sum,
     "*": _check_product,
     "**": _check_power,
     "%": _check_modulo,
@@ -209,17 +252,9 @@ def _after(check: Callable[..., None], function: Callable[..., Any]) -> Callable
     return checked
 
 
-def _checked_text(text: str) -> str:
-    """A concatenation is at most twice as long as what was checked before."""
-    _check_chars(len(text))
-    return text
+def _checked_node(node: Any) -> Any:
+    return node if isinstance(node, jinja2.nodes.Const) else _filtered(node, _CHECKED)
 
 
 def _filtered(node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Expr:
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-class _ConcatChecker(jinja2.visitor.NodeTransformer):
-    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802  (Jinja's name)
-        self.generic_visit(node)
-        return _filtered(node, _CHECKED_TEXT)

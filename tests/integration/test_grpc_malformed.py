@@ -89,8 +89,6 @@ async def test_compressed_messages_are_refused_before_they_are_inflated(addresse
     zeros = b"\x0a" + bytes(60 * 2**20)
     for address in addresses.values():
         async with grpc.aio.insecure_channel(address, options, grpc.Compression.Gzip) as channel:
-            calls = [channel.unary_unary("/kvloom.v1.RouterService/Cancel")(zeros, timeout=60) for _ in range(4)]
-            for call in calls:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/kvloom.v1.RouterService/Cancel")(zeros, timeout=60)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -19,6 +19,8 @@ HOSTILE = {
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "doubling by +": "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubling by ~": "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "many texts": "{% set n = namespace(x='a' * 9999999, l=[]) %}{% for i in range(999) %}"
+    "{% set n.l = n.l + [n.x ~ i] %}{% endfor %}",
     "a power": "{{ 9 ** 999999999 }}",
     "a number": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a padding method": "{{ 'a'.center(2000000000) }}",
