@@ -14,6 +14,7 @@ from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
 from edge_http.wire.byte_budget import ByteBudget
 from edge_http.wire.fair_yield import FairYield
+from edge_http.wire.keyed_counts import KeyedCounts
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
@@ -101,7 +102,7 @@ class Edge:
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
-        self._num_running_by_caller: dict[str, int] = {}
+        self._num_running_by_caller = KeyedCounts[str]()
         self._remote_responses: RemoteResponses = NoRemoteResponses()
         self._draining = False
         self._leaving = False
@@ -142,12 +143,12 @@ class Edge:
         """Admit one more running request of this caller. Raises KvloomError (DRAINING, RATE_LIMITED, QUEUE_FULL)."""
         if self._draining:
             raise draining_error()
-        num_of_caller = self._num_running_by_caller.get(caller, 0)
-        if caller and num_of_caller >= self.config.max_concurrent_requests_per_caller:
-            raise caller_limit_error(self.config.max_concurrent_requests_per_caller)
+        limit = self.config.max_concurrent_requests_per_caller
+        if caller and self._num_running_by_caller[caller] >= limit:
+            raise caller_limit_error(limit)
         self.check_room()
         self.num_running += 1
-        self._num_running_by_caller[caller] = num_of_caller + 1
+        self._num_running_by_caller.add(caller)
         self._idle.clear()
         return AdmissionPermit(functools.partial(self._release, caller))
 
@@ -163,11 +164,7 @@ class Edge:
 
     def _release(self, caller: str) -> None:
         self.num_running -= 1
-        num_of_caller = self._num_running_by_caller[caller] - 1
-        if num_of_caller:
-            self._num_running_by_caller[caller] = num_of_caller
-        else:
-            del self._num_running_by_caller[caller]
+        self._num_running_by_caller.remove(caller)
         if not self.num_running:
             self._idle.set()
 

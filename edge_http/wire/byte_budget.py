@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from edge_http.wire.keyed_counts import KeyedCounts
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -24,7 +25,7 @@ class ByteBudget:
         self._content = content
         self.num_bytes = 0
         self.num_leases = 0
-        self._num_bytes_by_caller: dict[str, int] = {}
+        self._num_bytes_by_caller = KeyedCounts[str]()
 
     def lease(self, caller: str) -> ByteLease:
         self.num_leases += 1
@@ -38,8 +39,7 @@ class ByteBudget:
                 f"This server holds too many bytes of {self._content}.",
                 retry_after_seconds=RETRY_SECONDS,
             )
-        num_of_caller = self._num_bytes_by_caller.get(caller, 0) + num_bytes
-        if caller and num_of_caller > self._max_bytes_per_caller:
+        if caller and self._num_bytes_by_caller[caller] + num_bytes > self._max_bytes_per_caller:
             raise KvloomError(
                 ErrorReason.ERROR_REASON_RATE_LIMITED,
                 f"You have too many bytes of {self._content} at this server at a time; "
@@ -47,7 +47,7 @@ class ByteBudget:
                 retry_after_seconds=RETRY_SECONDS,
             )
         self.num_bytes += num_bytes
-        self._num_bytes_by_caller[caller] = num_of_caller
+        self._num_bytes_by_caller.add(caller, num_bytes)
 
     def give_back(self, caller: str, num_bytes: int) -> None:
         """The end of a lease."""
@@ -55,11 +55,7 @@ class ByteBudget:
         if not num_bytes:
             return
         self.num_bytes -= num_bytes
-        rest = self._num_bytes_by_caller[caller] - num_bytes
-        if rest:
-            self._num_bytes_by_caller[caller] = rest
-        else:
-            del self._num_bytes_by_caller[caller]
+        self._num_bytes_by_caller.remove(caller, num_bytes)
 
 
 class ByteLease:

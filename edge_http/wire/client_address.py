@@ -19,11 +19,11 @@ def client_address(peer: str, forwarded_for: Sequence[str], trusted_proxies: Seq
     `peer` is the address of the connection, and `forwarded_for` are the values of the X-Forwarded-For headers. Every
     proxy appends the address that it was connected from, so only what trusted proxies have appended can be believed:
     the search begins on the right and ends at the first address that is no trusted proxy's. It also ends at a value
-    that is no address, since whoever wrote that may have invented what stands to its left. Then the last trusted
+    that is no address, since its author may have invented what stands to its left. Then the last trusted
     proxy counts as the client.
     """
     address = parsed_address(peer)
-    if address is None or not _is_trusted(address, trusted_proxies):
+    if address is None or not is_in(address, trusted_proxies):
         return peer if address is None else str(address)
     hops = ",".join(forwarded_for).rsplit(",", MAX_PROXIES)[-MAX_PROXIES:]
     for hop in reversed(hops):
@@ -31,12 +31,17 @@ def client_address(peer: str, forwarded_for: Sequence[str], trusted_proxies: Seq
         if found is None:
             break
         address = found
-        if not _is_trusted(found, trusted_proxies):
+        if not is_in(found, trusted_proxies):
             break
     return str(address)
 
 
-def _is_trusted(address: Address, networks: Sequence[Network]) -> bool:
+def networks_of(texts: Sequence[str]) -> list[Network]:
+    """The networks of CIDR notations, as in the configuration."""
+    return [ipaddress.ip_network(text) for text in texts]
+
+
+def is_in(address: Address, networks: Sequence[Network]) -> bool:
     return any(address in network for network in networks)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from collections.abc import Sequence
 from typing import Final
 
 from aiohttp import web
 
-from edge_http.wire.client_address import client_address
+from edge_http.wire.client_address import client_address, networks_of
 from kvloom.callers import Callers
 
 API_KEY: Final = "x-api-key"
@@ -22,7 +21,7 @@ class RequestCallers:
     def __init__(self, callers: Callers, trusted_proxies: Sequence[str]) -> None:
         """`trusted_proxies` are networks, as in the configuration."""
         self._callers = callers
-        self._trusted_proxies = [ipaddress.ip_network(network) for network in trusted_proxies]
+        self._trusted_proxies = networks_of(trusted_proxies)
 
     def caller_of(self, request: web.BaseRequest) -> str:
         """Return the caller's name (kvloom/callers.py)."""
