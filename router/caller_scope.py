@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any, Final
+from urllib.parse import unquote
 
 from kvloom.callers import Callers
 from kvloom.transport.local_stream import LocalStream
@@ -26,11 +27,11 @@ class CallerScope:
 
     def request_id(self, given: str) -> str:
         """The id inside the router of a request that the caller calls `given`."""
-        return given if self.caller is None else f"{given}{_SEPARATOR}{self.caller or _SHARED}"
+        return given if self.caller is None else given + _suffix(self.caller)
 
     def given_id(self, request_id: str) -> str:
         """The inverse of `request_id`."""
-        return request_id if self.caller is None else request_id.rpartition(_SEPARATOR)[0]
+        return request_id if self.caller is None else shown_id(request_id, self.caller)
 
     def tenant(self, given: str) -> str:
         """Who the request belongs to, if the caller says `given`."""
@@ -42,7 +43,11 @@ TRUSTED: Final = CallerScope(None)
 
 def shown_id(request_id: str, tenant: str) -> str:
     """The id for logs, beside which the tenant is shown: the one that the caller gave."""
-    return request_id.removesuffix(f"{_SEPARATOR}{tenant or _SHARED}")
+    return request_id.removesuffix(_suffix(tenant))
+
+
+def _suffix(caller: str) -> str:
+    return f"{_SEPARATOR}{caller or _SHARED}"
 
 
 class CallerScopes:
@@ -56,10 +61,22 @@ class CallerScopes:
         """A process of the same user on the other end of a Unix socket is trusted."""
         if self._trusts_all or isinstance(context, LocalStream):
             return TRUSTED
-        metadata = dict(context.invocation_metadata() or ())
-        return CallerScope(self._callers.name(str(metadata.get("authorization", "")), peer_host(context.peer())))
+        return CallerScope(self._callers.name(credential_of(context), peer_host(context.peer())))
+
+
+def credential_of(context: Any) -> str:
+    """The caller's `authorization`. All callers that send none count as one."""
+    return metadata_value(context, "authorization")
+
+
+def metadata_value(context: Any, wanted_key: str) -> str:
+    """Returns "" when the caller sent no such key."""
+    for key, value in context.invocation_metadata() or ():
+        if key == wanted_key and isinstance(value, str):
+            return value
+    return ""
 
 
 def peer_host(peer: str) -> str:
-    """The address without its port, from gRPC's form: "ipv4:127.0.0.1:1234"."""
-    return peer.rpartition(":")[0].partition(":")[2]
+    """The IP address, from gRPC's form: "ipv4:127.0.0.1:1234" or "ipv6:%5B::1%5D:1234"."""
+    return unquote(peer.rpartition(":")[0].partition(":")[2]).strip("[]")

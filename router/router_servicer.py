@@ -27,11 +27,11 @@ from kvloom.v1.router_service_pb2 import (
     RouterServiceConnectRequest,
 )
 from router import convert
-from router.answers.generate import GenerateCall, caller_of
+from router.answers.generate import GenerateCall
 from router.answers.named_calls import NamedCalls, name_of
 from router.answers.resumable_answers import ResumableAnswers
 from router.answers.resume import serve_generate, serve_resume
-from router.caller_scope import CallerScopes
+from router.caller_scope import CallerScopes, credential_of
 from router.core.core import RouterCore
 from router.core.events import RequestCancelled
 from router.core_driver import CoreDriver
@@ -140,7 +140,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await abort(context, invalid_argument("request_id is required.", "request_id"))
         request_id = self._scopes.of(context).request_id(request.request_id)
         if request.resume_token:
-            name = name_of(request.request_id, request.resume_token, caller_of(context))
+            name = name_of(request.request_id, request.resume_token, credential_of(context))
             num_tokens = request.num_received_tokens if request.HasField("num_received_tokens") else None
             found = self._named_calls.settle(name, request_id, num_tokens)
             return CancelResponse(found=found)

@@ -17,7 +17,7 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_CONTENT_FILTER, FINISH_REASON
 from kvloom.v1.router_service_pb2 import ChoiceDelta, GenerateRequest, GenerateResponse
 from router import convert
 from router.answers.named_calls import NamedCalls, name_of
-from router.caller_scope import TRUSTED, CallerScope
+from router.caller_scope import TRUSTED, CallerScope, credential_of, metadata_value
 from router.core.actions import FleetChanged
 from router.core.events import ClientGone, Request, RequestArrived
 from router.core.frames import Finish, Start, Step
@@ -66,7 +66,7 @@ class GenerateCall:
         name = ""
         if wanted.resume_token:
             wanted.request_id = wanted.request_id or new_request_id()
-            name = name_of(wanted.request_id, wanted.resume_token, caller_of(self._context))
+            name = name_of(wanted.request_id, wanted.resume_token, credential_of(self._context))
             self._named_calls.open(name, self._client_id, self._on_settled)
         try:
             if name:
@@ -163,11 +163,6 @@ def owner_metadata(address: str) -> tuple[tuple[str, str], ...]:
     return ((ADDRESS_KEY, quote(address, safe=":[]")), (CONTINUES_KEY, "1"))
 
 
-def caller_of(context: Context) -> str:
-    """Returns the caller's credentials. All callers that send no `authorization` count as one."""
-    return metadata_value(context, "authorization")
-
-
 def wants_explanation(context: Context) -> bool:
     return metadata_value(context, EXPLAIN_KEY).lower() in ("1", "true")
 
@@ -214,11 +209,3 @@ def error_of(finishes: list[Finish], has_output: bool) -> KvloomError | None:
         if finish.reason == FINISH_REASON_CONTENT_FILTER and not has_output and finish.error is not None:
             return finish.error
     return None
-
-
-def metadata_value(context: Context, wanted_key: str) -> str:
-    """Returns "" when the caller sent no such key."""
-    for key, value in context.invocation_metadata() or ():
-        if key == wanted_key and isinstance(value, str):
-            return value
-    return ""

@@ -8,9 +8,9 @@ from urllib.parse import quote
 import grpc
 
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
-from router.answers.generate import caller_of, explain, metadata_value, owner_metadata, wants_explanation
+from router.answers.generate import explain, owner_metadata, wants_explanation
 from router.answers.resumable_answers import ResumableAnswers
-from router.caller_scope import TRUSTED, CallerScope
+from router.caller_scope import TRUSTED, CallerScope, credential_of, metadata_value
 
 REQUEST_ID_KEY: Final = "kvloom-request-id"
 """Its value is percent-encoded, like all values of the initial metadata."""
@@ -24,7 +24,7 @@ async def serve_generate(
     answers: ResumableAnswers, request: GenerateRequest, context: Context, scope: CallerScope = TRUSTED
 ) -> None:
     """Begin an answer and read it. Raises KvloomError if it ends with an error."""
-    answer = answers.begin(request, caller_of(context), metadata_value(context, "traceparent"), scope)
+    answer = answers.begin(request, credential_of(context), metadata_value(context, "traceparent"), scope)
     reader = answer.attach(answer.log.num_events)
     try:
         await context.send_initial_metadata(
@@ -45,7 +45,7 @@ async def serve_generate(
 
 async def serve_resume(answers: ResumableAnswers, request: ResumeRequest, context: Context) -> None:
     """Raises KvloomError (NOT_FOUND, EVENTS_GONE, INVALID_ARGUMENT), and the error that the answer ends with."""
-    answer = answers.find(request.request_id, request.resume_token, caller_of(context))
+    answer = answers.find(request.request_id, request.resume_token, credential_of(context))
     reader = answer.attach(request.starting_after)
     answers.metrics.on_resumed(answer.log.num_events - request.starting_after)
 
