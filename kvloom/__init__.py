@@ -5,20 +5,21 @@
 The public names are those of `__all__`. Each is loaded when it is first used, so that a process which needs only a part
 of the package does not pay for gRPC. The SDK imports neither Jinja nor any tokenizer, Redis, Prometheus or structlog.
 
-client/       `Client`, the SDK's entry point, and how its answers survive the loss of a connection or a router
-errors.py     the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
-sampling.py   limits and checks of sampling parameters and stop conditions
-guide.py      limits and checks of guides (JSON schemas, regular expressions, grammars)
-config.py     the configuration file as one typed tree
-callers.py    who sends a request, and so who is isolated from whom
-router_link/  the client side of the data plane: requests multiplexed over one stream per router
-replay/       events kept of a response, so that its client can resume it
-text/         tokenizers, chat templates, detokenizing, block hashes
-transport/    streams between processes: gRPC, and Unix sockets on one machine
-trust/        the secret that the processes of a fabric share, and what proves that they know it
-discovery/    the registry in Redis in which shards and routers announce themselves
-process/      what every service process needs: logs, metrics, signals, timers, backoff
-v1/           code generated from protos/kvloom/v1
+client/          `Client`, the SDK's entry point, and how its answers survive the loss of a connection or a router
+errors.py        the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
+sampling.py      limits and checks of sampling parameters and stop conditions
+guide.py         limits and checks of guides (JSON schemas, regular expressions, grammars)
+config.py        the configuration file as one typed tree
+private_file.py  files that only this user can read
+callers.py       who sends a request, and so who is isolated from whom
+router_link/     the client side of the data plane: requests multiplexed over one stream per router
+replay/          events kept of a response, so that its client can resume it
+text/            tokenizers, chat templates, detokenizing, block hashes
+transport/       streams between processes: gRPC, and Unix sockets on one machine
+trust/           the secret that the processes of a fabric share, and what proves that they know it
+discovery/       the registry in Redis in which shards and routers announce themselves
+process/         what every service process needs: logs, metrics, signals, timers, backoff
+v1/              code generated from protos/kvloom/v1
 """
 
 from __future__ import annotations

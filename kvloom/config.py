@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvloom.private_file import write_private_file
+
 Port = Annotated[int, Meta(ge=0, le=65535)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -464,6 +466,4 @@ def load_config(path: Path | None) -> KvloomConfig:
 def dump_config(config: KvloomConfig, path: Path) -> None:
     """Write the whole tree as JSON for the processes that `kvloom up` starts. Only this user can read it, because the
     URL of Redis may have a password."""
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+    write_private_file(path, msgspec.json.format(msgspec.json.encode(config), indent=2))

@@ -11,6 +11,7 @@ import grpc
 from kvloom.process import service
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
+from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.v1.router_service_pb2 import RouterServiceConnectRequest
 from kvloom.v1.router_service_pb2_grpc import add_RouterServiceServicer_to_server
 from router.router_servicer import RouterServicer
@@ -29,7 +30,7 @@ class RouterListener:
         """The latest that was bound."""
         self._local = LocalServer(lambda stream: servicer.Connect(stream, stream), RouterServiceConnectRequest)
 
-    def bind(self, host: str, port: int, add_port: service.AddPort = service.add_plain_port) -> None:
+    def bind(self, host: str, port: int, add_port: service.AddPort = NO_SECRET.add_port) -> None:
         """Raises StartError when the port is taken. Clients that connect wait until `start`."""
         self.address = service.bind(self.server, host, port, add_port)
 

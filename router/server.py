@@ -122,8 +122,10 @@ class RouterServer:
             service.sharing_port(options) if shares_port else options,
             trusts_all=not trust.has_secret,
         )
-        self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
-        """Only for processes that know the fabric's secret; not used when there is none."""
+        self._for_fabric: RouterListener | None = None
+        """For processes that know the fabric's secret; None when there is none."""
+        if trust.has_secret:
+            self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
         health = service.add_health_and_reflection(
             self._for_clients.server, SERVICE_NAMES, with_reflection=config.router.reflection
         )
@@ -139,7 +141,7 @@ class RouterServer:
         self._for_clients.bind(host, port)
         if own_port is not None:
             self._for_clients.bind(host, own_port)
-        if self._trust.has_secret:
+        if self._for_fabric is not None:
             self._for_fabric.bind(host, 0, self._trust.add_port)
         self._answers.address = reachable_address(self._for_clients.address)
         return self._for_clients.address
@@ -147,7 +149,7 @@ class RouterServer:
     @property
     def internal_address(self) -> str:
         """Where the processes of the fabric reach this router; "" when it has no secret."""
-        return self._for_fabric.address
+        return "" if self._for_fabric is None else self._for_fabric.address
 
     def local_link(self, name: str) -> LocalRouterLink:
         """Returns a link to this router for an edge in the same process."""
@@ -217,7 +219,7 @@ class RouterServer:
 
     @property
     def _listeners(self) -> list[RouterListener]:
-        return [self._for_clients, self._for_fabric] if self._trust.has_secret else [self._for_clients]
+        return [self._for_clients] if self._for_fabric is None else [self._for_clients, self._for_fabric]
 
     def _new_decision_journal(self) -> DecisionJournal | None:
         settings = self._config.router.decision_log

@@ -41,6 +41,7 @@ def trust_of_running(folder: RunFolder) -> FabricTrust:
     """The trust of the fabric that runs with this data directory; none if its configuration is gone. Raises
     CommandError."""
     try:
-        return trust_of(load_config(folder.config_path))
+        config = load_config(folder.config_path)
     except ConfigError:
         return NO_SECRET
+    return trust_of(config)

@@ -21,6 +21,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvloom.config import ConfigError
+from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.trust.secret import SecretError
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
@@ -150,12 +151,7 @@ class AddPort(Protocol):
     def __call__(self, server: grpc.aio.Server, address: str, /) -> int: ...
 
 
-def add_plain_port(server: grpc.aio.Server, address: str) -> int:
-    """An AddPort without TLS."""
-    return server.add_insecure_port(address)
-
-
-def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = add_plain_port) -> str:
+def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_SECRET.add_port) -> str:
     """Listen on host:port (port 0 picks a free one) and return the address. Raises StartError when the port is
     taken."""
     message = f"cannot listen on {host}:{port}: is another process using the port?"

@@ -53,6 +53,7 @@ class _Budget(threading.local):
     next_check = 0
     """The clock is looked at when so many iterations are left."""
     deadline = float("inf")
+    """It counts from the first look at the clock, which most renderings never take."""
 
     def check(self) -> None:
         now = time.monotonic()
@@ -143,10 +144,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """The items, each of which costs an iteration; those of a list are paid at once."""
         if not isinstance(items, list | tuple | range):
             return self._counted_one_by_one(items)
-        budget = self._budget
-        budget.iterations -= len(items)
-        if budget.iterations < budget.next_check:
-            budget.check()
+        self._spend(len(items))
         return items
 
     def _counted_one_by_one(self, items: Iterable[Any]) -> Iterator[Any]:

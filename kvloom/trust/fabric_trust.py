@@ -1,7 +1,7 @@
 """What one process proves to the others of its fabric, and demands of them.
 
-    trust = load_trust(config, "shard", "shard-0")
-    trust.bind(server, host, port)                              # TLS, both sides with certificates of the fabric
+    trust = load_trust(config, ("shard",), "shard-0")
+    service.bind(server, host, port, trust.add_port)            # TLS, with certificates of the fabric on both sides
     channel = trust.open_channel(address, "router", options=OPTIONS)
 
 Without a secret there is no TLS, and registry and journal are stored as they are.

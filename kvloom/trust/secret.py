@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import dataclasses
 import hashlib
 import hmac
 import os
 import secrets
 import stat
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from kvloom.private_file import write_private_file
 
 ENVIRONMENT_VARIABLE: Final = "KVLOOM_FABRIC_SECRET"
 _FORMAT: Final = "kvloom1"
@@ -118,24 +117,14 @@ def read_secret(path: Path) -> FabricSecret:
 def write_secret(path: Path, secret: FabricSecret) -> None:
     """Replace the file atomically, readable for this user alone. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")  # of mode 0600
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secret.format() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    write_private_file(path, secret.format().encode() + b"\n")
 
 
-def made_or_read(path: Path, draw: Callable[[], FabricSecret] = FabricSecret.draw) -> FabricSecret:
+def made_or_read(path: Path) -> FabricSecret:
     """The secret in the file, which is made if it is missing. Raises SecretError."""
     if not path.exists():
         try:
-            write_secret(path, draw())
+            write_secret(path, FabricSecret.draw())
         except OSError as error:
             raise SecretError(f"the fabric's secret {path} cannot be written: {error.strerror}") from error
     return read_secret(path)

@@ -44,7 +44,8 @@ class SharedSecret:
         self._secret = secret
         self._certificates = make_certificates(secret, self._roles, self._name)
         self._sealer.replace_secret(secret)
-        self._server_context = _tls_context(ssl.PROTOCOL_TLS_SERVER, self._certificates)
+        self._contexts: dict[int, ssl.SSLContext] = {}
+        """By protocol, made when one is first needed."""
 
     @property
     def sealer(self) -> Sealer:
@@ -88,13 +89,20 @@ class SharedSecret:
         context = _tls_context(ssl.PROTOCOL_TLS_SERVER, self._certificates)
 
         def use_latest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = self._server_context
+            connection.context = self._context(ssl.PROTOCOL_TLS_SERVER)
 
         context.sni_callback = use_latest
         return context
 
     def client_tls(self) -> ssl.SSLContext:
-        return _tls_context(ssl.PROTOCOL_TLS_CLIENT, self._certificates)
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        """One for all connections, because an HTTP client keeps connections open for each context. Raises OSError."""
+        found = self._contexts.get(protocol)
+        if found is None:
+            found = self._contexts[protocol] = _tls_context(protocol, self._certificates)
+        return found
 
     def server_hostname(self, role: str) -> str:
         return server_name(self._secret, role)
@@ -112,7 +120,7 @@ class SharedSecret:
                 if secret.identity != self._secret.identity:
                     raise SecretError(f"{self._path} now holds another fabric's secret")  # noqa: TRY301
                 self._use(secret)
-            except (SecretError, OSError) as error:
+            except SecretError as error:
                 self._seen = None  # the next check tries again
                 if str(error) != reported:
                     log.warning("the fabric's secret was not reloaded", cause=str(error))

@@ -57,7 +57,7 @@ async def test_answer_that_grows_too_large_is_ended(path: str) -> None:
 
 
 async def test_one_caller_cannot_take_all_memory_for_answers() -> None:
-    """Answers that nobody has finished yet would otherwise fill the process, or have everybody refused."""
+    """Unfinished answers would otherwise fill the process, or cause all other requests to be refused."""
     config = EdgeConfig(max_pending_answer_bytes=2**20, max_answer_bytes=2**19)
     async with edge_world(config) as world:
         begun = [begin(world), begin(world), begin(world, key="two")]

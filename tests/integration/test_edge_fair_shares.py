@@ -44,7 +44,7 @@ async def unread_streams(world: EdgeWorld, count: int) -> AsyncIterator[list[Fak
 
 
 async def test_unread_streams_leave_room_for_others() -> None:
-    """300 streams that nobody read made an edge refuse everybody else."""
+    """300 unread streams made an edge refuse all other callers."""
     async with edge_world(CONFIG) as world, unread_streams(world, MAX_REQUESTS_PER_CALLER) as held:
         for request in held:
             request.start()
@@ -95,7 +95,7 @@ async def test_places_of_an_abandoned_stream_are_the_callers() -> None:
 
 
 async def test_connections_of_one_address() -> None:
-    """Credentials cost nothing as long as nobody checks them, but an address has to be had."""
+    """Inventing credentials costs nothing as long as they are not checked; a client has to own its address."""
     async with edge_world(EdgeConfig(max_connections_per_address=2)) as world:
         held = [await asyncio.open_connection(*world.address) for _ in range(2)]
         for reader, writer in held:  # so that they have been accepted

@@ -61,7 +61,7 @@ async def test_a_client_accepts_only_the_process_that_it_wants() -> None:
 
 
 async def test_records_that_the_fabric_has_not_signed_are_ignored(redis_url: str) -> None:
-    """Whoever can write to Redis could send prompts to a shard of his own."""
+    """An attacker who can write to Redis could send prompts to a shard of his own."""
     signed = ShardRegistry(redis_url, "trust-records", trust("shard").sealer)
     others = [
         ShardRegistry(redis_url, "trust-records"),

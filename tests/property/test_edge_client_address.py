@@ -25,7 +25,7 @@ INVENTED = st.lists(st.one_of(st.text(max_size=20), CLIENTS, PROXIES), max_size=
 
 @given(CLIENTS, INVENTED)
 def test_header_of_a_stranger_is_ignored(peer: str, invented: list[str]) -> None:
-    """Whoever connects without a trusted proxy is who it is, whatever it claims."""
+    """A client that connects without a trusted proxy cannot claim another address."""
     assert client_address(peer, invented, TRUSTED) == peer
 
 

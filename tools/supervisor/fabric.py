@@ -17,7 +17,7 @@ from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages
 from tools.supervisor.readiness import http_url, is_complete, router_address
 from tools.supervisor.reporters import Reporter
 from tools.supervisor.shared_port import SharedPort
-from tools.supervisor.state import FabricState, RunFolder, own_start_time
+from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 from tools.supervisor.supervisor import Supervisor
 
 _READY_TIMEOUT_SECONDS = 60.0
@@ -44,7 +44,7 @@ class Fabric:
         self._config = config
         self._folder = folder
         self._reporter = reporter
-        self._state_writer = folder.writer(reporter.step)
+        self._state_writer = StateWriter(folder, reporter.step)
         self._state = FabricState(
             supervisor_pid=os.getpid(),
             supervisor_started=own_start_time(),

@@ -73,10 +73,6 @@ class RunFolder:
         new_path.write_bytes(msgspec.json.encode(state))
         new_path.replace(self._state_path)
 
-    def writer(self, report: Callable[[str], None]) -> StateWriter:
-        """`report` is called with a line for users."""
-        return StateWriter(self, report)
-
     def read_running(self) -> FabricState | None:
         """None if no fabric runs with this data directory, even if a killed one left its file."""
         try:
@@ -113,6 +109,7 @@ class StateWriter:
     of a full disk would take everything along."""
 
     def __init__(self, folder: RunFolder, report: Callable[[str], None]) -> None:
+        """`report` is called with a line for users."""
         self._folder = folder
         self._report = report
         self._failed = False

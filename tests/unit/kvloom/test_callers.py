@@ -20,6 +20,6 @@ def test_anonymous_callers_are_their_addresses_unless_they_share() -> None:
 
 
 def test_a_name_does_not_reveal_the_credential() -> None:
-    """Names are written to logs: whoever reads them must not be able to test guesses without the key."""
+    """Names are written to logs: readers of the logs must not be able to test guesses without the key."""
     assert "secret" not in Callers(b"key").name("Bearer secret", "10.0.0.1")
     assert Callers(b"key").name("Bearer secret", "") != Callers(b"other").name("Bearer secret", "")

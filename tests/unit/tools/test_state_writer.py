@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from tools.supervisor import state as state_module
 from tools.supervisor.bounded_log import BoundedLog
-from tools.supervisor.state import FabricState, RunFolder, own_start_time
+from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 
 
 def new_state(phase: str) -> FabricState:
-    import os
-
     return FabricState(
         supervisor_pid=os.getpid(),
         supervisor_started=own_start_time(),
@@ -32,7 +31,7 @@ async def test_a_state_that_cannot_be_written_is_reported_once_and_written_later
     monkeypatch.setattr(state_module, "STATE_RETRY_SECONDS", 0.01)
     folder, reports = RunFolder(tmp_path), asyncio.Queue[str]()
     folder.run_dir.write_text("a file where the folder should be: every write fails, for root as well")
-    writer = folder.writer(reports.put_nowait)
+    writer = StateWriter(folder, reports.put_nowait)
     writer.write(new_state("starting"))
     writer.write(new_state("ready"))
     assert "serving continues" in reports.get_nowait()

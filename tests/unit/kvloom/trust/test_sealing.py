@@ -25,7 +25,7 @@ def test_signed_records_and_encrypted_entries_are_read_back() -> None:
 
 @given(st.binary(max_size=64), st.text(max_size=16), st.text(max_size=16))
 def test_nothing_can_be_moved_to_another_key(content: bytes, key: str, other: str) -> None:
-    """Whoever can write to Redis could otherwise put one shard's record, or one user's answer, in another's place."""
+    """Otherwise an attacker who can write to Redis could put one user's answer in another's place."""
     encrypted = SEALER.encrypt(key, content)
     assert SEALER.decrypted(key, encrypted) == content
     if key != other:
