@@ -20,6 +20,7 @@ from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
+from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
 from kvloom.text.tokenizer import ModelTokenizer
@@ -79,6 +80,7 @@ class Edge:
         models: Mapping[str, ServedModel],
         losses: LossReports | None = None,
         callers: Callers | None = None,
+        access_log: AccessLog = NO_ACCESS_LOG,
     ) -> None:
         """`losses` is None when the router runs in this process: its usage records end with it. `callers` names the
         callers of requests; None: without a key."""
@@ -91,6 +93,7 @@ class Edge:
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
+        self.access_log = access_log
         self.bodies = ByteBudget(
             config.max_pending_body_bytes, "request bodies", least_share_bytes=config.max_body_bytes
         )

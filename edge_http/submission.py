@@ -96,7 +96,7 @@ async def run_resumable(
     except KvloomError:
         pass  # it is the answer's error as well
     except Exception:
-        log.exception("request broke", request_id=stream.name.id)
+        log.exception("request broke")
         answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
     finally:
         if not stream.ended:

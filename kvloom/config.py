@@ -429,6 +429,12 @@ class LogConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["console", "json"] = "console"
+    access: Literal["on", "off"] = "on"
+    """Whether a line is logged when a request ends, also for one that was refused: by the edge for every HTTP request,
+    by the router for every RPC, by a shard for every sequence."""
+    access_sample_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """The share of requests that are logged. It is drawn by the caller's request id, so that all processes log the same
+    requests."""
 
 
 class KvloomConfig(Section):

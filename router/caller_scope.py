@@ -33,6 +33,10 @@ class CallerScope:
         """The inverse of `request_id`."""
         return request_id if self.caller is None else shown_id(request_id, self.caller)
 
+    def contains(self, request_id: str) -> bool:
+        """Whether a request inside the router is the caller's own."""
+        return self.request_id(self.given_id(request_id)) == request_id
+
     def tenant(self, given: str) -> str:
         """Who the request belongs to, if the caller says `given`."""
         return given if self.caller is None else self.caller

@@ -119,6 +119,7 @@ def submit_to_proto(attempt: SubmitAttempt, *, packs_token_ids: bool) -> shard_s
         choices=[_choice_to_proto(choice) for choice in attempt.choices],
         cache_salt=request.tenant,
         traceparent=request.traceparent,
+        client_request_id=request.client_request_id,
         num_expected_cached_tokens=attempt.num_expected_cached_tokens,
         **prompt_fields(request.prompt_token_ids, packed=packs_token_ids),
     )

@@ -24,7 +24,7 @@ from router.core.events import ChoiceSpec, Request, Tier
 from router.partial_choices import wanted_choices
 
 MAX_NAME_CHARS: Final = 256
-"""The longest request id, tenant, trace context or session key."""
+"""The longest request id (the router's or the caller's), tenant, trace context or session key."""
 MAX_MESSAGES: Final = 4096
 MAX_CHARS_PER_TOKEN: Final = 16
 """A text with more characters than this per allowed prompt token is rejected before any work is done on it."""
@@ -74,6 +74,7 @@ class Intake:
             tenant=submit.tenant,
             traceparent=submit.traceparent,
             session_key=submit.session_key,
+            client_request_id=submit.client_request_id,
         )
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
@@ -95,10 +96,16 @@ class Intake:
             tenant=sys.intern(scope.tenant(submit.tenant)),
             traceparent=submit.traceparent,
             session_key=submit.session_key,
+            client_request_id=submit.client_request_id,
         )
 
     async def request_from_generate(
-        self, wanted: GenerateRequest, client_id: str, traceparent: str = "", scope: CallerScope = TRUSTED
+        self,
+        wanted: GenerateRequest,
+        client_id: str,
+        traceparent: str = "",
+        scope: CallerScope = TRUSTED,
+        client_request_id: str = "",
     ) -> Request:
         """Returns the request of a `Generate` or `Plan`; the slots of its choices are their indexes. Raises
         KvloomError."""
@@ -125,6 +132,7 @@ class Intake:
             tenant=scope.tenant(""),
             traceparent=traceparent,
             session_key=wanted.session_key,
+            client_request_id=client_request_id,
         )
 
     async def _tokenized(self, wanted: GenerateRequest) -> tuple[Sequence[int], str]:

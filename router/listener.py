@@ -22,9 +22,16 @@ MAX_CONCURRENT_RPCS: Final = 16_384
 class RouterListener:
     """Call `bind`, then `start`, then `stop`."""
 
-    def __init__(self, servicer: RouterServicer, options: Sequence[tuple[str, Any]]) -> None:
+    def __init__(
+        self,
+        servicer: RouterServicer,
+        options: Sequence[tuple[str, Any]],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self.servicer = servicer
-        self.server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+        self.server = grpc.aio.server(
+            interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
+        )
         add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server))
         self.address = ""
         """The latest that was bound."""

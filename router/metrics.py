@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
 from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
+from kvloom.process.request_context import request_fields
 from kvloom.v1.generation_pb2 import FinishReason
 from router.caller_scope import shown_id
 from router.core.actions import RequestEnded, RequestsMoved, ShardHealthChanged
@@ -219,8 +220,9 @@ class _FleetCollector(Collector):
 def _log_end(ended: RequestEnded, outcome: str, error_type: str) -> None:
     log.info(
         "request ended",
-        request_id=shown_id(ended.request_id, ended.tenant),
-        tenant=ended.tenant,
+        **request_fields(
+            shown_id(ended.request_id, ended.tenant), ended.client_request_id, ended.traceparent, ended.tenant
+        ),
         model=ended.model,
         shard_id=ended.shard_id,
         outcome=outcome,

@@ -44,6 +44,8 @@ from router.links.link_sessions import LinkSessions
 log = structlog.get_logger()
 
 PLAN_CLIENT_ID: Final = "plan"
+MAX_OTHER_REQUESTS: Final = 64
+"""How many further requests with the same id of their caller's an explanation names."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -123,16 +125,26 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             await _abort_internal(context, "Plan")
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        if not request.request_id:
-            await abort(context, invalid_argument("request_id is required.", "request_id"))
-        remembered = self._decisions.find(self._scopes.of(context).request_id(request.request_id))
+        if bool(request.request_id) == bool(request.client_request_id):
+            message = "One of request_id and client_request_id is required, and not both."
+            await abort(context, invalid_argument(message, "request_id"))
+        scope = self._scopes.of(context)
+        others: list[str] = []
+        wanted = scope.request_id(request.request_id)
+        if request.client_request_id:
+            same_client_id = self._decisions.find_by_client_request_id(request.client_request_id)
+            own = [name for name in same_client_id if scope.contains(name)][: 1 + MAX_OTHER_REQUESTS]
+            wanted, others = (own[0] if own else ""), [scope.given_id(name) for name in own[1:]]
+        remembered = self._decisions.find(wanted)
         if remembered is None:
-            await abort(context, not_remembered(request.request_id[:MAX_NAME_CHARS]))
+            field = "request_id" if request.request_id else "client_request_id"
+            asked = request.request_id or request.client_request_id
+            await abort(context, not_remembered(asked[:MAX_NAME_CHARS], field))
         try:
-            explanation = explanation_to_proto(remembered)
+            explanation = explanation_to_proto(remembered, others)
         except Exception:
             await _abort_internal(context, "Explain")
-        explanation.request_id = request.request_id  # without the caller
+        explanation.request_id = scope.given_id(remembered.request_id)  # without the caller
         return explanation
 
     async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:

@@ -18,6 +18,7 @@ from kvloom.discovery.announcer import Announcer, reachable_address
 from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.process import service
+from kvloom.process.access_log import AccessLog
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
@@ -40,6 +41,7 @@ from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metrics import RouterMetrics
 from router.router_servicer import RouterServicer
+from router.rpc_access_log import RpcAccessLog
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -99,6 +101,9 @@ class RouterServer:
 
         callers = configured_callers(config, trust.caller_key)
 
+        access_log = AccessLog(config.log)
+        interceptors = [RpcAccessLog(access_log, callers)] if access_log.is_on else []
+
         def new_listener(
             address: Callable[[], str], options: Sequence[tuple[str, Any]], *, trusts_all: bool
         ) -> RouterListener:
@@ -114,7 +119,7 @@ class RouterServer:
                 address,
                 CallerScopes(callers, trusts_all=trusts_all),
             )
-            return RouterListener(servicer, options)
+            return RouterListener(servicer, options, interceptors)
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         self._for_clients = new_listener(
@@ -262,7 +267,8 @@ class RouterServer:
         self._metrics.requests_moved(moved)
 
     def variant_changed(self, change: VariantChanged) -> None:
-        log.warning("answer continues on another variant", **msgspec.structs.asdict(change))
+        named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}
+        log.warning("answer continues on another variant", **named)
         self._metrics.variant_changed()
 
     # -- state --------------------------------------------------------------------------------------------------------

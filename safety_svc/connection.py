@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvloom.errors import KvloomError, protocol_violation
+from kvloom.process.request_context import request_fields
 from kvloom.transport.checked_server import malformed_message
 from kvloom.transport.grpc_errors import abort
 from kvloom.v1.safety_service_pb2 import (
@@ -35,8 +36,9 @@ MAX_OPEN_ANSWERS: Final = 65_536
 MAX_WAITING_LONG_PROMPTS: Final = 64
 """When more long prompts wait, no further frames are read. The router then applies its own limits."""
 
-OnBlock = Callable[[str, Rule], None]
-"""Called with ("prompt" or "answer", rule) for every text that is blocked."""
+OnBlock = Callable[[str, Rule, Mapping[str, str]], None]
+"""Called with ("prompt" or "answer", rule, names of the request) for every text that is blocked. The names of an
+answer's request are not known here: they are in the router's line "request ended", with the outcome content_filter."""
 
 Context = grpc.aio.ServicerContext[ScreenRequest, ScreenResponse]
 
@@ -152,13 +154,14 @@ class ScreenConnection:
 
     def _halt(self, slot: int, screener: AnswerScreener, hit: Hit) -> Halt:
         self._answers[slot] = None
-        self._on_block("answer", hit.rule)
+        self._on_block("answer", hit.rule, {})
         return Halt(slot=slot, num_clear_chars=screener.num_clear_chars, finding=finding(hit.rule))
 
     def _verdict(self, check: PromptCheck, hit: Hit | None) -> PromptVerdict:
         if hit is None:
             return PromptVerdict(check_id=check.check_id, decision=DECISION_ALLOW)
-        self._on_block("prompt", hit.rule)
+        names = request_fields(check.request_id, check.client_request_id, check.traceparent, check.tenant)
+        self._on_block("prompt", hit.rule, names)
         return PromptVerdict(check_id=check.check_id, decision=DECISION_BLOCK, finding=finding(hit.rule))
 
     async def _announce_changes(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 import grpc
@@ -10,6 +11,7 @@ import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
+from kvloom.process.request_context import request_fields
 from kvloom.process.service import (
     SERVER_OPTIONS,
     ReadyLine,
@@ -73,7 +75,7 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
             return safety_service_pb2.CheckPromptResponse(
                 decision=safety_service_pb2.DECISION_ALLOW, policy_revision=policy.revision
             )
-        audit("prompt", hit.rule)
+        audit("prompt", hit.rule, request_fields(tenant=request.tenant))
         return safety_service_pb2.CheckPromptResponse(
             decision=safety_service_pb2.DECISION_BLOCK, finding=finding(hit.rule), policy_revision=policy.revision
         )
@@ -92,10 +94,10 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
                 self._connections.discard(connection)
 
 
-def audit(target: str, rule: Rule) -> None:
-    """Log and count a text that was blocked. The text itself is never logged."""
+def audit(target: str, rule: Rule, names: Mapping[str, str]) -> None:
+    """Log and count a text that was blocked. `names` are those of its request. The text itself is never logged."""
     BLOCKS.labels(target, rule.name).inc()
-    log.warning("blocked", target=target, rule=rule.name)
+    log.warning("blocked", target=target, rule=rule.name, **names)
 
 
 async def serve(

@@ -16,6 +16,7 @@ import structlog
 
 from kvloom.errors import invalid_argument, protocol_violation
 from kvloom.guide import GUIDE_FIELD
+from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.text.detokenizer import TokenText
 from kvloom.v1 import generation_pb2
 from kvloom.v1.shard_service_pb2 import (
@@ -56,6 +57,7 @@ class EngineMultiplexer:
         *,
         max_pending_frames: int = MAX_PENDING_FRAMES,
         clock: Callable[[], float] = time.monotonic,
+        access_log: AccessLog = NO_ACCESS_LOG,
     ) -> None:
         self.info = info
         self._engine = engine
@@ -66,7 +68,7 @@ class EngineMultiplexer:
         self._connections: list[RouterConnection] = []
         self._origins = itertools.count(1)
         self._load = LoadReporter(engine.info)
-        self._live = LiveSequences(engine, metrics, clock)
+        self._live = LiveSequences(engine, metrics, clock, access_log)
         max_sequences = engine.info.max_batch + max_waiting
         self._intake = Intake(engine, tokenizer, self._live, self._load, max_sequences, clock)
         self._report_timer: asyncio.TimerHandle | None = None
@@ -245,7 +247,7 @@ class EngineMultiplexer:
         if end.refusal:
             error = invalid_argument(f"The guide cannot be followed: {end.refusal}.", GUIDE_FIELD)
         elif end.reason is FinishReason.ERROR:
-            log.error("the engine failed a sequence", request_id=end.request_id, error=end.error)
+            log.error("the engine failed a sequence", sequence_id=end.request_id, error=end.error, **sequence.names)
             error = engine_failed()
         elif end.reason is not FinishReason.CANCELLED:
             self._live.flush(sequence)

@@ -6,11 +6,12 @@ The errors with which a shard rejects or ends a sequence are worded here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.process.request_context import request_fields
 from kvloom.text.detokenizer import IncrementalDetokenizer, TokenText
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, Choice, SequenceFinish
@@ -61,9 +62,10 @@ class Intake:
                 connection.parts.finishes.append(rejection(choice.slot, error))
             return
         now = self._clock()
+        names = request_fields(submit.request_id, submit.client_request_id, submit.traceparent, submit.cache_salt)
         for choice, request in zip(choices, requests, strict=True):
             try:
-                self._submit_choice(connection, choice, request, submit.stop.stop, now)
+                self._submit_choice(connection, choice, request, submit.stop.stop, now, names)
             except KvloomError as error:
                 connection.parts.finishes.append(rejection(choice.slot, error))
 
@@ -82,11 +84,12 @@ class Intake:
         request: EngineRequest,
         stop_strings: Sequence[str],
         now: float,
+        names: Mapping[str, str],
     ) -> None:
         detokenizer = IncrementalDetokenizer(
             self._tokenizer, stop_strings, visible_output(request), choice.num_delivered_chars
         )
-        sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now)
+        sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now, names)
         reason = sequence.already_ended()
         if reason is None:
             try:
@@ -94,7 +97,7 @@ class Intake:
             except RequestRefusedError as error:
                 raise invalid_argument(f"This shard's engine cannot run the request: {error}.") from error
             except EngineError as error:
-                log.warning("the engine refused a sequence", request_id=request.request_id, error=str(error))
+                log.warning("the engine refused a sequence", sequence_id=request.request_id, error=str(error), **names)
                 raise engine_failed() from error  # every mistake that a client can make was checked before
             self._load.on_submit(request)
         self._live.add(sequence)

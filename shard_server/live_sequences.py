@@ -7,12 +7,13 @@ A sequence leaves this record as soon as its finish is in a frame. Later output 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
 
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
@@ -21,6 +22,8 @@ from shard_server.metrics import ShardMetrics
 from shard_server.step_frames import StepParts
 
 log = structlog.get_logger()
+
+_NO_NAMES: Final[Mapping[str, str]] = {}
 
 
 class SequenceOwner(Protocol):
@@ -38,6 +41,7 @@ class LiveSequence:
         "connection",
         "detokenizer",
         "has_stop_strings",
+        "names",
         "num_cached_tokens",
         "num_output_tokens",
         "received_at",
@@ -53,7 +57,10 @@ class LiveSequence:
         detokenizer: IncrementalDetokenizer,
         has_stop_strings: bool,
         received_at: float,
+        names: Mapping[str, str] = _NO_NAMES,
     ) -> None:
+        """`names` are those of the request in log lines."""
+        self.names = names
         self.connection = connection
         self.slot = slot
         self.request = request
@@ -108,6 +115,8 @@ class CancellingSequences:
     def __init__(self, metrics: ShardMetrics) -> None:
         self._metrics = metrics
         self._num_wasted: dict[str, int | None] = {}
+        self._names: dict[str, Mapping[str, str]] = {}
+        """The names of the requests of unwanted sequences, for log lines."""
 
     def __len__(self) -> int:
         return len(self._num_wasted)
@@ -116,9 +125,11 @@ class CancellingSequences:
         """The answer is complete, but the engine has not stopped yet. Its further tokens are not counted as wasted."""
         self._num_wasted[request_id] = None
 
-    def add_unwanted(self, request_id: str, num_late_tokens: int) -> None:
-        """The client no longer wants the answer, and did not want its last `num_late_tokens` tokens."""
+    def add_unwanted(self, request_id: str, num_late_tokens: int, names: Mapping[str, str]) -> None:
+        """The client no longer wants the answer, and did not want its last `num_late_tokens` tokens. `names` are those
+        of the request in log lines."""
         self._num_wasted[request_id] = num_late_tokens
+        self._names[request_id] = names
 
     def note_tokens(self, request_id: str, count: int) -> None:
         """The engine has generated `count` more tokens."""
@@ -131,14 +142,22 @@ class CancellingSequences:
         num_wasted = self._num_wasted.pop(request_id, None)
         if num_wasted is not None:
             self._metrics.on_unwanted_end(num_wasted)
-            log.info("cancelled sequence ended", request_id=request_id, num_wasted_tokens=num_wasted)
+            names = self._names.pop(request_id, _NO_NAMES)
+            log.info("cancelled sequence ended", sequence_id=request_id, num_wasted_tokens=num_wasted, **names)
 
 
 class LiveSequences:
     """The live sequences of one engine, from all routers."""
 
-    def __init__(self, engine: Engine, metrics: ShardMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: ShardMetrics,
+        clock: Callable[[], float],
+        access_log: AccessLog = NO_ACCESS_LOG,
+    ) -> None:
         self._engine = engine
+        self._access_log = access_log
         self._metrics = metrics
         self._clock = clock
         self.by_request_id: dict[str, LiveSequence] = {}
@@ -192,7 +211,7 @@ class LiveSequences:
         """Cancel and finish a sequence of which the client wants only the first `num_arrived_tokens` tokens."""
         self.cancel_in_engine(sequence)
         num_late_tokens = max(0, sequence.num_output_tokens - num_arrived_tokens)
-        self.cancelling.add_unwanted(sequence.request.request_id, num_late_tokens)
+        self.cancelling.add_unwanted(sequence.request.request_id, num_late_tokens, sequence.names)
         self.finish(sequence, generation_pb2.FINISH_REASON_CANCELLED)
 
     def finish(
@@ -209,9 +228,27 @@ class LiveSequences:
         if error is not None:
             finish.error.CopyFrom(error.to_proto())
         connection.parts.finishes.append(finish)
-        self._metrics.on_finish(reason, self._clock() - sequence.received_at)
+        duration_seconds = self._clock() - sequence.received_at
+        self._metrics.on_finish(reason, duration_seconds)
+        if self._access_log.is_on:
+            self._log_end(sequence, finish, duration_seconds)
         if not self.by_request_id:
             self._idle.set()
+
+    def _log_end(self, sequence: LiveSequence, finish: SequenceFinish, duration_seconds: float) -> None:
+        names = sequence.names
+        if not self._access_log.wants(names.get("client_request_id") or names.get("request_id", "")):
+            return
+        log.info(
+            "sequence ended",
+            **names,
+            sequence_id=sequence.request.request_id,
+            outcome=FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
+            num_prompt_tokens=finish.num_prompt_tokens,
+            num_cached_tokens=finish.num_cached_tokens,
+            num_output_tokens=finish.num_output_tokens,
+            duration_seconds=round(duration_seconds, 6),
+        )
 
 
 def visible_output(request: EngineRequest) -> Sequence[int]:

@@ -17,6 +17,7 @@ from kvloom.discovery.announcer import Announcer, reachable_address
 from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.process import service
+from kvloom.process.access_log import AccessLog
 from kvloom.text.detokenizer import TokenText
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
@@ -94,6 +95,7 @@ class ShardServer:
             ShardMetrics(info.model, info.num_blocks, self._metrics_registry),
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
+            access_log=AccessLog(self._config.log),
         )
         servicer = ShardServicer(self._multiplexer, self._on_drain_call)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))

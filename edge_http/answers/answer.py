@@ -15,6 +15,7 @@ from typing import Any, Final
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.process.request_context import RequestContext
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
@@ -40,6 +41,7 @@ class Answer(abc.ABC):
         "num_choices",
         "num_open",
         "num_output_tokens",
+        "request_context",
         "started_at",
         "starts",
     )
@@ -57,6 +59,8 @@ class Answer(abc.ABC):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: KvloomError | None = None
         """Why it ended; None while it runs and after a regular end."""
+        self.request_context: RequestContext | None = None
+        """The request that is answered, for log lines."""
 
     # --- Sink
 
@@ -115,6 +119,10 @@ class Answer(abc.ABC):
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached_tokens for finish in first_of_prompts)},
         }
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self._prompt_sizes)
 
     @property
     def num_events(self) -> int:
@@ -178,7 +186,8 @@ class Answer(abc.ABC):
         return KvloomError.from_proto(finish.error)
 
     def _on_bug(self) -> None:
-        log.exception("answer broke")
+        # The link's reader calls this, which works for no particular request.
+        log.exception("answer broke", **(self.request_context.log_fields() if self.request_context else {}))
         self.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The answer could not be delivered."))
 
 

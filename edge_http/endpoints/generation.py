@@ -48,6 +48,7 @@ from edge_http.wire.headers import (
 )
 from edge_http.wire.large_body import PIECE_BYTES, write_large_body
 from edge_http.wire.request_callers import credential_digest
+from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
 from kvloom.router_link.link import LinkRequest
@@ -173,6 +174,7 @@ async def _generate(
     streamed = StreamedAnswer(
         job.prompt_sizes, job.n, formatter, events, _headers(request, name), **_stream_options(request, job)
     )
+    begin_answer(name, job.model.name, streamed)
     try:
         await run_submission(edge, _submission(edge, request, job, name), streamed)
     except KvloomError:
@@ -186,6 +188,7 @@ async def _collect(
 ) -> web.StreamResponse:
     with edge.collected.lease(edge.callers.caller_of(request)) as lease:
         collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease)
+        begin_answer(name, job.model.name, collected)
         await run_submission(edge, _submission(edge, request, job, name), collected)
         processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
         more = explanation(collected.first_start) if wants_explanation(request) else {}
@@ -235,6 +238,7 @@ async def _stream_resumable(
     else:
         answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
         run = run_resumable(edge, submission, answer, stream)
+    begin_answer(name, job.model.name, answer)
     edge.resume.start(stream, run, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
 
@@ -300,6 +304,7 @@ def _link_request(
         timeout_seconds=edge.config.request_timeout_seconds,
         tenant=edge.callers.caller_of(request),
         traceparent=traceparent(request),
+        client_request_id=request_id(request),
         session_key=job.session_key,
         tier=job.tier,
     )

@@ -191,6 +191,7 @@ def _request_record(request: LinkRequest) -> RequestRecord:
         traceparent=request.traceparent,
         session_key=request.session_key,
         tier=request.tier,
+        client_request_id=request.client_request_id,
     )
 
 
@@ -211,4 +212,5 @@ def _link_request(
         session_key=record.session_key,
         tier=cast(Any, record.tier),
         partial_choices=partial_choices,
+        client_request_id=record.client_request_id,
     )

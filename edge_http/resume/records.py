@@ -56,6 +56,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
     traceparent: str
     session_key: str
     tier: int
+    client_request_id: str = ""
 
 
 class RequestsRecord(msgspec.Struct, array_like=True):

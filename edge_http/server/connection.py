@@ -21,6 +21,7 @@ from edge_http.wire.client_address import Address
 from edge_http.wire.headers import unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
 from edge_http.wire.large_body import RESPONSE_SECONDS
+from edge_http.wire.request_record import log_refused_connection
 from edge_http.wire.sse import WrittenResponse
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -137,6 +138,8 @@ class Connection(web.RequestHandler):
             error = KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side.")
         response = error_response(error)
         response.force_close()
+        if status < 500:  # other requests have been logged
+            log_refused_connection(self._edge.access_log, response.status, error)
         return response
 
     async def finish_response(
@@ -190,6 +193,7 @@ class Connection(web.RequestHandler):
         if transport is not None:
             cast(asyncio.Transport, transport).write("\r\n".join([*lines, "", ""]).encode() + body)
         self._edge.metrics.on_response(ROUTE, response.status)
+        log_refused_connection(self._edge.access_log, response.status, error)
         self.force_close()
 
 

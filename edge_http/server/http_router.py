@@ -17,7 +17,9 @@ from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.resume import cancel_response, resume_stream
 from edge_http.wire.headers import REQUEST_ID, check_transfer_coding, request_id
 from edge_http.wire.json_response import error_response
+from edge_http.wire.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 from kvloom.errors import KvloomError
+from kvloom.process.request_context import enter_request
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
@@ -54,30 +56,42 @@ class HttpRouter:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         route = _route(request.path)
-        response = await self._answer(request, route)
+        record = RequestRecord(request, self._edge.callers)
+        enter_request(record)
+        try:
+            response = await self._answer(request, route, record)
+        except BaseException:  # the client has disconnected
+            record.log_end(self._edge.access_log, route, CLIENT_CLOSED_REQUEST, 0)
+            raise
         self._edge.metrics.on_response(route, response.status)
+        num_body_bytes = None
         if isinstance(response, web.Response):  # a stream's headers have been sent already
             response.headers[REQUEST_ID] = request_id(request)
+            num_body_bytes = response.content_length
             if self._edge.draining:
                 response.force_close()
+        if self._edge.access_log.is_on:
+            record.log_end(self._edge.access_log, route, response.status, num_body_bytes)
         return response
 
-    async def _answer(self, request: web.BaseRequest, route: str) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, route: str, record: RequestRecord) -> web.StreamResponse:
         try:
             check_transfer_coding(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)
         except KvloomError as error:
+            record.error_type = error.reason_name.lower()
             response = error_response(error)
             if error.reason == ErrorReason.ERROR_REASON_METHOD_NOT_ALLOWED:
                 response.headers["Allow"] = ", ".join(ROUTES[route])
             if error.kind.http_status >= 500:
-                log.info("request failed", request_id=request_id(request), route=route, reason=error.reason_name)
+                log.info("request failed", route=route, reason=error.reason_name)
             return response
         except ConnectionError:
             raise  # the client has disconnected
         except Exception:
-            log.exception("request broke", request_id=request_id(request), route=route)
+            record.error_type = "internal"
+            log.exception("request broke", route=route)
             return error_response(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))
 
 

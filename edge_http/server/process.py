@@ -19,6 +19,7 @@ from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
+from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
@@ -62,7 +63,8 @@ async def serve_edge(
     """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address and with that of
     /metrics. Raises StartError."""
     group = link if isinstance(link, RouterGroup) else None
-    edge = Edge(config.edge, link, {model.name: model}, group, configured_callers(config, trust.caller_key))
+    callers = configured_callers(config, trust.caller_key)
+    edge = Edge(config.edge, link, {model.name: model}, group, callers, AccessLog(config.log))
     if group is not None:
         edge.metrics.add(RouterGroupCollector(group))
     server = EdgeServer(edge)

@@ -2,6 +2,7 @@
 
 headers.py          the headers of requests and responses
 request_callers.py  who sends a request: its credential, or else its address
+request_record.py   what is logged of a request
 client_address.py   the address of a client, also behind reverse proxies
 body.py             reads a JSON body within its limits
 byte_budget.py      the memory of bodies and answers, with a share for each caller

@@ -125,12 +125,13 @@ class Client:
         request = router_service_pb2.PlanRequest(request=build_request(options))
         return await self._routers.call(lambda stub: stub.Plan(request, timeout=self._connect_timeout_seconds))
 
-    async def explain(self, request_id: str) -> router_service_pb2.ExplainResponse:
-        """Return why a request was placed where it was, and how it ended.
+    async def explain(self, request_id: str = "", *, client_request_id: str = "") -> router_service_pb2.ExplainResponse:
+        """Return why a request was placed where it was, and how it ended. It is named by its id, or by the id that its
+        caller gave it (`client_request_id`, the x-request-id of HTTP).
 
         Raises KvloomError (NOT_FOUND) when no router remembers the request.
         """
-        request = router_service_pb2.ExplainRequest(request_id=request_id)
+        request = router_service_pb2.ExplainRequest(request_id=request_id, client_request_id=client_request_id)
         return await self._routers.call(lambda stub: stub.Explain(request, timeout=self._connect_timeout_seconds))
 
     async def list_models(self) -> list[router_service_pb2.ModelInfo]:

@@ -3,6 +3,8 @@
 service.py        uvloop, signals, the ready line, the gRPC server's port, health and reflection
 telemetry.py      sets up structlog, and serves the metrics over HTTP
 log_lines.py      the renderers of log lines, and the writer that batches them
+request_context.py  the request that a task works for, whose names are in the task's log lines
+access_log.py    whether the end of a request is logged
 fast_metrics.py   counters and histograms that are cheap to update from one thread
 aligned_timer.py  runs all periodic work of a process at the same moment
 backoff.py        exponential backoff

@@ -83,5 +83,6 @@ def render_json(_logger: object, _name: str, event: MutableMapping[str, Any]) ->
 
 def _shown(value: object) -> str:
     if isinstance(value, str):
-        return repr(value) if not _QUOTED.isdisjoint(value) else value
+        # Control characters of a request would otherwise reach the reader's terminal.
+        return value if _QUOTED.isdisjoint(value) and value.isprintable() else repr(value)
     return repr(value)

@@ -16,6 +16,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from kvloom.config import LogConfig
 from kvloom.process.log_lines import LineWriter, render_console, render_json
+from kvloom.process.request_context import add_request_fields
 
 _LOOK_SECONDS: Final = 3600.0
 """How often a metrics thread wakes up to check whether to stop, which it never has to. The thread of
@@ -30,6 +31,7 @@ def configure_logging(config: LogConfig, process: str) -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            add_request_fields,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,

@@ -149,6 +149,7 @@ class GrpcRouterLink:
                 timeout_seconds=request.timeout_seconds,
                 tenant=request.tenant,
                 traceparent=request.traceparent,
+                client_request_id=request.client_request_id,
                 session_key=request.session_key,
                 tier=request.tier,
                 **prompt_fields(request.prompt_token_ids, packed=self._fleet.reads_packed_token_ids),

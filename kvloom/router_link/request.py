@@ -46,3 +46,5 @@ class LinkRequest:
     partial_choices: Sequence[ChoiceProgress] = ()
     """What other routers have delivered of the choices that are still wanted; `n` is not used then. Empty: generate all
     n choices from their beginning."""
+    client_request_id: str = ""
+    """The id that the caller gave the request, for log lines and `Explain`."""

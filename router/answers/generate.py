@@ -28,6 +28,8 @@ from router.partial_choices import named_for_callers
 
 EXPLAIN_KEY: Final = "kvloom-explain"
 """The request metadata that asks for the trailers kvloom-shard and kvloom-cached-tokens."""
+REQUEST_ID_METADATA: Final = "x-request-id"
+"""The request metadata with the caller's own id of the request."""
 
 _numbers = itertools.count(1)
 
@@ -86,7 +88,10 @@ class GenerateCall:
     async def _accept(self, wanted: GenerateRequest) -> Request:
         try:
             traceparent = metadata_value(self._context, "traceparent")
-            request = await self._intake.request_from_generate(wanted, self._client_id, traceparent, self._scope)
+            client_request_id = metadata_value(self._context, REQUEST_ID_METADATA)
+            request = await self._intake.request_from_generate(
+                wanted, self._client_id, traceparent, self._scope, client_request_id
+            )
         except KvloomError as error:
             self._driver.request_refused(error)
             raise

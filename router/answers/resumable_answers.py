@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from kvloom.config import ResumeConfig
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.process.request_context import request_fields
 from kvloom.replay.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import GenerateRequest
@@ -108,7 +109,12 @@ class ResumableAnswers:
         return wanted and self._config.grace_seconds > 0
 
     def begin(
-        self, request: GenerateRequest, caller: str, traceparent: str, scope: CallerScope = TRUSTED
+        self,
+        request: GenerateRequest,
+        caller: str,
+        traceparent: str,
+        scope: CallerScope = TRUSTED,
+        client_request_id: str = "",
     ) -> ResumableAnswer:
         """Open the answer of a request. `caller` is the value of the `authorization` metadata. Raises KvloomError
         (INVALID_ARGUMENT, DUPLICATE_REQUEST_ID)."""
@@ -141,7 +147,8 @@ class ResumableAnswers:
         named = GenerateRequest()
         named.CopyFrom(request)
         named.request_id = request_id
-        task = asyncio.create_task(self._admit(answer, named, traceparent, scope), name=f"intake {request_id}")
+        admission = self._admit(answer, named, traceparent, scope, client_request_id)
+        task = asyncio.create_task(admission, name=f"intake {request_id}")
         self._admissions[answer] = task
         task.add_done_callback(lambda _: self._admissions.pop(answer, None))
         return answer
@@ -172,18 +179,26 @@ class ResumableAnswers:
             self._remove(answer)
 
     async def _admit(
-        self, answer: ResumableAnswer, request: GenerateRequest, traceparent: str, scope: CallerScope
+        self,
+        answer: ResumableAnswer,
+        request: GenerateRequest,
+        traceparent: str,
+        scope: CallerScope,
+        client_request_id: str,
     ) -> None:
         """Tokenize and submit the request, whether or not its RPC lasts that long."""
         client_id = answer.name.client_id
         try:
-            admitted = await self._intake.request_from_generate(request, client_id, traceparent, scope)
+            admitted = await self._intake.request_from_generate(
+                request, client_id, traceparent, scope, client_request_id
+            )
         except KvloomError as error:
             self._dispatcher.request_refused(error)
             answer.end(error)
             return
         except Exception:
-            log.exception("taking a request in failed")
+            names = request_fields(request.request_id, client_request_id, traceparent)
+            log.exception("taking a request in failed", **names)
             answer.end(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "The router failed on this request."))
             return
         if not answer.ended:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import grpc
 
 from kvloom.v1.router_service_pb2 import GenerateRequest, GenerateResponse, ResumeRequest, ResumeResponse
-from router.answers.generate import explain, owner_metadata, wants_explanation
+from router.answers.generate import REQUEST_ID_METADATA, explain, owner_metadata, wants_explanation
 from router.answers.resumable_answers import ResumableAnswers
 from router.caller_scope import TRUSTED, CallerScope, credential_of, metadata_value
 
@@ -24,7 +24,13 @@ async def serve_generate(
     answers: ResumableAnswers, request: GenerateRequest, context: Context, scope: CallerScope = TRUSTED
 ) -> None:
     """Begin an answer and read it. Raises KvloomError if it ends with an error."""
-    answer = answers.begin(request, credential_of(context), metadata_value(context, "traceparent"), scope)
+    answer = answers.begin(
+        request,
+        credential_of(context),
+        metadata_value(context, "traceparent"),
+        scope,
+        metadata_value(context, REQUEST_ID_METADATA),
+    )
     reader = answer.attach(answer.log.num_events)
     try:
         await context.send_initial_metadata(

@@ -78,6 +78,9 @@ class CheckPrompt(msgspec.Struct, frozen=True):
     check_id: int
     text: str
     tenant: str
+    request_id: str = ""
+    client_request_id: str = ""
+    traceparent: str = ""
 
 
 class ScreenAnswers(msgspec.Struct, frozen=True):
@@ -116,6 +119,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
     num_choices: int = 1
     client_id: str = ""
     """The client stream over which the request came."""
+    client_request_id: str = ""
+    traceparent: str = ""
 
 
 class ShardHealthChanged(msgspec.Struct, frozen=True):
@@ -143,6 +148,9 @@ class VariantChanged(msgspec.Struct, frozen=True):
     from_variant: str
     shard_id: str
     variant: str
+    client_request_id: str = ""
+    traceparent: str = ""
+    tenant: str = ""
 
 
 Action = (

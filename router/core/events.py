@@ -49,6 +49,8 @@ class Request(msgspec.Struct, frozen=True):
     """Time from arrival to the last token; 0: the core's default."""
     tenant: str = ""
     traceparent: str = ""
+    client_request_id: str = ""
+    """The id that the caller gave the request. It is only reported, and need not be unique."""
     session_key: str = ""
     """Requests with one key belong together (a conversation). It is only a hint: prefixes are found without it."""
     block_hashes: Mapping[int, Sequence[int]] | None = None

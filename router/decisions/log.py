@@ -24,6 +24,7 @@ class RememberedRequest:
 
     request_id: str
     num_prompt_tokens: int
+    client_request_id: str = ""
     packed_attempts: list[bytes] = dataclasses.field(default_factory=list)
     ended: RequestEnded | None = None
     """None while it still runs."""
@@ -57,6 +58,8 @@ class DecisionLog:
         self._max_remembered_bytes = max_remembered_bytes
         self._clock = clock
         self._remembered: OrderedDict[str, RememberedRequest] = OrderedDict()
+        self._by_client_request_id: dict[str, dict[str, None]] = {}
+        """The ids of the remembered requests that a caller gave the same id, oldest first."""
         self._num_bytes = 0
 
     @property
@@ -66,13 +69,22 @@ class DecisionLog:
     def find(self, request_id: str) -> RememberedRequest | None:
         return self._remembered.get(request_id)
 
+    def find_by_client_request_id(self, client_request_id: str) -> list[str]:
+        """The ids of the requests that have this id of their caller's, latest first."""
+        return list(reversed(self._by_client_request_id.get(client_request_id, {})))
+
     def placement_decided(self, decision: PlacementDecided) -> None:
         request_id = decision.request.request_id
         now = self._clock()
         remembered = self._remembered.get(request_id)
         if remembered is None or decision.attempt_id == 1:
             self._forget(request_id)  # This is an earlier request of the same id.
-            remembered = self._remembered[request_id] = RememberedRequest(request_id, decision.pick.num_prompt_tokens)
+            client_request_id = decision.request.client_request_id
+            remembered = self._remembered[request_id] = RememberedRequest(
+                request_id, decision.pick.num_prompt_tokens, client_request_id
+            )
+            if client_request_id:
+                self._by_client_request_id.setdefault(client_request_id, {})[request_id] = None
             if self._journal is not None and decision.attempt_id == 1:
                 remembered.line = self._journal.begin_line(decision, now)
                 self._num_bytes += len(remembered.line.block_hashes)
@@ -105,5 +117,10 @@ class DecisionLog:
         if forgotten is None:
             return
         self._num_bytes -= forgotten.num_bytes
+        siblings = self._by_client_request_id.get(forgotten.client_request_id)
+        if siblings is not None:
+            del siblings[request_id]
+            if not siblings:
+                del self._by_client_request_id[forgotten.client_request_id]
         if forgotten.line is not None and self._journal is not None:
             self._journal.drop_line()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import (
@@ -59,21 +61,25 @@ def _shard_to_proto(shard: ShardPlan) -> ShardScore:
     )
 
 
-def explanation_to_proto(remembered: RememberedRequest) -> ExplainResponse:
+def explanation_to_proto(remembered: RememberedRequest, other_request_ids: Sequence[str] = ()) -> ExplainResponse:
     attempts = remembered.attempts
-    response = ExplainResponse(request_id=remembered.request_id)
+    response = ExplainResponse(
+        request_id=remembered.request_id,
+        client_request_id=remembered.client_request_id,
+        other_request_ids=other_request_ids,
+    )
     response.decisions.extend(_decision_to_proto(attempt, remembered.num_prompt_tokens) for attempt in attempts)
     if remembered.ended is not None:
         response.outcome.CopyFrom(_outcome_to_proto(remembered.ended, attempts))
     return response
 
 
-def not_remembered(request_id: str) -> KvloomError:
+def not_remembered(request_id: str, field: str = "request_id") -> KvloomError:
     return KvloomError(
         ErrorReason.ERROR_REASON_NOT_FOUND,
         f"This router remembers no placement of a request {request_id!r}. The request was never placed, another router "
         "placed it, it was placed too long ago, or it was not sampled (router.decision_log).",
-        field="request_id",
+        field=field,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import structlog
 
 from kvloom.errors import KvloomError
+from kvloom.process.request_context import request_fields
 from kvloom.router_link.open_choices import OpenChoices, Sink
 from kvloom.router_link.request import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -114,7 +115,10 @@ class LocalRouterLink:
             try:
                 self._driver.dispatch(RequestArrived(request))
             except Exception:
-                log.exception("the core failed on a request", request_id=request.request_id)
+                names = request_fields(
+                    request.request_id, request.client_request_id, request.traceparent, request.tenant
+                )
+                log.exception("the core failed on a request", **names)
                 self._fail(request)
         for finish in refused:
             self._choices.on_finish(convert.finish_to_proto(finish))

@@ -13,6 +13,7 @@ from kvloom.transport.local_client import connect_local
 from kvloom.transport.local_stream import LocalStream
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
+from router.caller_scope import shown_id
 from router.core.actions import CheckPrompt
 from router.links.prefilter import Outgoing, Prefilter, PrefilteredAnswers
 from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, LinkError
@@ -145,7 +146,14 @@ class SafetyStream:
         self._num_waiting_chars = sum(len(check.text) for check in self._prompts)
         return safety_service_pb2.ScreenRequest(
             prompts=[
-                safety_service_pb2.PromptCheck(check_id=check.check_id, text=check.text, tenant=check.tenant)
+                safety_service_pb2.PromptCheck(
+                    check_id=check.check_id,
+                    text=check.text,
+                    tenant=check.tenant,
+                    request_id=shown_id(check.request_id, check.tenant),
+                    client_request_id=check.client_request_id,
+                    traceparent=check.traceparent,
+                )
                 for check in prompts
             ],
             slots=list(outgoing.deltas),

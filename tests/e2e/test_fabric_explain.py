@@ -63,7 +63,7 @@ def test_a_request_is_explained_with_its_outcome(sim_fabric: RunningFabric):
     chat(sim_fabric)
     body, headers = chat(sim_fabric)
     explained = json.loads(explain(sim_fabric, "--request-id", body["id"], "--json"))
-    assert explained.keys() == {"request_id", "decisions", "outcome"}
+    assert explained.keys() == {"request_id", "client_request_id", "other_request_ids", "decisions", "outcome"}
     plan = explained["decisions"][0]["plan"]
     outcome = explained["outcome"]
     assert headers["x-kvloom-shard"] == plan["picked_shard_id"] == outcome["shard_id"]

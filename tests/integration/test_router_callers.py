@@ -105,6 +105,21 @@ async def test_a_caller_cannot_cancel_explain_or_block_anothers_request(stub: Ro
     running.cancel()
 
 
+async def test_a_callers_own_id_explains_only_its_own_requests(stub: RouterServiceStub) -> None:
+    """Callers choose the same x-request-id by chance or on purpose; neither may learn of the other's requests."""
+    same_id = ("x-request-id", "shared")
+    for caller, name in ((ALICE, "of alice"), (BOB, "of bob")):
+        async for _ in stub.Generate(request(name), metadata=(*caller, same_id), timeout=TIMEOUT_SECONDS):
+            pass
+    asked = pb.ExplainRequest(client_request_id="shared")
+    for caller, name in ((ALICE, "of alice"), (BOB, "of bob")):
+        explained = await stub.Explain(asked, metadata=caller, timeout=TIMEOUT_SECONDS)
+        assert (explained.request_id, list(explained.other_request_ids)) == (name, [])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Explain(asked, metadata=(("authorization", "Bearer carol"),), timeout=TIMEOUT_SECONDS)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_a_client_cannot_claim_to_be_another_caller(world: RouterWorld) -> None:
     """`Submit.tenant` is an edge's word; from anyone else it would be a key to another's cache."""
     async with served_router(world) as (server, address):

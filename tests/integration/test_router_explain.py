@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog.testing
 
 from kvloom.client.client import Client
 from kvloom.errors import KvloomError
@@ -15,7 +16,7 @@ from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
-from kvloom.v1.router_service_pb2 import ExplainRequest, GenerateRequest, PlanRequest, TokenIds
+from kvloom.v1.router_service_pb2 import ExplainRequest, GenerateRequest, ListModelsRequest, PlanRequest, TokenIds
 from router.decisions.records import FleetLine, RequestLine, read_decisions
 from tests.fakes.fake_shard import FakeShard
 from tests.fakes.router_world import MODEL, TIMEOUT_SECONDS, Answer, RouterWorld, eventually, link_request
@@ -208,3 +209,41 @@ async def test_a_router_whose_decision_file_cannot_be_written_does_not_start(
     world.config.router.decision_log.path = str(tmp_path / "missing" / "decisions.jsonl")
     with pytest.raises(StartError, match="missing"):
         await world.start_router()
+
+
+async def test_a_request_is_explained_by_the_id_that_its_caller_gave_it(world: RouterWorld) -> None:
+    """A caller knows its own x-request-id. The latest of several is explained, the others named."""
+    await start(world)
+    stub = await world.stub()
+    metadata = (("x-request-id", "shared"),)
+    for name in ("first", "second"):
+        wanted = GenerateRequest(model=MODEL, request_id=name, token_ids=TokenIds(ids=PROMPT))
+        wanted.stop.max_tokens = 2
+        async for _ in stub.Generate(wanted, metadata=metadata, timeout=TIMEOUT_SECONDS):
+            pass
+    explained = await stub.Explain(ExplainRequest(client_request_id="shared"), timeout=TIMEOUT_SECONDS)
+    assert (explained.request_id, explained.client_request_id) == ("second", "shared")
+    assert list(explained.other_request_ids) == ["first"]
+    for wrong in (ExplainRequest(), ExplainRequest(request_id="first", client_request_id="shared")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Explain(wrong, timeout=TIMEOUT_SECONDS)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_every_rpc_leaves_a_line_with_its_code(world: RouterWorld) -> None:
+    """Refused RPCs must be in the access log too, with the caller's id and without the credential."""
+    await start(world)
+    stub = await world.stub()
+    metadata = (("x-request-id", "mine"), ("authorization", "Bearer sk-secret"))
+    with structlog.testing.capture_logs() as lines:
+        await stub.ListModels(ListModelsRequest(), metadata=metadata, timeout=TIMEOUT_SECONDS)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Explain(ExplainRequest(request_id="none"), metadata=metadata, timeout=TIMEOUT_SECONDS)
+        await eventually(lambda: len([line for line in lines if line["event"] == "rpc"]) == 2, "both lines")
+    rpcs = [line for line in lines if line["event"] == "rpc"]
+    assert [(line["method"].rpartition("/")[2], line["code"]) for line in rpcs] == [
+        ("ListModels", "OK"),
+        ("Explain", "NOT_FOUND"),
+    ]
+    assert all(line["client_request_id"] == "mine" and line["tenant"].startswith("key-") for line in rpcs)
+    assert "sk-secret" not in repr(lines)

@@ -64,7 +64,8 @@ def explain(
     """Show every shard as the router sees it for a request: the overlap, the queue, the predicted time to first token,
     each term of the cost, why a shard is filtered out, which one is picked, and the regret of this choice.
 
-    Over HTTP the ID of a request is the "id" of its answer.
+    Over HTTP the ID of a request is the "id" of its answer, or the x-request-id that its caller chose. If several
+    requests had the same x-request-id, the latest one is shown, and the others are named.
     """
     if sum(given is not None for given in (prompt, tokens, request_id)) != 1:
         raise click.UsageError("give one of --prompt, --tokens and --request-id")
@@ -106,11 +107,12 @@ async def _ask_any(
     CommandError."""
     candidates = (routers.own_addresses if request_id is not None else []) or [routers.any_address]
     errors: list[KvloomError] = []
-    for address in candidates:
-        try:
-            return await _ask(address, routers.open_channel, request_id, options)
-        except KvloomError as error:
-            errors.append(error)
+    for by_caller in (False, True) if request_id is not None else (False,):
+        for address in candidates:
+            try:
+                return await _ask(address, routers.open_channel, request_id, options, by_caller=by_caller)
+            except KvloomError as error:
+                errors.append(error)
     answered = [error for error in errors if error.reason != ErrorReason.ERROR_REASON_ROUTER_LOST]
     raise CommandError(
         answered[0].message if answered else f"no router answers at {', '.join(candidates)}"
@@ -118,11 +120,11 @@ async def _ask_any(
 
 
 async def _ask(
-    address: str, open_channel: OpenChannel, request_id: str | None, options: GenerateOptions
+    address: str, open_channel: OpenChannel, request_id: str | None, options: GenerateOptions, *, by_caller: bool
 ) -> PlanResponse | ExplainResponse:
     async with Client(address, client_id="explain", open_channel=open_channel) as client:
         if request_id is not None:
-            return await client.explain(request_id)
+            return await (client.explain(client_request_id=request_id) if by_caller else client.explain(request_id))
         if not options["model"]:
             options["model"] = await first_model(client)
         return await client.plan(**options)
@@ -167,6 +169,8 @@ def print_explanation(explanation: ExplainResponse, console: Console) -> None:
         _print_outcome(explanation.outcome, console)
     else:
         _print(console, "it is still running")
+    if explanation.other_request_ids:
+        _print(console, f"earlier requests with the same x-request-id: {', '.join(explanation.other_request_ids)}")
 
 
 def _table(plan: PlanResponse) -> Table:

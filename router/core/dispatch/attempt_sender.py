@@ -55,7 +55,16 @@ class AttemptSender:
         variant = shard.description.variant
         if live.variant and live.variant != variant and live.continues_answer:
             self._action_buffer.add(
-                VariantChanged(request.request_id, live.last_shard_id, live.variant, shard.shard_id, variant)
+                VariantChanged(
+                    request.request_id,
+                    live.last_shard_id,
+                    live.variant,
+                    shard.shard_id,
+                    variant,
+                    request.client_request_id,
+                    request.traceparent,
+                    request.tenant,
+                )
             )
         live.variant = variant
         live.last_shard_id = shard.shard_id

@@ -265,4 +265,6 @@ def request_ended(live: LiveRequest, now: float) -> RequestEnded:
         max_tokens=request.max_tokens,
         num_choices=len(live.choices),
         client_id=request.client_id,
+        client_request_id=request.client_request_id,
+        traceparent=request.traceparent,
     )

@@ -72,7 +72,17 @@ class Screening:
         live.check_id = self._check_ids.allocate()
         live.prompt_verdict_open = True
         self._checks[live.check_id] = live
-        self._action_buffer.add(CheckPrompt(live.check_id, live.request.prompt_text, live.request.tenant))
+        request = live.request
+        self._action_buffer.add(
+            CheckPrompt(
+                live.check_id,
+                request.prompt_text,
+                request.tenant,
+                request.request_id,
+                request.client_request_id,
+                request.traceparent,
+            )
+        )
 
     def take_check(self, check_id: int) -> LiveRequest | None:
         """The request that a verdict is for; None for a verdict that was not asked for."""

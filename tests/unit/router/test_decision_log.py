@@ -315,3 +315,15 @@ def test_reading_skips_a_torn_line_and_names_a_strange_one() -> None:
     assert [type(line) for line in read_decisions([newer])] == [RequestLine]
     with pytest.raises(ValueError, match="line 2: "):
         list(read_decisions([world.raw[0], b'{"type":"trace"}\n']))
+
+
+def test_the_ids_of_callers_are_forgotten_with_their_requests() -> None:
+    """Callers choose any number of ids, so what is remembered of them is bounded like the requests."""
+    log = DecisionLog(2)
+    for number in range(5):
+        log.placement_decided(decided(f"r{number}", client_request_id="shared" if number else "alone"))
+    assert log.find_by_client_request_id("shared") == ["r4", "r3"]
+    assert log.find_by_client_request_id("alone") == []
+    log.placement_decided(decided("r4", client_request_id="other"))
+    assert log.find_by_client_request_id("shared") == ["r3"]
+    assert log.find_by_client_request_id("other") == ["r4"]

@@ -1,0 +1,103 @@
+"""What is logged of an HTTP request: its names in every line about it, and one line when it has ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Protocol
+
+import structlog
+from aiohttp import web
+
+from edge_http.wire.headers import request_id, traceparent
+from edge_http.wire.request_callers import RequestCallers
+from kvloom.errors import KvloomError
+from kvloom.process.access_log import AccessLog
+from kvloom.process.request_context import RequestContext, current_request, request_fields
+
+log = structlog.get_logger()
+
+CLIENT_CLOSED_REQUEST: Final = 499
+"""nginx's status for a request whose client disconnected before it had the whole response."""
+MAX_PATH_CHARS: Final = 256
+MAX_METHOD_CHARS: Final = 16
+
+
+class AnswerFigures(Protocol):
+    """What a line says about the answer of a model."""
+
+    error: KvloomError | None
+    num_output_tokens: int
+    request_context: RequestContext | None
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_events(self) -> int: ...
+
+
+class RequestRecord:
+    """The record of one request. Nothing is computed before a line is written."""
+
+    __slots__ = ("_callers", "_request", "_started_at", "answer", "error_type", "model", "response_id")
+
+    def __init__(self, request: web.BaseRequest, callers: RequestCallers) -> None:
+        self._request = request
+        self._callers = callers
+        self._started_at = time.monotonic()
+        self.response_id = ""
+        self.model = ""
+        self.answer: AnswerFigures | None = None
+        """These three are set when a model answers the request."""
+        self.error_type = ""
+        """The reason of the error that the client was sent; "" if there was none."""
+
+    def log_fields(self) -> dict[str, str]:
+        request = self._request
+        tenant = self._callers.caller_of(request)
+        return request_fields(self.response_id, request_id(request), traceparent(request), tenant)
+
+    def log_end(self, access_log: AccessLog, route: str, status: int, num_body_bytes: int | None) -> None:
+        """Write the line of the access log, if it is wanted. `num_body_bytes` is None for a stream, of which the events
+        are counted instead."""
+        if not access_log.wants(request_id(self._request)):
+            return
+        request, answer = self._request, self.answer
+        fields: dict[str, object] = {
+            "method": request.method[:MAX_METHOD_CHARS],
+            "path": request.rel_url.raw_path[:MAX_PATH_CHARS],
+            "route": route,
+            "status": status,
+            "duration_seconds": round(time.monotonic() - self._started_at, 6),
+            "num_request_bytes": request.content.total_bytes,
+        }
+        if num_body_bytes is not None:
+            fields["num_response_bytes"] = num_body_bytes
+        error_type = self.error_type
+        if answer is not None:
+            fields["model"] = self.model
+            fields["num_prompt_tokens"] = answer.num_prompt_tokens
+            fields["num_output_tokens"] = answer.num_output_tokens
+            if num_body_bytes is None:
+                fields["num_events"] = answer.num_events
+            if not error_type and answer.error is not None:
+                error_type = answer.error.reason_name.lower()
+        if error_type:
+            fields["error_type"] = error_type
+        log.info("http request", **self.log_fields(), **fields)
+
+
+def begin_answer(response_id: str, model: str, answer: AnswerFigures) -> None:
+    """Note which answer this task's request got, for its log lines."""
+    record = current_request()
+    if isinstance(record, RequestRecord):
+        record.response_id, record.model, record.answer = response_id, model, answer
+        answer.request_context = record
+
+
+def log_refused_connection(access_log: AccessLog, status: int, error: KvloomError) -> None:
+    """Write the line of a request that cannot be named, because its head is malformed or incomplete."""
+    if access_log.is_on:
+        log.info(
+            "http request", method="", path="", route="connection", status=status, error_type=error.reason_name.lower()
+        )
