@@ -119,10 +119,12 @@ def _chosen(log_dir: Path, names: set[str]) -> list[Path]:
     return [path for path in paths if not names or path.stem in names]
 
 
-def _print_last(entries: Iterable[LogEntry], filters: Sequence[Filter], max_entries: int | None, width: int) -> None:
+def _print_last(entries: Iterable[LogEntry], filters: Sequence[Filter], max_lines: int | None, width: int) -> None:
+    """Lines are counted, as by `tail`: a long stack trace that is the first entry shown may have lost its beginning."""
     accepted = (entry for entry in entries if all(accepts(entry) for accepts in filters))
-    for entry in collections.deque(accepted, maxlen=max_entries):
-        _print(entry, width)
+    lines = ((entry, line) for entry in accepted for line in entry.lines)
+    for entry, line in collections.deque(lines, maxlen=max_lines):
+        _print(entry.process, [line], width)
 
 
 def _all_lines(path: Path, end: int | None = None) -> Iterator[str]:
@@ -146,7 +148,7 @@ def _follow(tails: Sequence[LogTail], filters: Sequence[Filter], width: int) -> 
                 merge.add(entry, now)
         for entry in merge.take(now):
             if all(accepts(entry) for accepts in filters):
-                _print(entry, width)
+                _print(entry.process, entry.lines, width)
         time.sleep(_POLL_SECONDS)
 
 
@@ -197,6 +199,6 @@ def _end_of_last_line(file: BinaryIO) -> int:
     return start + file.read(size - start).rfind(b"\n") + 1
 
 
-def _print(entry: LogEntry, width: int) -> None:
-    prefix = f"{entry.process:{width}} | " if width else ""
-    print("\n".join(f"{prefix}{line}" for line in entry.lines), flush=True)
+def _print(process: str, lines: Iterable[str], width: int) -> None:
+    prefix = f"{process:{width}} | " if width else ""
+    print("\n".join(f"{prefix}{line}" for line in lines), flush=True)
