@@ -165,6 +165,20 @@ class OverloadConfig(Section):
     every first token that it produces, so that it is not overwhelmed."""
 
 
+class FairnessConfig(Section):
+    """How tenants (or callers) share the shards when one of them fills them (docs/reliability.md)."""
+
+    enabled: bool = True
+    """Whether running answers of a tenant above its share wait while other tenants are served."""
+    preempt_after_seconds: PositiveFloat = 0.25
+    """How long a request of a tenant below its share waits before it gets the place of a running answer."""
+    reserved_share: Annotated[float, Meta(ge=0, lt=1)] = 0.125
+    """The part of each shard's batch, at least one place, that tenants above their share leave free while tenants
+    compete."""
+    contention_seconds: PositiveFloat = 30.0
+    """How long tenants are taken to compete after one had to wait."""
+
+
 class HealthConfig(Section):
     """When the router suspects a shard. A suspected shard gets no new requests, its running ones continue on other
     shards, and probes, which are requests for one token, find out when it is healthy again (docs/reliability.md)."""
@@ -211,6 +225,7 @@ class RouterConfig(Section):
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     decision_log: DecisionLogConfig = msgspec.field(default_factory=DecisionLogConfig)
     overload: OverloadConfig = msgspec.field(default_factory=OverloadConfig)
+    fairness: FairnessConfig = msgspec.field(default_factory=FairnessConfig)
     resume: ResumeConfig = msgspec.field(default_factory=ResumeConfig)
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from kvloom.config import KvloomConfig
 from router.core.core import CoreConfig
+from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 
@@ -33,4 +34,11 @@ def core_config(config: KvloomConfig) -> CoreConfig:
             outage_patience_seconds=router.overload.outage_patience_seconds,
             ramp_start_requests=router.overload.ramp_start_requests,
         ),
+        fairness=FairnessSettings(
+            preempt_after_seconds=router.fairness.preempt_after_seconds,
+            reserved_share=router.fairness.reserved_share,
+            contention_seconds=router.fairness.contention_seconds,
+        )
+        if router.fairness.enabled
+        else None,
     )

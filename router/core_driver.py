@@ -24,6 +24,7 @@ from router.core.actions import (
     RequestsMoved,
     ScreenAnswers,
     SendStep,
+    SequencesPreempted,
     ShardHealthChanged,
     SubmitAttempt,
     VariantChanged,
@@ -109,6 +110,8 @@ class Observer(Protocol):
 
     def requests_moved(self, moved: RequestsMoved) -> None: ...
 
+    def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
+
     def variant_changed(self, change: VariantChanged) -> None: ...
 
 
@@ -145,6 +148,7 @@ class CoreDriver:
             PlacementDecided: observer.placement_decided,
             ShardHealthChanged: observer.shard_health_changed,
             RequestsMoved: observer.requests_moved,
+            SequencesPreempted: observer.sequences_preempted,
             VariantChanged: observer.variant_changed,
         }
         self._carry_out = carry_out

@@ -15,7 +15,7 @@ from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramF
 from kvloom.process.request_context import request_fields
 from kvloom.v1.generation_pb2 import FinishReason
 from router.caller_scope import shown_id
-from router.core.actions import RequestEnded, RequestsMoved, ShardHealthChanged
+from router.core.actions import RequestEnded, RequestsMoved, SequencesPreempted, ShardHealthChanged
 from router.core.fleet.fleet import ModelState, ShardState
 from router.core.fleet.shard_health import HealthState
 from router.usage_records import Credit
@@ -93,6 +93,11 @@ class RouterMetrics:
             "Requests taken off a shard that was suspected or handed over its work.",
             registry=registry,
         )
+        self._preempted = Counter(
+            "kvloom_router_sequences_preempted",
+            "Running sequences of tenants above their share that had to wait so that other tenants were served.",
+            registry=registry,
+        )
         self._variant_changes = Counter(
             "kvloom_router_answers_inexact",
             "Answers that continued on a shard of another variant, so that their tokens may differ.",
@@ -155,6 +160,9 @@ class RouterMetrics:
 
     def requests_moved(self, moved: RequestsMoved) -> None:
         self._moved.inc(moved.num_requests)
+
+    def sequences_preempted(self, preempted: SequencesPreempted) -> None:
+        self._preempted.inc(len(preempted.slots))
 
     def variant_changed(self) -> None:
         self._variant_changes.inc()

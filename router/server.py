@@ -25,7 +25,14 @@ from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
 from router.caller_scope import CallerScopes
-from router.core.actions import PlacementDecided, RequestEnded, RequestsMoved, ShardHealthChanged, VariantChanged
+from router.core.actions import (
+    PlacementDecided,
+    RequestEnded,
+    RequestsMoved,
+    SequencesPreempted,
+    ShardHealthChanged,
+    VariantChanged,
+)
 from router.core.core import RouterCore
 from router.core.events import DrainEnded, DrainStarted
 from router.core_driver import CoreDriver
@@ -265,6 +272,15 @@ class RouterServer:
     def requests_moved(self, moved: RequestsMoved) -> None:
         log.info("requests moved", from_shard_id=moved.shard_id, num_requests=moved.num_requests)
         self._metrics.requests_moved(moved)
+
+    def sequences_preempted(self, preempted: SequencesPreempted) -> None:
+        log.info(
+            "sequences preempted",
+            shard_id=preempted.shard_id,
+            tenant=preempted.tenant,
+            num_sequences=len(preempted.slots),
+        )
+        self._metrics.sequences_preempted(preempted)
 
     def variant_changed(self, change: VariantChanged) -> None:
         named = {key: value for key, value in msgspec.structs.asdict(change).items() if value}

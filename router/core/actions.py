@@ -139,6 +139,15 @@ class RequestsMoved(msgspec.Struct, frozen=True):
     num_requests: int
 
 
+class SequencesPreempted(msgspec.Struct, frozen=True):
+    """Sequences of a tenant with more than its share left a shard for another tenant; they continue later. Their
+    CancelOnShard is the action before."""
+
+    shard_id: str
+    tenant: str
+    slots: Sequence[int]
+
+
 class VariantChanged(msgspec.Struct, frozen=True):
     """An answer continues on a shard of another variant, since none of the same had room: its tokens may differ from
     those of an uninterrupted answer."""
@@ -165,5 +174,6 @@ Action = (
     | RequestEnded
     | ShardHealthChanged
     | RequestsMoved
+    | SequencesPreempted
     | VariantChanged
 )

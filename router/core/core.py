@@ -25,6 +25,7 @@ from router.core.admission.deadlines import Deadlines
 from router.core.admission.outage import Outage
 from router.core.core_config import CoreConfig
 from router.core.dispatch.attempt_sender import AttemptSender
+from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.overload import OverloadGuard
 from router.core.dispatch.refusals import check_shard, draining, queue_timeout
 from router.core.events import Event, Request
@@ -61,7 +62,8 @@ class RouterCore:
         self._ledger = LoadLedger()
         self._screening = Screening(self._action_buffer)
         self._deadlines = Deadlines()
-        self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed)
+        fair_shares = FairShares(config.fairness, self._fleet)
+        self._placer = Placer(self._fleet, self._index, self._ledger, config.policy, seed, fair_shares.must_leave_room)
         self._attempt_sender = AttemptSender(
             self._fleet,
             self._index,
@@ -70,6 +72,7 @@ class RouterCore:
             self._action_buffer,
             config.decision_sample_share,
             config.prefill_chunks,
+            fair_shares,
         )
         self._overload = OverloadGuard(config.overload, self._attempt_sender.queue, config.max_queue_seconds)
         self._lifecycle = Lifecycle(
@@ -223,7 +226,7 @@ class RouterCore:
     def _conclude(self, now: float) -> list[Action]:
         """Do what follows every event, and return all resulting actions."""
         if self._fleet_may_differ:
-            self._send_fleet()
+            self._send_fleet(now)
         self._serve_queue(now)
         if self._outage.expire(now):
             self._serve_queue(now)  # for requests that waited behind the expired ones
@@ -265,7 +268,7 @@ class RouterCore:
         if shard is None:
             return
         lost = self._attempt_sender.end_all_slots(shard, now)
-        self._attempt_sender.queue.requeue_all(shard)
+        self._attempt_sender.queue.requeue_all(shard, now)
         self._health.on_shard_down(shard)
         self._fleet.remove(event.shard_id)
         self._ledger.remove_shard(event.shard_id)
@@ -292,6 +295,8 @@ class RouterCore:
         self._index.settle()
         self._health.on_tick(now)
         self._verdicts.expire(now)
+        for preemption in self._attempt_sender.queue.preemptions(now):
+            self._lifecycle.preempt(preemption, now)
 
     def _expire(self, now: float) -> None:
         """End requests whose time has run out."""
@@ -329,9 +334,9 @@ class RouterCore:
         self._fleet_may_differ = True
         self._attempt_sender.queue.check_unschedulable = True
 
-    def _send_fleet(self) -> None:
+    def _send_fleet(self, now: float) -> None:
         self._fleet_may_differ = False
-        self._attempt_sender.queue.leave_suspected()
+        self._attempt_sender.queue.leave_suspected(now)
         state = self._fleet.state()
         if state != self._sent_fleet:
             self._sent_fleet = state

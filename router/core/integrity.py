@@ -51,6 +51,8 @@ def _check_shards(fleet: Fleet, ledger: LoadLedger) -> None:
             num_slots[attempt.key] = num_slots.get(attempt.key, 0) + 1
         for attempt in shard.attempts.values():
             assert attempt.num_open_slots == num_slots[attempt.key]
+        tenants = Counter(attempt.tenant for attempt in shard.attempts.values() if attempt.tenant is not None)
+        assert tenants == shard.num_by_tenant
         shard.fast_path.check_integrity()
         for slot, choice in shard.choices.items():
             assert not choice.is_done

@@ -62,6 +62,7 @@ class Attempt:
         "request_id",
         "sent_at",
         "shard_id",
+        "tenant",
     )
 
     def __init__(
@@ -72,6 +73,7 @@ class Attempt:
         shard_id: str,
         num_open_slots: int,
         sent_at: float,
+        tenant: str | None,
     ) -> None:
         self.request_id = request_id
         self.attempt_id = attempt_id
@@ -81,6 +83,8 @@ class Attempt:
         self.shard_id = shard_id
         self.num_open_slots = num_open_slots
         self.sent_at = sent_at
+        self.tenant = tenant
+        """None: a probe of the router."""
         self.prepares: LiveRequest | None = None
         """For a prefill chunk, the request whose prompt it computes in part."""
 

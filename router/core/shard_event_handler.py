@@ -114,7 +114,7 @@ class ShardEventHandler:
         if shard.is_draining != event.load.draining:
             shard.is_draining = event.load.draining
             if shard.is_draining:
-                self._queue.requeue_all(shard)
+                self._queue.requeue_all(shard, now)
             self._note_fleet_change()
         if shard.health is not None:
             shard.health.note_load(event.load)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
-from router.core.actions import Action, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
+from router.core.actions import Action, RequestEnded, SendStep, SequencesPreempted, ShardHealthChanged, SubmitAttempt
 from router.core.events import ChoiceSpec, Event
 from router.core.frames import Finish, Step
 from tools.dst.observed import ObservedChoice, ObservedRequest
@@ -40,6 +40,9 @@ class Hooks:
         self, node: RouterView, observed: ObservedRequest | None, prefill_chunk: SubmitAttempt
     ) -> None:
         """A shard is asked to prefill the beginning of the prompt of a queued request."""
+
+    def on_preemption(self, node: RouterView, preempted: SequencesPreempted) -> None:
+        """Sequences leave a shard so that another tenant is served. They have been cancelled."""
 
     def on_health(self, node: RouterView, change: ShardHealthChanged) -> None:
         """The health of a shard changes to suspected, probing or healthy."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 
 from router.core.core import CoreConfig
+from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.events import ChoiceSpec, Request, ShardDescription, ShardLoad
 from router.core.fleet.fleet import OUTSTANDING_PER_BATCH
 from router.core.fleet.shard_health import HealthState
@@ -157,6 +159,18 @@ class ObservedShard:
     @property
     def has_room(self) -> bool:
         return len(self.open) < self.limit
+
+    def may_be_left_free(self, tenant: str, fairness: FairnessSettings | None) -> bool:
+        """Whether the tenant has its share of the shard, so that the rest of the batch is left to other tenants. Probes
+        and prefill chunks may be anyone's."""
+        if fairness is None:
+            return False
+        batch = self.description.max_batch
+        counts = Counter(choice.request.request.tenant for choice in self.open.values() if choice is not None)
+        num_unknown = sum(choice is None for choice in self.open.values())
+        share = max(1, batch // max(2, len(counts) + num_unknown + (tenant not in counts)))
+        is_nearly_full = len(self.open) >= batch - max(1, int(batch * fairness.reserved_share))
+        return is_nearly_full and counts[tenant] + num_unknown >= share
 
     def ramp_up(self, num_started: int) -> None:
         """First tokens arrived: a shard with a low limit may have more sequences."""

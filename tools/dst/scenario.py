@@ -9,6 +9,7 @@ from typing import Final
 
 from kvloom.config import HealthConfig
 from router.core.core import CoreConfig
+from router.core.dispatch.fair_shares import FairnessSettings
 from router.core.dispatch.overload import OverloadSettings
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings
 from router.core.placement import POLICIES
@@ -150,6 +151,7 @@ def _draw_config(seed: int, rng: random.Random) -> CoreConfig:
         decision_sample_share=rng.choice((0.0, 0.5, 1.0)),
         health=_draw_health(random.Random(f"{seed} health")),
         overload=_draw_overload(random.Random(f"{seed} overload")),
+        fairness=_draw_fairness(random.Random(f"{seed} fairness")),
         # Sized for simulated prompts, which are short.
         prefill_chunks=random.Random(f"{seed} portions").choice(
             (None, PrefillChunkSettings(1e-6, 0.001, 4), PrefillChunkSettings(1e-6, 0.004, 8))
@@ -170,6 +172,17 @@ def _draw_health(rng: random.Random) -> HealthConfig | None:
         probe_seconds=rng.choice((0.02, 0.2)),
         max_probe_seconds=1.0,
         num_probes=rng.choice((1, 3)),
+    )
+
+
+def _draw_fairness(rng: random.Random) -> FairnessSettings | None:
+    """Sized for simulated answers, which are short."""
+    if rng.random() < 0.4:
+        return None
+    return FairnessSettings(
+        preempt_after_seconds=rng.choice((0.002, 0.01, 0.05)),
+        reserved_share=rng.choice((0.0, 0.125, 0.5)),
+        contention_seconds=rng.choice((0.02, 0.5, 30.0)),
     )
 
 

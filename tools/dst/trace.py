@@ -15,6 +15,7 @@ from router.core.actions import (
     RequestsMoved,
     ScreenAnswers,
     SendStep,
+    SequencesPreempted,
     ShardHealthChanged,
     SubmitAttempt,
     VariantChanged,
@@ -123,6 +124,8 @@ def _action(action: Action) -> str:
             return f"{action.shard_id} is {action.state.value} {action.symptom}".rstrip()
         case RequestsMoved():
             return f"moved {action.num_requests} requests off {action.shard_id}"
+        case SequencesPreempted():
+            return f"preempted slots {list(action.slots)} of {action.tenant} on {action.shard_id}"
         case VariantChanged():
             return (
                 f"{action.request_id} continues on {action.shard_id}, {action.variant} instead of {action.from_variant}"

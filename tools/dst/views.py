@@ -30,6 +30,8 @@ class WitnessView(Protocol):
 
     def waiting(self) -> list[ObservedRequest]: ...
 
+    def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool: ...
+
 
 class AnswerView(Protocol):
     """One choice as its client sees it."""

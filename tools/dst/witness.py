@@ -8,9 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from router.core.actions import Action, CancelOnShard, RequestEnded, SendStep, ShardHealthChanged, SubmitAttempt
+from router.core.actions import (
+    Action,
+    CancelOnShard,
+    RequestEnded,
+    SendStep,
+    SequencesPreempted,
+    ShardHealthChanged,
+    SubmitAttempt,
+)
 from router.core.core import CoreConfig
 from router.core.dispatch.attempt_sender import PROBE_CLIENT_ID
+from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.events import (
     ClientGone,
     Event,
@@ -25,7 +34,7 @@ from router.core.events import (
 )
 from router.core.fleet.shard_health import HealthState
 from router.core.frames import Finish, Step
-from router.core.relay.lifecycle import MAX_MOVES, RETRYABLE_REASONS
+from router.core.relay.lifecycle import RETRYABLE_REASONS
 from tools.dst.checker import Hooks, Violation
 from tools.dst.observed import ObservedChoice, ObservedRequest, ObservedShard, State
 from tools.dst.views import RouterView
@@ -38,6 +47,8 @@ class Witness:
         self.config = config
         self.shards: dict[str, ObservedShard] = {}
         self.live: dict[str, ObservedRequest] = {}
+        self.contended: set[str] = set()
+        """Models for which sequences of a tenant have been preempted."""
         self.models: set[str] = set()
         """Models that a shard has ever served."""
         self.policy: tuple[bool, bool] | None = None
@@ -64,6 +75,11 @@ class Witness:
         if self._waiting is None:
             self._waiting = [observed for observed in self.live.values() if observed.is_waiting]
         return self._waiting
+
+    def has_room(self, shard: ObservedShard, observed: ObservedRequest) -> bool:
+        """Whether the shard certainly has room for that request's tenant."""
+        fairness = self.config.fairness if shard.description.model in self.contended else None
+        return shard.has_room and not shard.may_be_left_free(observed.request.tenant, fairness)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -184,6 +200,9 @@ class Witness:
                         self._take_attempt(observed, action)
                 case CancelOnShard():
                     self._take_cancel(action)
+                case SequencesPreempted():
+                    hooks.on_preemption(node, action)
+                    self._take_preemption(action)
                 case ShardHealthChanged():
                     hooks.on_health(node, action)
                     shard = self.shards[action.shard_id]
@@ -282,6 +301,15 @@ class Witness:
                 choice.state = State.MOVING
                 self._moving.append(choice)
                 choice.num_moves += 1  # it is moved, unless the same event ends it
+
+    def _take_preemption(self, action: SequencesPreempted) -> None:
+        """The choices were cancelled just before."""
+        shard = self.shards[action.shard_id]
+        self.contended.add(shard.description.model)
+        for slot in action.slots:
+            choice = shard.open.get(slot)
+            if choice is not None and choice.state is State.MOVING:
+                choice.state = State.WAITING
 
     def _take_client_step(self, action: SendStep, hooks: Hooks, node: RouterView) -> None:
         step = action.step

@@ -11,6 +11,7 @@ import xxhash
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, PlacementDecided, SubmitAttempt, VariantChanged
 from router.core.dispatch.dispatch_queue import DispatchQueue
+from router.core.dispatch.fair_shares import FairShares
 from router.core.dispatch.prefill_chunks import MAX_PREFILL_CHUNKS, PREFILL_CHUNK_CLIENT_ID, PrefillChunkSettings
 from router.core.events import ChoiceSpec, Request
 from router.core.fleet.fleet import Fleet, Shard
@@ -37,8 +38,10 @@ class AttemptSender:
         action_buffer: ActionBuffer,
         decision_sample_share: float,
         prefill_chunks: PrefillChunkSettings | None,
+        fair_shares: FairShares,
     ) -> None:
-        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks)
+        self.queue = DispatchQueue(fleet, ledger, placer, self, prefill_chunks, fair_shares)
+        self._fair_shares = fair_shares
         self._index = index
         self._ledger = ledger
         self._placer = placer
@@ -75,12 +78,19 @@ class AttemptSender:
             self._tell_decision(live, shard, live.num_attempts, hashes, now)
         self._num_dispatches += 1
         attempt = Attempt(
-            request.request_id, live.num_attempts, self._num_dispatches, shard.shard_id, len(live.pending), now
+            request.request_id,
+            live.num_attempts,
+            self._num_dispatches,
+            shard.shard_id,
+            len(live.pending),
+            now,
+            request.tenant,
         )
         self._reserve(live, shard, candidate, attempt, hashes, now)
         specs = [self._assign_slot(choice, shard, attempt, max_tokens) for choice in live.pending]
         live.pending = []
         live.hashes = {}
+        self._fair_shares.note_sent(shard, request.tenant, now)
         num_expected = candidate.num_overlap_tokens
         self._action_buffer.add(
             SubmitAttempt(shard.shard_id, attempt.attempt_id, request, specs, max_tokens, num_expected)
@@ -113,7 +123,7 @@ class AttemptSender:
             block_hashes=None if live.request.block_hashes is None else {block_size: hashes},
         )
         self._num_dispatches += 1
-        attempt = Attempt(request.request_id, 0, self._num_dispatches, shard.shard_id, 1, now)
+        attempt = Attempt(request.request_id, 0, self._num_dispatches, shard.shard_id, 1, now, request.tenant)
         attempt.prepares = live
         reservation = Reservation(
             shard_id=shard.shard_id,
@@ -128,7 +138,7 @@ class AttemptSender:
         self._ledger.reserve(attempt.key, reservation)
         self._index.place(shard.shard_id, hashes, now)
         slot = shard.slots.allocate()
-        shard.attempts[slot] = attempt
+        shard.open_slot(slot, attempt)
         live.prefill_chunk = (attempt, slot)
         name = live.request.request_id
         self._action_buffer.add(
@@ -162,17 +172,17 @@ class AttemptSender:
         request = Request(
             f"{PROBE_CLIENT_ID}-{number}", PROBE_CLIENT_ID, shard.description.model, PROBE_TOKEN_IDS, "", ()
         )
-        attempt = shard.attempts[slot] = Attempt(request.request_id, 1, number, shard.shard_id, 1, now)
+        attempt = Attempt(request.request_id, 1, number, shard.shard_id, 1, now, None)
+        shard.open_slot(slot, attempt)
         self._ledger.reserve(attempt.key, Reservation(shard.shard_id, 1, len(PROBE_TOKEN_IDS), 0, 1, now))
         self._action_buffer.add(SubmitAttempt(shard.shard_id, 1, request, [ChoiceSpec(slot, 0)], 1, 0))
         return slot
 
     def end_slot(self, shard: Shard, slot: int, now: float) -> bool:
         """The shard has ended a slot, which is free again. Returns False for a slot that was not in use."""
-        attempt = shard.attempts.pop(slot, None)
+        attempt = shard.close_slot(slot)
         if attempt is None:
             return False
-        shard.slots.free(slot)
         self._end_one(attempt, now)
         self.queue.mark_dirty(shard.shard_id)
         return True
@@ -182,6 +192,7 @@ class AttemptSender:
         for attempt in shard.attempts.values():
             self._end_one(attempt, now)
         shard.attempts.clear()
+        shard.num_by_tenant.clear()
         lost = list(shard.choices.values())
         for choice in lost:
             shard.detach(choice)
@@ -236,7 +247,7 @@ class AttemptSender:
         choice.shard_slot = slot
         choice.num_attempts += 1
         shard.choices[slot] = choice
-        shard.attempts[slot] = attempt
+        shard.open_slot(slot, attempt)
         return ChoiceSpec(
             slot, choice.index, tuple(choice.output_token_ids), choice.num_resumed_chars + choice.num_chars
         )

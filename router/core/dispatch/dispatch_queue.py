@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, Protocol
 
+from router.core.dispatch.fair_shares import FairShares, Preemption
 from router.core.dispatch.prefill_chunks import PrefillChunkSettings, next_prefill_chunk, rest_seconds
 from router.core.dispatch.waiting_queues import WaitingQueues
 from router.core.events import Tier
@@ -54,6 +55,7 @@ class DispatchQueue:
         placer: Placer,
         sender: AttemptTarget,
         prefill_chunks: PrefillChunkSettings | None,
+        fair_shares: FairShares,
     ) -> None:
         self.queues = WaitingQueues()
         self.check_unschedulable = False
@@ -63,6 +65,7 @@ class DispatchQueue:
         self._placer = placer
         self._sender = sender
         self._prefill_chunks = prefill_chunks
+        self._fair_shares = fair_shares
         self._hold = placer.hold
         self._dirty_shards: set[str] = set()
         """Shards that may have room since `serve` last ran."""
@@ -80,7 +83,7 @@ class DispatchQueue:
     def place(self, live: LiveRequest, open_shards: list[Shard], now: float) -> None:
         """Like `enter`, for a caller that knows the shards which could run the request and have room."""
         if not open_shards:
-            self.queues.push(live, QueueId(live.request.model))
+            self.wait_for_any(live, now)
             return
         shard, candidate = self._placer.pick(open_shards, live, now)
         self._settle(live, shard, candidate, now)
@@ -98,9 +101,10 @@ class DispatchQueue:
         """Leave the request unplaced while more urgent ones wait."""
         self.queues.push(live, QueueId(live.request.model, is_parked=True))
 
-    def wait_for_any(self, live: LiveRequest) -> None:
-        """The request failed where it was; `serve` will place it."""
+    def wait_for_any(self, live: LiveRequest, now: float) -> None:
+        """No shard has room for the request, or it has left the one where it was; `serve` will place it."""
         self.queues.push(live, QueueId(live.request.model))
+        self._fair_shares.note_waiting(now)
 
     def leave(self, live: LiveRequest) -> None:
         """The request stops waiting."""
@@ -115,21 +119,21 @@ class DispatchQueue:
         """The shard has less to do than before."""
         self._dirty_shards.add(shard_id)
 
-    def requeue_all(self, shard: Shard) -> None:
+    def requeue_all(self, shard: Shard, now: float) -> None:
         """The shard takes nothing more: requests in its queue will be placed again."""
         queue_id = QueueId(shard.description.model, shard.shard_id)
         for live in list(self.queues.queue(queue_id)):
             self.leave(live)
-            self.wait_for_any(live)
+            self.wait_for_any(live, now)
         self._opens_at.pop(shard.shard_id, None)
 
-    def leave_suspected(self) -> None:
+    def leave_suspected(self, now: float) -> None:
         """Requests that wait for a suspected shard, since there was no other, are placed again if there is one now."""
         for queue_id in self.queues.queue_ids:
             shard = self._fleet.shards.get(queue_id.shard_id)
             others = (other for other in self._fleet.ready(queue_id.model) if not other.is_suspected)
             if shard is not None and shard.is_suspected and any(others):
-                self.requeue_all(shard)
+                self.requeue_all(shard, now)
 
     def unschedulable(self) -> list[LiveRequest]:
         """Requests that wait although no ready shard could ever run them."""
@@ -145,9 +149,16 @@ class DispatchQueue:
 
     def next_deadline(self) -> float:
         """When `serve` has to run at the latest; infinity: not before another event."""
+        at = self._fair_shares.next_deadline()
         if not self.queues.num_requests:
-            return math.inf
-        return min(min(self._opens_at.values(), default=math.inf), self._replace_at)
+            return at
+        return min(at, min(self._opens_at.values(), default=math.inf), self._replace_at)
+
+    def preemptions(self, now: float) -> list[Preemption]:
+        """The sequences that have to give way to other tenants, to be removed from their shards before `serve`."""
+        for model in self._fair_shares.end_contention(now):
+            self._dirty_shards.update(shard.shard_id for shard in self._fleet.ready(model))
+        return self._fair_shares.preemptions(self.queues, now)
 
     def serve(self, now: float) -> None:
         """Send every waiting request that can be sent."""
@@ -232,6 +243,7 @@ class DispatchQueue:
     def _wait_for(self, live: LiveRequest, shard: Shard, candidate: Candidate, now: float) -> None:
         view = self._ledger.view(shard.shard_id)
         self.queues.push(live, QueueId(shard.description.model, shard.shard_id))
+        self._fair_shares.note_waiting(now)
         live.own_seconds = candidate.own_seconds
         live.placed_at = now
         view.held[live.request.request_id] = candidate.own_seconds
@@ -239,9 +251,10 @@ class DispatchQueue:
         self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
     def _note_opening(self, shard: Shard, now: float) -> None:
-        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room is opened
-        by an event."""
-        if not shard.has_room:
+        """Note when the shard's queue will have shrunk enough, if the estimate is right. A shard without room, or with
+        room only for tenants that do not wait for it, is opened by an event."""
+        waiting = self.queues.queue(QueueId(shard.description.model, shard.shard_id))
+        if not shard.has_room or not any(self._placer.has_room(shard, live) for live in waiting):
             self._opens_at[shard.shard_id] = math.inf
             return
         view = self._ledger.view(shard.shard_id)
@@ -253,7 +266,7 @@ class DispatchQueue:
         assert hold is not None
         queue_id = QueueId(shard.description.model, shard.shard_id)
         while self._is_open(shard, now):
-            live = self._take(queue_id, now) or self._steal(shard, now)
+            live = self._take(shard, queue_id, now) or self._steal(shard, now)
             if live is None:
                 break
             self._send_some(live, shard, queue_id, now)
@@ -277,13 +290,14 @@ class DispatchQueue:
         view.held[live.request.request_id] = live.own_seconds
         self._replace_at = min(self._replace_at, now + REPLACE_SECONDS)
 
-    def _take(self, queue_id: QueueId, now: float) -> LiveRequest | None:
+    def _take(self, shard: Shard, queue_id: QueueId, now: float) -> LiveRequest | None:
         """Shortest prefill first, but waiting counts, so that no request waits for ever."""
         hold = self._hold
         assert hold is not None
+        must_leave_room = self._fair_shares.must_leave_room
         live = self.queues.take(
             queue_id,
-            lambda live: live.prefill_chunk is None,
+            lambda live: live.prefill_chunk is None and not must_leave_room(shard, live.request.tenant),
             lambda live: live.own_seconds - hold.aging * (now - live.arrived_at),
         )
         if live is not None:
@@ -302,7 +316,8 @@ class DispatchQueue:
             key=lambda live: live.own_seconds,
         )
         for live in waiting[:MAX_STEAL_CANDIDATES]:
-            if self._placer.fits(live, shard) and self._pick_again(live, [shard], now)[0] is shard:
+            can_go = self._placer.fits(live, shard) and self._placer.has_room(shard, live)
+            if can_go and self._pick_again(live, [shard], now)[0] is shard:
                 self.leave(live)
                 return live
         return None

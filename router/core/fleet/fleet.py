@@ -30,6 +30,7 @@ class Shard:
         "health",
         "is_draining",
         "limit",
+        "num_by_tenant",
         "shard_id",
         "slots",
         "turn",
@@ -52,10 +53,31 @@ class Shard:
         self.fast_path = FastPath(self.choices)
         self.attempts: dict[int, Attempt] = {}
         """By shard slot: all attempts that the shard has not ended, cancelled ones too."""
+        self.num_by_tenant: dict[str, int] = {}
+        """How many of them are sequences of each tenant; tenants without any are absent."""
 
     @property
     def has_room(self) -> bool:
         return len(self.attempts) < self.limit
+
+    def open_slot(self, slot: int, attempt: Attempt) -> None:
+        self.attempts[slot] = attempt
+        tenant = attempt.tenant
+        if tenant is not None:
+            self.num_by_tenant[tenant] = self.num_by_tenant.get(tenant, 0) + 1
+
+    def close_slot(self, slot: int) -> Attempt | None:
+        """Returns None for a slot that was not in use."""
+        attempt = self.attempts.pop(slot, None)
+        if attempt is None:
+            return None
+        self.slots.free(slot)
+        tenant = attempt.tenant
+        if tenant is not None:
+            self.num_by_tenant[tenant] -= 1
+            if not self.num_by_tenant[tenant]:
+                del self.num_by_tenant[tenant]
+        return attempt
 
     def ramp_up(self, num_started: int) -> None:
         """The shard has produced first tokens, so it may get more. As in TCP's slow start, the number of sequences

@@ -173,7 +173,7 @@ class HealthWatch:
         self._num_unhealthy += health.state is HealthState.HEALTHY
         health.trip(symptom, now)
         self._report_change(shard, health)
-        self._attempt_sender.queue.requeue_all(shard)
+        self._attempt_sender.queue.requeue_all(shard, now)
 
     # -- probes ---------------------------------------------------------------------------------------------------
 
@@ -187,10 +187,10 @@ class HealthWatch:
         if health.state is not before:
             if before is HealthState.SUSPECTED:
                 shard.limit = 1
-                self._attempt_sender.queue.leave_suspected()  # for this one
+                self._attempt_sender.queue.leave_suspected(now)  # for this one
             self._num_unhealthy -= health.state is HealthState.HEALTHY
             if health.is_suspected:
-                self._attempt_sender.queue.requeue_all(shard)
+                self._attempt_sender.queue.requeue_all(shard, now)
             self._report_change(shard, health)
         if health.state is not HealthState.HEALTHY and health.probe_slot is None and now >= health.probe_at:
             health.send_probe(self._attempt_sender.send_probe(shard, now), self._probe_limit_seconds(shard, now), now)

@@ -6,11 +6,12 @@ from kvloom.v1.generation_pb2 import FINISH_REASON_LENGTH
 from router.core.action_buffer import ActionBuffer
 from router.core.actions import CancelOnShard, RequestsMoved
 from router.core.dispatch.attempt_sender import AttemptSender
+from router.core.dispatch.fair_shares import MAX_MOVES
 from router.core.fleet.fleet import Shard
 from router.core.frames import Finish
 from router.core.live import LiveRequest
 from router.core.placement.placer import Placer
-from router.core.relay.lifecycle import MAX_MOVES, Lifecycle
+from router.core.relay.lifecycle import Lifecycle
 
 
 class Migrator:
@@ -59,6 +60,5 @@ class Migrator:
         return True
 
     def _has_place(self, live: LiveRequest, shard: Shard) -> bool:
-        return any(
-            other is not shard and other.has_room and not other.is_suspected for other in self._placer.eligible(live)
-        )
+        others = (other for other in self._placer.eligible(live) if other is not shard and not other.is_suspected)
+        return any(self._placer.has_room(other, live) for other in others)

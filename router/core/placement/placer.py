@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -39,7 +39,16 @@ class _Scores(NamedTuple):
 class Placer:
     """Raises ValueError for a policy that does not exist."""
 
-    def __init__(self, fleet: Fleet, index: PrefixIndex, ledger: LoadLedger, policy: str, seed: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: LoadLedger,
+        policy: str,
+        seed: int,
+        must_leave_room: Callable[[Shard, str], bool],
+    ) -> None:
+        """`must_leave_room` says whether a tenant may not be sent to a shard although it has room."""
         if policy not in POLICIES:
             raise ValueError(f"unknown placement policy {policy!r}; there are: {', '.join(sorted(POLICIES))}")
         self._fleet = fleet
@@ -48,6 +57,7 @@ class Placer:
         self._policy = POLICIES[policy]()
         self._reuse = ReuseCurve()
         self._seed = seed
+        self._must_leave_room = must_leave_room
         self._num_placed = 0
         self._last_scores: _Scores | None = None
         """The scores of the last pick."""
@@ -55,6 +65,10 @@ class Placer:
     @property
     def hold(self) -> QueueHoldPolicy | None:
         return self._policy.hold
+
+    def has_room(self, shard: Shard, live: LiveRequest) -> bool:
+        """Whether the shard has room for the request's tenant."""
+        return shard.has_room and not self._must_leave_room(shard, live.request.tenant)
 
     def fits(self, live: LiveRequest, shard: Shard) -> bool:
         """Whether that ready shard could run the request."""
@@ -76,15 +90,20 @@ class Placer:
         """Whether a shard that could run the request has room."""
         model = live.request.model
         for shard in self._fleet.shards.values():  # nearly always the first shard
-            if shard.has_room and not shard.is_draining and shard.description.model == model and self.fits(live, shard):
+            if (
+                self.has_room(shard, live)
+                and not shard.is_draining
+                and shard.description.model == model
+                and self.fits(live, shard)
+            ):
                 return True
-        return any(shard.has_room for shard in self.eligible(live))
+        return any(self.has_room(shard, live) for shard in self.eligible(live))
 
     def open_shards(self, live: LiveRequest) -> list[Shard]:
         """The shards that could run the request and have room. An answer continues on a shard of the same variant if
         there is one: only then are its tokens those of an uninterrupted one. (For a first attempt the variant does not
         matter, as no KV moves between shards.)"""
-        shards = [shard for shard in self.eligible(live) if shard.has_room]
+        shards = [shard for shard in self.eligible(live) if self.has_room(shard, live)]
         if live.variant and live.continues_answer:
             return [shard for shard in shards if shard.description.variant == live.variant] or shards
         return shards
@@ -255,6 +274,8 @@ class Placer:
             return f"suspected: {shard.health.symptom}"
         if not shard.has_room:
             return "full"
+        if self._must_leave_room(shard, live.request.tenant):
+            return "the rest is left to other tenants"
         return "failed this request before"
 
 

@@ -14,8 +14,9 @@ from kvloom.v1.generation_pb2 import (
     FinishReason,
 )
 from router.core.action_buffer import ActionBuffer
-from router.core.actions import RequestEnded
+from router.core.actions import CancelOnShard, RequestEnded, SequencesPreempted
 from router.core.dispatch.attempt_sender import AttemptSender
+from router.core.dispatch.fair_shares import MAX_MOVES, Preemption
 from router.core.dispatch.refusals import no_shard_ready
 from router.core.fleet.fleet import Fleet
 from router.core.frames import Finish, Start
@@ -33,10 +34,6 @@ RETRYABLE_REASONS: Final = frozenset(
     }
 )
 """Errors of a shard that may not occur on another shard."""
-
-MAX_MOVES: Final = 16
-"""The most moves of one choice, besides its attempts: a fleet that suspects or stops one shard after another must not
-recompute it for ever."""
 
 
 class Lifecycle:
@@ -174,7 +171,24 @@ class Lifecycle:
             live.pending.append(choice)
             self._attempt_sender.queue.check_unschedulable = True
             if not live.is_queued:
-                self._attempt_sender.queue.wait_for_any(live)
+                self._attempt_sender.queue.wait_for_any(live, now)
+
+    def preempt(self, preemption: Preemption, now: float) -> None:
+        """Stop sequences on their shard; they wait to continue after the tokens they have, like those of a shard that
+        failed."""
+        shard, tenant, choices = preemption
+        shard.fast_path.write_back()
+        slots = [choice.shard_slot for choice in choices]
+        self._action_buffer.add(CancelOnShard(shard.shard_id, slots))
+        self._action_buffer.add(SequencesPreempted(shard.shard_id, tenant, slots))
+        self._attempt_sender.queue.check_unschedulable = True
+        for choice in choices:
+            shard.detach(choice)
+            choice.num_moves += 1
+            live = choice.request
+            live.pending.append(choice)
+            if not live.is_queued:
+                self._attempt_sender.queue.wait_for_any(live, now)
 
     def give_up(self, live: LiveRequest, now: float) -> None:
         """End the choices of the request that wait for a shard that does not exist."""

@@ -3,7 +3,17 @@
 Each is a mistake that a change could make: a forgotten line, an inverted condition, a step too early. Those in `found`
 are real: they were in the core until the simulation found them."""
 
-from tests.simulation.planted_bugs import answers, dispatch, found, overload, shard_health, surroundings
+from tests.simulation.planted_bugs import answers, dispatch, fairness, found, overload, shard_health, surroundings
 from tests.simulation.planted_bugs.registry import PLANTED_BUGS, PlantedBug
 
-__all__ = ["PLANTED_BUGS", "PlantedBug", "answers", "dispatch", "found", "overload", "shard_health", "surroundings"]
+__all__ = [
+    "PLANTED_BUGS",
+    "PlantedBug",
+    "answers",
+    "dispatch",
+    "fairness",
+    "found",
+    "overload",
+    "shard_health",
+    "surroundings",
+]

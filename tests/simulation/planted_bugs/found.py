@@ -74,4 +74,4 @@ def sends_requests_past_their_deadline(patch: Patch) -> None:
 @caught_by(PlacementsFit, max_seeds=150)
 def keeps_waiting_for_a_suspected_shard(patch: Patch) -> None:
     """A request that waits for a suspected shard, because there was no other, keeps waiting when there is one."""
-    patch.setattr(DispatchQueue, "leave_suspected", lambda _self: None)
+    patch.setattr(DispatchQueue, "leave_suspected", lambda _self, _now: None)

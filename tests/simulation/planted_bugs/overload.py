@@ -43,7 +43,7 @@ def counts_decode_time_as_queue_time(patch: Patch) -> None:
 @caught_by(TiersKept)
 def serves_all_tiers_alike(patch: Patch) -> None:
     """Batch requests wait in the same queue as interactive ones."""
-    patch.setattr(DispatchQueue, "park", lambda self, live: self.wait_for_any(live))
+    patch.setattr(DispatchQueue, "park", lambda self, live: self.wait_for_any(live, live.arrived_at))
 
 
 @caught_by(TiersKept)

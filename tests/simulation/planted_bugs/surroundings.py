@@ -171,7 +171,7 @@ def overlooks_gaps(patch: Patch) -> None:
 def loses_retried_requests(patch: Patch) -> None:
     """A request that is to be retried is not queued, and its deadline was lost with the attempt."""
 
-    def wait_for_any(_self: DispatchQueue, live: LiveRequest) -> None:
+    def wait_for_any(_self: DispatchQueue, live: LiveRequest, _now: float) -> None:
         live.deadline = float("inf")
 
     patch.setattr(DispatchQueue, "wait_for_any", wait_for_any)

@@ -15,6 +15,7 @@ from router.core.actions import (
     RequestEnded,
     RequestsMoved,
     SendStep,
+    SequencesPreempted,
     ShardHealthChanged,
     VariantChanged,
 )
@@ -66,6 +67,8 @@ class Silent:
     def shard_health_changed(self, change: ShardHealthChanged) -> None: ...
 
     def requests_moved(self, moved: RequestsMoved) -> None: ...
+
+    def sequences_preempted(self, preempted: SequencesPreempted) -> None: ...
 
     def variant_changed(self, change: VariantChanged) -> None: ...
 

@@ -214,7 +214,7 @@ class VariantsKept(Checker):
             return
         self._changed.append(name)
         for other in eligible(node.witness.shards, observed):
-            if other.has_room and other.description.variant == earlier:
+            if node.witness.has_room(other, observed) and other.description.variant == earlier:
                 self.fail(f"{name} left variant {earlier} for {variant}, which {other.description.shard_id} has")
 
     def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:

@@ -33,8 +33,9 @@ def has_other(node: RouterView, choice: ObservedChoice, here: ObservedShard) -> 
     longest = max(other.num_tokens for other in choice.request.choices)
     window = len(request.prompt_token_ids) + (longest + 1 if request.max_tokens is None else request.max_tokens)
     return any(
-        shard is not here and shard.has_room and not shard.is_suspected and shard.description.max_model_len >= window
+        shard is not here and not shard.is_suspected and shard.description.max_model_len >= window
         for shard in eligible(node.witness.shards, choice.request)
+        if node.witness.has_room(shard, choice.request)
     )
 
 

@@ -34,7 +34,7 @@ class NoIdleWait(Checker):
                     self.fail(f"{observed.request.request_id} waits, all of {len(able)} shards are idle")
                 continue
             for shard in able:
-                if shard.has_room:
+                if node.witness.has_room(shard, observed):
                     self.fail(f"{observed.request.request_id} waits, {shard.description.shard_id} has room")
 
 
@@ -63,7 +63,7 @@ class NoStarvation(Checker):
                 continue
             if is_parked(other) is not is_parked(observed):
                 continue  # they are in different queues
-            if any(shard.has_room for shard in eligible(shards, other)):
+            if any(node.witness.has_room(shard, other) for shard in eligible(shards, other)):
                 passed.add(tenant)
         parked = is_parked(observed)
         self._num_passed.pop((node, model, parked, observed.request.tenant), None)

@@ -17,6 +17,7 @@ from router.core.actions import (
     RequestsMoved,
     ScreenAnswers,
     SendStep,
+    SequencesPreempted,
     ShardHealthChanged,
     SubmitAttempt,
     VariantChanged,
@@ -201,6 +202,7 @@ class RouterNode:
                 | PlacementDecided()
                 | ShardHealthChanged()
                 | RequestsMoved()
+                | SequencesPreempted()
                 | VariantChanged()
             ):
                 pass

@@ -1,0 +1,188 @@
+"""Keeps one tenant from making the others wait for its long answers.
+
+Turns in the queue are not enough: a tenant that fills every shard with answers of minutes makes all others wait for
+their ends, however their turns come. So when a request of a tenant that uses little has waited for a moment, sequences
+of the tenant that uses most are preempted: they leave the shard and continue later, after the tokens they have. From
+then on, a tenant with more than its share of a shard leaves a part of the batch to the others, for as long as others
+come. A tenant that is alone is never limited. (Max-min fairness over the places of a shard's batch; see Bertsekas and
+Gallager, "Data Networks", 6.5.2.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from router.core.dispatch.waiting_queues import WaitingQueues
+from router.core.fleet.fleet import Fleet, Shard
+from router.core.live import Choice, LiveRequest
+
+MAX_MOVES: Final = 16
+"""The most moves of one choice, besides its attempts: a choice that is preempted, or that runs on a fleet whose shards
+are suspected or stopped one after another, must not be recomputed for ever."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FairnessSettings:
+    """What kvloom.config.FairnessConfig configures."""
+
+    preempt_after_seconds: float = 0.25
+    """How long a request waits before sequences of another tenant are preempted for it."""
+    reserved_share: float = 0.125
+    """The part of each batch that tenants above their share leave free while tenants compete."""
+    contention_seconds: float = 30.0
+    """How long tenants are taken to compete after one had to wait."""
+
+
+class Preemption(NamedTuple):
+    """Sequences of one tenant that are to leave a shard."""
+
+    shard: Shard
+    tenant: str
+    choices: list[Choice]
+
+
+class FairShares:
+    """With `settings` None, tenants are not limited."""
+
+    def __init__(self, settings: FairnessSettings | None, fleet: Fleet) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._contended_until: dict[str, float] = {}
+        """Models for which tenants compete."""
+        self._check_at = math.inf
+
+    # -- who may be sent -----------------------------------------------------------------------------------------
+
+    def must_leave_room(self, shard: Shard, tenant: str) -> bool:
+        """Whether the tenant has its share of the shard, and only the part that is left to the others is free."""
+        if not self._contended_until or shard.description.model not in self._contended_until:
+            return False
+        assert self._settings is not None
+        batch = shard.description.max_batch
+        num_reserved = max(1, int(batch * self._settings.reserved_share))
+        return len(shard.attempts) >= batch - num_reserved and shard.num_by_tenant.get(tenant, 0) >= _share(
+            shard, tenant
+        )
+
+    def note_waiting(self, now: float) -> None:
+        """A request waits in the router."""
+        if self._settings is not None:
+            self._check_at = min(self._check_at, now + self._settings.preempt_after_seconds)
+
+    def note_sent(self, shard: Shard, tenant: str, now: float) -> None:
+        """A request was sent to the shard. It may wait there: a shard is sent more than its batch."""
+        if self._settings is None or len(shard.num_by_tenant) < 2:
+            return
+        if len(shard.attempts) > shard.description.max_batch:
+            self.note_waiting(now)
+        model = shard.description.model
+        if model in self._contended_until and shard.num_by_tenant[tenant] < _share(shard, tenant):
+            self._contended_until[model] = now + self._settings.contention_seconds
+
+    # -- who has to give way -------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float:
+        """When `preemptions` has to be asked at the latest; infinity: not before another event."""
+        return min(self._check_at, min(self._contended_until.values(), default=math.inf))
+
+    def end_contention(self, now: float) -> list[str]:
+        """Returns the models for which tenants compete no longer."""
+        ended = [model for model, until in self._contended_until.items() if until <= now]
+        for model in ended:
+            del self._contended_until[model]
+        return ended
+
+    def preemptions(self, queues: WaitingQueues, now: float) -> list[Preemption]:
+        """What has to leave now: at most one tenant's sequences on each shard. The caller removes them at once."""
+        if now < self._check_at:
+            return []
+        assert self._settings is not None
+        before = now - self._settings.preempt_after_seconds
+        crowded = [
+            shard
+            for shard in self._fleet.shards.values()
+            if len(shard.num_by_tenant) > 1
+            and len(shard.attempts) > shard.description.max_batch
+            and not shard.is_draining
+            and not shard.is_suspected
+        ]
+        may_continue = bool(crowded) or queues.num_requests > 0
+        self._check_at = now + self._settings.preempt_after_seconds if may_continue else math.inf
+        found: dict[str, Preemption] = {}
+        for tenant, model, shards, num_wanted in self._starved(queues, before, crowded):
+            preemption = self._for(tenant, [shard for shard in shards if shard.shard_id not in found], num_wanted)
+            if preemption is not None:
+                found[preemption.shard.shard_id] = preemption
+                self._contended_until[model] = now + self._settings.contention_seconds
+        return list(found.values())
+
+    def _starved(
+        self, queues: WaitingQueues, before: float, crowded: list[Shard]
+    ) -> Iterator[tuple[str, str, list[Shard], int]]:
+        """Tenants whose oldest request has waited since `before`, in the router or on a shard: with the model, the
+        shards where it could run, and the number of places that it needs besides those it has."""
+        seen: set[tuple[str, str]] = set()
+        for live in queues:
+            model, tenant = live.request.model, live.request.tenant
+            is_parked = live.queue_id is not None and live.queue_id.is_parked
+            if live.num_attempts or is_parked or live.arrived_at > before or (model, tenant) in seen:
+                continue
+            seen.add((model, tenant))
+            window = live.min_window
+            shards = [
+                shard
+                for shard in self._fleet.ready(model)
+                if not shard.is_suspected and shard.description.max_model_len >= window
+            ]
+            yield tenant, model, shards, len(live.pending)
+        for shard in crowded:
+            waiting = Counter(
+                choice.request.request.tenant
+                for slot, choice in shard.choices.items()
+                if choice.num_cached_tokens is None and shard.attempts[slot].sent_at <= before
+            )
+            for tenant in waiting:
+                yield tenant, shard.description.model, [shard], 0
+
+    def _for(self, tenant: str, shards: list[Shard], num_wanted: int) -> Preemption | None:
+        """The sequences that make room for the tenant, on the shard where it costs the others least."""
+        largest: tuple[int, str, Shard] | None = None
+        for shard in shards:
+            for other, count in shard.num_by_tenant.items():
+                if other != tenant and (largest is None or count > largest[0]):
+                    largest = (count, other, shard)
+        if largest is None:
+            return None
+        _, other, shard = largest
+        batch = shard.description.max_batch
+        num_left = _share(shard, tenant)
+        mine = shard.num_by_tenant.get(tenant, 0)
+        running = [choice for choice in shard.choices.values() if choice.request.request.tenant == other]
+        # A clear difference, so that two tenants with like demands do not take each other's places in turns.
+        if len(running) <= num_left or len(running) < 2 * (mine + num_wanted):
+            return None
+        num_excess = len(shard.choices) - (batch - num_wanted)
+        able = sorted(filter(_may_move, reversed(running)), key=_cost_to_move)
+        chosen = able[: max(0, min(num_excess, len(running) - num_left))]
+        return Preemption(shard, other, chosen) if chosen else None
+
+
+def _share(shard: Shard, tenant: str) -> int:
+    """An equal part of the batch for each tenant on the shard and for one more if there is none."""
+    num_tenants = len(shard.num_by_tenant) + (tenant not in shard.num_by_tenant)
+    return max(1, shard.description.max_batch // max(2, num_tenants))
+
+
+def _may_move(choice: Choice) -> bool:
+    is_at_limit = choice.max_tokens is not None and len(choice.output_token_ids) >= choice.max_tokens
+    return choice.num_moves < MAX_MOVES and not is_at_limit
+
+
+def _cost_to_move(choice: Choice) -> tuple[bool, float]:
+    """Those that have not started first, then the youngest: they have least to compute again."""
+    live: LiveRequest = choice.request
+    return choice.num_cached_tokens is not None, -live.arrived_at

@@ -1,0 +1,36 @@
+"""Planted bugs in the sharing of shards between tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from router.core.dispatch.fair_shares import FairShares, Preemption
+from tests.simulation.planted_bugs.registry import Patch, caught_by
+from tools.dst.checkers import PreemptionsJustified
+
+
+@caught_by(PreemptionsJustified)
+def leaves_a_large_tenant_nothing(patch: Patch) -> None:
+    """A tenant loses all its sequences on a shard to one that needs a single place."""
+    original = FairShares._for
+
+    def all_of_them(self: FairShares, *args: Any) -> Preemption | None:
+        found = original(self, *args)
+        if found is None:
+            return None
+        choices = [c for c in found.shard.choices.values() if c.request.request.tenant == found.tenant]
+        return found._replace(choices=choices)
+
+    patch.setattr(FairShares, "_for", all_of_them)
+
+
+@caught_by(PreemptionsJustified)
+def preempts_for_requests_that_have_not_waited(patch: Patch) -> None:
+    """A request that has only just arrived takes another tenant's place."""
+    original = FairShares._starved
+
+    def starved(self: FairShares, queues: Any, before: float, crowded: Any) -> Iterator[Any]:
+        return original(self, queues, before + 1e9, crowded)
+
+    patch.setattr(FairShares, "_starved", starved)
