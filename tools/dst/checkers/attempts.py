@@ -224,4 +224,5 @@ class VariantsKept(Checker):
         self._changed = []
 
     def on_ended(self, node: RouterView, observed: ObservedRequest | None, end: RequestEnded) -> None:
-        self._variants.pop((node, end.request_id), None)
+        if observed is None or not observed.is_duplicate:  # the request whose id a rejected one has is still running
+            self._variants.pop((node, end.request_id), None)
