@@ -61,7 +61,7 @@ class Arrivals:
         error = (
             self.refusal(request)
             or check_names(request, client, self._lifecycle.requests)
-            or self._overload.refusal(request, timeout_seconds, now)
+            or self._overload_refusal(request, timeout_seconds, now)
         )
         if error is not None:
             self._refuse(request, client, error, now)
@@ -87,6 +87,12 @@ class Arrivals:
             self._lifecycle.end(choice, FINISH_REASON_LENGTH, None, now)
         if live.num_open_choices:
             self._hand_over(live, open_shards, now, is_parked=is_parked, has_room=has_room)
+
+    def _overload_refusal(self, request: Request, timeout_seconds: float, now: float) -> KvloomError | None:
+        error = self._overload.refusal(request, timeout_seconds, now)
+        if error is not None and self._queue.can_make_room(request.model, request.tenant):
+            return None  # the prediction counts the requests of a tenant that gives way
+        return error
 
     def _hand_over(
         self, live: LiveRequest, open_shards: list[Shard], now: float, *, is_parked: bool, has_room: bool

@@ -154,6 +154,10 @@ class DispatchQueue:
             return at
         return min(at, min(self._opens_at.values(), default=math.inf), self._replace_at)
 
+    def can_make_room(self, model: str, tenant: str) -> bool:
+        """Whether a request of the tenant would be served soon, whatever waits."""
+        return self._fair_shares.can_make_room(model, tenant, self.queues)
+
     def preemptions(self, now: float) -> list[Preemption]:
         """The sequences that have to give way to other tenants, to be removed from their shards before `serve`."""
         for model in self._fair_shares.end_contention(now):

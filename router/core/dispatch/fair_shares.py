@@ -68,6 +68,17 @@ class FairShares:
             shard, tenant
         )
 
+    def can_make_room(self, model: str, tenant: str, queues: WaitingQueues) -> bool:
+        """Whether another tenant gives way to this one, so that a first request of it waits only for a moment, however
+        many of the other's wait."""
+        if self._settings is None or queues.has_tenant(tenant):
+            return False
+        return any(
+            shard.num_by_tenant.get(tenant, 0) < _share(shard, tenant)
+            and max(shard.num_by_tenant.values(), default=0) >= 2 * (shard.num_by_tenant.get(tenant, 0) + 1)
+            for shard in self._fleet.ready(model)
+        )
+
     def note_waiting(self, now: float) -> None:
         """A request waits in the router."""
         if self._settings is not None:

@@ -50,6 +50,10 @@ class WaitingQueues:
             return counts.get((model, tier), 0)
         return counts.get((model, Tier.INTERACTIVE), 0) + counts.get((model, Tier.BATCH), 0)
 
+    def has_tenant(self, tenant: str) -> bool:
+        """Whether a request of the tenant waits."""
+        return any(tenants.get(tenant) for tenants in self._queues.values())
+
     def counts(self) -> Mapping[tuple[str, Tier], int]:
         """By model and tier."""
         return self._num_waiting

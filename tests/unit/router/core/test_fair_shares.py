@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.core.actions import Action, CancelOnShard, SequencesPreempted, SubmitAttempt
+from kvloom.v1.error_reason_pb2 import ErrorReason
+from router.core.actions import Action, CancelOnShard, RequestEnded, SequencesPreempted, SubmitAttempt
 from router.core.dispatch.fair_shares import MAX_MOVES, FairnessSettings
+from router.core.dispatch.overload import OverloadSettings
 from router.core.events import Tick
 from router.core.frames import Finish
 from tests.fakes.core_rig import CoreRig, has, only
@@ -17,7 +19,8 @@ class FairRig(CoreRig):
     """One shard with a batch of 4, which is sent up to 8 sequences."""
 
     def __init__(self, settings: FairnessSettings | None = SETTINGS) -> None:
-        super().__init__(fairness=settings, policy="least_requests")
+        overload = OverloadSettings(sheds_early=True)
+        super().__init__(fairness=settings, overload=overload, policy="least_requests")
         self.add_shard("s0", max_batch=4)
         self.num_slots = 0
 
@@ -28,7 +31,8 @@ class FairRig(CoreRig):
 
     def fill(self, tenant: str, num_requests: int) -> list[int]:
         """Long answers of one tenant, the first four of which have begun. Returns their slots on the shard."""
-        slots = [only(self.ask(f"{tenant}-{i}", tenant), SubmitAttempt).choices[0].slot for i in range(num_requests)]
+        asked = [self.ask(f"{tenant}-{i}", tenant) for i in range(num_requests)]
+        slots = [a.choices[0].slot for actions in asked for a in actions if isinstance(a, SubmitAttempt)]
         for slot in slots[:4]:
             self.start("s0", slot)
         return slots
@@ -140,6 +144,18 @@ def test_a_choice_is_not_preempted_for_ever() -> None:
             actions = rig.end_slots(preempted.slots)
         rig.wait(11.0)
     assert 0 < num_preempted <= 8 * MAX_MOVES
+
+
+def test_the_queue_of_a_large_tenant_gets_no_other_refused() -> None:
+    """A tenant that gives way must not make the others' waits look hopeless: they would be refused."""
+    rig = FairRig()
+    rig.fill("big", 20)
+    for _ in range(100):
+        rig.wait(0.1)
+    assert only(rig.ask("big-20", "big"), RequestEnded).error_reason == ErrorReason.ERROR_REASON_QUEUE_FULL
+    assert not has(rig.ask("small", "small"), RequestEnded)
+    preempted = only(rig.wait(0.3), SequencesPreempted)
+    assert dispatched(rig.end_slots(preempted.slots)) == ["small"]
 
 
 def test_it_can_be_switched_off() -> None:
