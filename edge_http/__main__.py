@@ -11,8 +11,9 @@ from kvloom.config import load_config
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
+from kvloom.process.watched_files import following
 from kvloom.router_link.finder import linked_routers
-from kvloom.trust.fabric_trust import following, load_trust
+from kvloom.trust.fabric_trust import load_trust
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -27,11 +28,13 @@ async def serve(options: argparse.Namespace) -> None:
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
             async with linked_routers(config, options.name, trust) as link, following(trust):
                 listen = EdgeListenOptions.from_arguments(options, config)
-                await serve_edge(
-                    config, link, model, listen, stop, lambda *addresses: announce_ready(ReadyLine(*addresses)), trust
-                )
+                await serve_edge(config, link, model, listen, stop, _on_ready, trust)
     finally:
         model.tokenizer.close()
+
+
+def _on_ready(address: str, metrics_address: str, peer_address: str) -> None:
+    announce_ready(ReadyLine(address, metrics_address, peer_address=peer_address))
 
 
 def main() -> None:

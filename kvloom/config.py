@@ -424,11 +424,31 @@ class FabricConfig(Section):
 
 
 class CallersConfig(Section):
-    """Who counts as one caller. Callers share neither cached prompts nor names of requests."""
+    """Who may call, and who counts as one caller. Callers share neither cached prompts nor names of requests."""
 
+    api_keys_file: str = ""
+    """The file with the hashes of API keys (`kvloom keys`), reloaded when it changes. Empty: no key is needed."""
+    allow_insecure: bool = False
+    """Whether edges and routers may listen on other addresses than loopback without TLS or without API keys."""
     anonymous: Literal["address", "shared"] = "address"
     """Requests without an Authorization header. address: each IP address is a caller. shared: they are all one
     caller's, so that they share cached prompts and can find out which prompts others have sent."""
+
+
+class TlsConfig(Section):
+    """TLS for clients, on the HTTP and the gRPC port. The files are in PEM and are reloaded when they change."""
+
+    certificate_file: str = ""
+    """The server's certificate, and the intermediate ones. Empty: no TLS."""
+    key_file: str = ""
+    client_ca_file: str = ""
+    """The authorities of clients' certificates. Empty: clients need none."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate_file) != bool(self.key_file):
+            raise ValueError("certificate_file and key_file are needed together")
+        if self.client_ca_file and not self.certificate_file:
+            raise ValueError("client_ca_file needs certificate_file")
 
 
 class RedisConfig(Section):
@@ -464,6 +484,7 @@ class KvloomConfig(Section):
     safety: SafetyConfig = msgspec.field(default_factory=SafetyConfig)
     fabric: FabricConfig = msgspec.field(default_factory=FabricConfig)
     callers: CallersConfig = msgspec.field(default_factory=CallersConfig)
+    tls: TlsConfig = msgspec.field(default_factory=TlsConfig)
     redis: RedisConfig = msgspec.field(default_factory=RedisConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 

@@ -18,6 +18,7 @@ convert.py            conversions between protobuf messages and the core's types
 answers/              `Generate` and `Resume`: one request and its streamed answer
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
+api_key_check.py      refuses RPCs without a valid API key
 rpc_access_log.py  a log line for every RPC that ends
 usage_records.py      usage records, kept so that tokens lost on the way can be credited
 metrics.py            Prometheus metrics and one log line per request

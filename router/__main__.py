@@ -9,7 +9,8 @@ from pathlib import Path
 from kvloom.config import KvloomConfig, load_config
 from kvloom.process import service, telemetry
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
-from kvloom.trust.fabric_trust import following, load_trust
+from kvloom.process.watched_files import following
+from kvloom.trust.fabric_trust import load_trust
 from router.process import RouterListenOptions, load_tokenizer, open_router
 
 

@@ -8,10 +8,11 @@ one can neither cancel, explain nor block the other's requests.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kvloom.callers import Callers
+from kvloom.callers import Callers, bare_credential
 from kvloom.transport.local_stream import LocalStream
 
 _SEPARATOR: Final = "@"
@@ -69,8 +70,14 @@ class CallerScopes:
 
 
 def credential_of(context: Any) -> str:
-    """The caller's `authorization`. All callers that send none count as one."""
-    return metadata_value(context, "authorization")
+    """The caller's credential. All callers that send none count as one."""
+    return credential_in(context.invocation_metadata() or ())
+
+
+def credential_in(metadata: Iterable[tuple[str, Any]]) -> str:
+    """What `authorization`, or else `x-api-key`, has; "" if the metadata has neither."""
+    found = {key: value for key, value in metadata if key in ("authorization", "x-api-key") and isinstance(value, str)}
+    return bare_credential(found.get("authorization", ""), found.get("x-api-key", ""))
 
 
 def metadata_value(context: Any, wanted_key: str) -> str:

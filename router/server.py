@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import msgspec
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from kvloom.access.exposure import exposure_risk
+from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, reachable_address
@@ -19,11 +22,13 @@ from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistr
 from kvloom.errors import KvloomError
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
+from kvloom.process.watched_files import following
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
 from router.answers.resumable_answers import ResumableAnswers, ResumeMetrics
+from router.api_key_check import ApiKeyCheck
 from router.caller_scope import CallerScopes
 from router.core.actions import (
     PlacementDecided,
@@ -109,10 +114,25 @@ class RouterServer:
         callers = configured_callers(config, trust.caller_key)
 
         access_log = AccessLog(config.log)
-        interceptors = [RpcAccessLog(access_log, callers)] if access_log.is_on else []
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        if access_log.is_on:
+            interceptors.append(RpcAccessLog(access_log, callers))
+        self._callers = callers
+        self._tls = listener_tls(config.tls)
+        if risk := exposure_risk(config, config.router.host):
+            raise service.StartError(risk)
+        if not trust.has_secret and (self._tls is not None or callers.api_keys is not None):
+            raise service.StartError(
+                "TLS and API keys for clients need the fabric's secret (fabric.secret_file or KVLOOM_FABRIC_SECRET): "
+                "without it, edges use the same port as clients"
+            )
 
         def new_listener(
-            address: Callable[[], str], options: Sequence[tuple[str, Any]], *, trusts_all: bool
+            address: Callable[[], str],
+            options: Sequence[tuple[str, Any]],
+            checks: Sequence[grpc.aio.ServerInterceptor] = (),
+            *,
+            trusts_all: bool,
         ) -> RouterListener:
             servicer = RouterServicer(
                 self._driver,
@@ -126,12 +146,13 @@ class RouterServer:
                 address,
                 CallerScopes(callers, trusts_all=trusts_all),
             )
-            return RouterListener(servicer, options, interceptors)
+            return RouterListener(servicer, options, [*interceptors, *checks])
 
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
         self._for_clients = new_listener(
             lambda: self._answers.address,
             service.sharing_port(options) if shares_port else options,
+            [ApiKeyCheck(callers)] if callers.api_keys is not None else [],
             trusts_all=not trust.has_secret,
         )
         self._for_fabric: RouterListener | None = None
@@ -150,9 +171,10 @@ class RouterServer:
         written."""
         if self._decision_writer is not None:
             self._decision_writer.open()
-        self._for_clients.bind(host, port)
+        add_port = NO_SECRET.add_port if self._tls is None else self._tls.add_port
+        self._for_clients.bind(host, port, add_port)
         if own_port is not None:
-            self._for_clients.bind(host, own_port)
+            self._for_clients.bind(host, own_port, add_port)
         if self._for_fabric is not None:
             self._for_fabric.bind(host, 0, self._trust.add_port)
         self._answers.address = reachable_address(self._for_clients.address)
@@ -171,7 +193,8 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            async with asyncio.TaskGroup() as tasks:
+            watched = filter(None, (self._tls, self._callers.api_keys))
+            async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),
                     tasks.create_task(self._health.run(), name="health reporter"),

@@ -8,7 +8,8 @@ from pathlib import Path
 from kvloom.config import load_config
 from kvloom.process.service import run_service
 from kvloom.process.telemetry import configure_logging
-from kvloom.trust.fabric_trust import following, load_trust
+from kvloom.process.watched_files import following
+from kvloom.trust.fabric_trust import load_trust
 from safety_svc.server import serve
 
 

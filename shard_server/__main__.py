@@ -11,9 +11,10 @@ from pathlib import Path
 from kvloom.config import KvloomConfig, load_config
 from kvloom.process import service, telemetry
 from kvloom.process.extras import MissingPackageError, naming_extras
+from kvloom.process.watched_files import following
 from kvloom.text.model_checksum import ChecksumError, check_model
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.trust.fabric_trust import following, load_trust
+from kvloom.trust.fabric_trust import load_trust
 from shard_server.engines.base import Engine, EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer

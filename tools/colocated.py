@@ -15,7 +15,8 @@ from kvloom.config import load_config
 from kvloom.process.cpu_affinity import instance_number, kept_on_one_cpu
 from kvloom.process.service import ReadyLine, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
-from kvloom.trust.fabric_trust import following, load_trust
+from kvloom.process.watched_files import following
+from kvloom.trust.fabric_trust import load_trust
 from router.process import RouterListenOptions, load_tokenizer, open_router
 
 
@@ -31,8 +32,10 @@ async def serve(options: argparse.Namespace) -> None:
     listen_options = RouterListenOptions.from_arguments(options, router_port)
     router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options, trust)
 
-    def on_ready(address: str, metrics_address: str) -> None:
-        announce_ready(ReadyLine(address, metrics_address, router_address, router_metrics, router.internal_address))
+    def on_ready(address: str, metrics_address: str, peer_address: str) -> None:
+        line = ReadyLine(address, metrics_address, router_address, router_metrics, router.internal_address)
+        line.peer_address = peer_address
+        announce_ready(line)
 
     link = router.local_link(options.name)
     edge_has_ended = asyncio.Event()

@@ -18,8 +18,9 @@ from kvloom.config import KvloomConfig, load_config
 from kvloom.discovery.registry import HEARTBEAT_SECONDS
 from kvloom.process.service import ReadyLine, StartError, announce_ready, run_service, stop_event
 from kvloom.process.telemetry import configure_logging
+from kvloom.process.watched_files import following
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.trust.fabric_trust import FabricTrust, following, load_trust
+from kvloom.trust.fabric_trust import FabricTrust, load_trust
 from shard_server.engines.base import EngineError
 from shard_server.engines.create import create_engine
 from shard_server.server import ShardServer

@@ -47,6 +47,9 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }
 
+OPEN_ROUTES: Final = frozenset(("/health", "/live", "/ready", "/version", *PAGE_ROUTES))
+"""What needs no API key: the probes of load balancers, and the chat page, which asks its user for a key."""
+
 
 class HttpRouter:
     """aiohttp calls this handler for every well-formed request."""
@@ -76,6 +79,8 @@ class HttpRouter:
 
     async def _answer(self, request: web.BaseRequest, route: str, record: RequestRecord) -> web.StreamResponse:
         try:
+            if route not in OPEN_ROUTES:
+                self._edge.callers.check(request)
             check_transfer_coding(request)
             _check_header_size(request, self._edge.config.max_header_bytes)
             return await _handler(request, route)(self._edge, request)

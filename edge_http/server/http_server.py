@@ -72,10 +72,10 @@ class EdgeServer:
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=SHUTDOWN_SECONDS)
         self._taken_over: web.SockSite | None = None
 
-    async def take_over(self, listener: socket.socket) -> str:
+    async def take_over(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> str:
         """Serve a socket that is bound already and that successors may continue to use. Returns "host:port"."""
         await self._set_up()
-        site = web.SockSite(self._runner, listener, backlog=BACKLOG)
+        site = web.SockSite(self._runner, listener, backlog=BACKLOG, ssl_context=tls)
         host, port = listener.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         await self._listen(site, address)

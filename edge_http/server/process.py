@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,13 @@ from edge_http.endpoints.health import VERSION
 from edge_http.recovery.edge_membership import EdgeMembership, join_edges
 from edge_http.server.http_server import EdgeServer
 from edge_http.server.router_metrics import RouterGroupCollector
+from kvloom.access.exposure import exposure_risk
+from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
+from kvloom.process.watched_files import following
 from kvloom.router_link.group import RouterGroup
 from kvloom.router_link.link import RouterLink
 from kvloom.text.tokenizer import ModelTokenizer
@@ -57,11 +61,14 @@ async def serve_edge(
     model: ServedModel,
     listen_options: EdgeListenOptions,
     stop: asyncio.Event,
-    on_ready: Callable[[str, str], None],
+    on_ready: Callable[[str, str, str], None],
     trust: FabricTrust = NO_SECRET,
 ) -> None:
-    """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address and with that of
-    /metrics. Raises StartError."""
+    """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address, that of
+    /metrics, and that for the processes of the fabric ("" without a secret). Raises StartError, ConfigError."""
+    if risk := exposure_risk(config, config.edge.host):
+        raise StartError(risk)
+    tls = listener_tls(config.tls)
     group = link if isinstance(link, RouterGroup) else None
     callers = configured_callers(config, trust.caller_key)
     edge = Edge(config.edge, link, {model.name: model}, group, callers, AccessLog(config.log))
@@ -74,16 +81,18 @@ async def serve_edge(
         # port, responses of other edges would appear not to exist until those edges are known.
         if listen_options.peer_port is None:
             await wait_to_open(_until_ready(edge), stop)
-            address = own_address = await _open(server, config.edge.host, listen_options)
-            peers = join_edges(edge, config.redis, await _open_to_peers(server, address, trust), trust)
+            address = own_address = await _open(server, config.edge.host, listen_options, tls)
+            peer_address = await _open_to_peers(server, address, trust)
+            peers = join_edges(edge, config.redis, peer_address, trust)
         else:
-            own_address = await server.listen(config.edge.host, listen_options.peer_port)
+            own_address = await server.listen(config.edge.host, listen_options.peer_port, _context(tls))
             peer_address = await _open_to_peers(server, own_address, trust)
             peers = join_edges(edge, config.redis, peer_address, trust, shares_port=True)
             await wait_to_open(_until_ready(edge), stop)
-            address = await _open(server, config.edge.host, listen_options)
-        on_ready(address, own_address)
-        await stop.wait()
+            address = await _open(server, config.edge.host, listen_options, tls)
+        on_ready(address, own_address, peer_address if trust.has_secret else "")
+        async with following(*filter(None, (tls, callers.api_keys))):
+            await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:
             await peers.stop_publishing()
@@ -106,14 +115,18 @@ async def _open_to_peers(server: EdgeServer, own_address: str, trust: FabricTrus
     return await server.listen(own_address.rpartition(":")[0].strip("[]"), 0, tls)
 
 
-async def _open(server: EdgeServer, host: str, listen_options: EdgeListenOptions) -> str:
+def _context(tls: ListenerTls | None) -> ssl.SSLContext | None:
+    return None if tls is None else tls.http_context()
+
+
+async def _open(server: EdgeServer, host: str, listen_options: EdgeListenOptions, tls: ListenerTls | None) -> str:
     if listen_options.listen_fd is None:
-        return await server.listen(host, listen_options.port)
+        return await server.listen(host, listen_options.port, _context(tls))
     try:
         listener = socket.socket(fileno=listen_options.listen_fd)
     except OSError as error:
         raise StartError(f"--listen-fd {listen_options.listen_fd} is no socket: {error.strerror}") from error
-    return await server.take_over(listener)
+    return await server.take_over(listener, _context(tls))
 
 
 def load_model(config: KvloomConfig) -> ServedModel:

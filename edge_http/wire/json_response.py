@@ -28,6 +28,8 @@ def error_response(error: KvloomError) -> web.Response:
         response.headers["retry-after-ms"] = str(
             round(error.retry_after_seconds * 1e3)
         )  # OpenAI's clients read this one
+    if error.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if error.reason in _REST_IS_NOT_READ:
         response.force_close()  # the rest of the request need not be read
     return response

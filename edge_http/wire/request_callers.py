@@ -9,7 +9,7 @@ from typing import Final
 from aiohttp import web
 
 from edge_http.wire.client_address import client_address, networks_of
-from kvloom.callers import Callers
+from kvloom.callers import Callers, bare_credential
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)
@@ -33,6 +33,11 @@ class RequestCallers:
         request[_CALLER_KEY] = name
         return name
 
+    def check(self, request: web.BaseRequest) -> None:
+        """Raises KvloomError (UNAUTHENTICATED) if the request needs an API key and has none that is valid."""
+        if self._callers.api_keys is not None:
+            self._callers.check(credential_of(request))
+
     def address_of(self, request: web.BaseRequest) -> str:
         """Return the client's IP address; "" if it has none, as over a Unix socket."""
         peer = request.remote or ""
@@ -42,9 +47,9 @@ class RequestCallers:
 
 
 def credential_of(request: web.BaseRequest) -> str:
-    """Return the Authorization header, or else x-api-key; "" if the request has neither."""
+    """Return what the Authorization header, or else x-api-key, has; "" if the request has neither."""
     headers = request.headers
-    return headers.get("Authorization") or headers.get(API_KEY) or ""
+    return bare_credential(headers.get("Authorization", ""), headers.get(API_KEY, ""))
 
 
 def credential_digest(request: web.BaseRequest) -> bytes:

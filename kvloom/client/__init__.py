@@ -1,6 +1,7 @@
 """The Python SDK: `kvloom.Client` and its parts.
 
 client.py                `Client`: generate, plan, explain, list_models, cancel
+credentials.py           how a client shows who it is: an API key, and TLS
 generate_request.py      the options of `Client.generate`, checked and turned into the wire's message
 generation.py            `Delta`, what a caller reads, and the buffer in which deltas wait for the reader
 router_channels.py       unary calls to one of several routers

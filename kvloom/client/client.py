@@ -17,6 +17,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final, Self, Unpack
 
+from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.client.generate_request import GenerateOptions, build_request
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
 from kvloom.client.resumed_call import failover_deltas
@@ -25,7 +26,7 @@ from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.group import REATTACH_SECONDS, RouterGroup
 from kvloom.router_link.link import LinkRequest
-from kvloom.transport.channel_options import OpenChannel, open_plain_channel
+from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -51,7 +52,9 @@ class Client:
         reattach_seconds: float = REATTACH_SECONDS,
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
-        open_channel: OpenChannel = open_plain_channel,
+        api_key: str = "",
+        tls: TlsOptions | None = None,
+        open_channel: OpenChannel | None = None,
     ) -> None:
         """Connect to nothing yet: the first call does.
 
@@ -62,16 +65,19 @@ class Client:
         `connect_timeout_seconds`: how long a call waits for a router to answer. It does not limit an answer's length.
         `max_buffered_tokens`: how many tokens of one request may wait for its reader. Beyond that the request is
         cancelled, and its reader gets a KvloomError (CLIENT_TOO_SLOW).
-        `open_channel`: opens a gRPC channel to a router's host:port, for TLS or other channel options.
+        `api_key`: sent with every RPC, for routers that ask for one.
+        `tls`: how to use TLS (kvloom/client/credentials.py); None: no TLS.
+        `open_channel`: opens a gRPC channel to a router's host:port, for other channel options, instead of `tls` and
+        `api_key`.
         """
-        self._open_channel = open_channel
+        self._open_channel = open_channel or channel_opener(api_key, tls)
         self._addresses = [part.strip() for part in address.split(",")] if isinstance(address, str) else list(address)
         self._reattach_seconds = reattach_seconds
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
         self._channels: RouterChannels | None = None
-        self._cancel_notifier = CancelNotifier(open_channel)
+        self._cancel_notifier = CancelNotifier(self._open_channel)
         self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:

@@ -10,5 +10,6 @@ aligned_timer.py  runs all periodic work of a process at the same moment
 backoff.py        exponential backoff
 cpu_affinity.py   keeps an event loop's thread on one CPU
 cancellation.py   restores task cancellations that a library has swallowed
+watched_files.py  reads files again when they change
 extras.py         names the distribution that brings a missing package
 """

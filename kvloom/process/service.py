@@ -66,6 +66,9 @@ class ReadyLine(msgspec.Struct):
     router_metrics_address: str = ""
     internal_address: str = ""
     """Where the router in this process serves the processes of its fabric, if there is one."""
+    peer_address: str = ""
+    """Where the edge in this process serves the processes of its fabric, if there is one and the fabric has a
+    secret."""
     engine: str = ""
     """What computes in this process, and how fast, if it is a shard."""
     variant: str = ""

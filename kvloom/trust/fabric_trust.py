@@ -10,21 +10,17 @@ Without a secret there is no TLS, and registry and journal are stored as they ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import grpc
-import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.trust.seal import PLAIN, Sealer
 from kvloom.trust.secret import ENVIRONMENT_VARIABLE, FabricSecret, read_secret
-
-log = structlog.get_logger()
 
 
 class FabricTrust(Protocol):
@@ -100,24 +96,6 @@ class NoSecret:
 
 
 NO_SECRET: Final = NoSecret()
-
-
-@contextlib.asynccontextmanager
-async def following(trust: FabricTrust) -> AsyncIterator[None]:
-    """Follows changes of the secret within the block."""
-    task = asyncio.create_task(trust.watch(), name="secret watcher")
-    task.add_done_callback(_report_failure)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    """The process keeps the secret that it has."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the fabric's secret is not followed any more", exc_info=error)
 
 
 def load_trust(config: KvloomConfig, roles: Sequence[str], name: str) -> FabricTrust:

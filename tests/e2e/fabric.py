@@ -67,7 +67,7 @@ class RunningFabric:
         env = kvloom_environment(data_dir, **settings)
         done = run_kvloom("up", "--detach", *args, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+", done.stdout.splitlines()[-1])
+        assert re.fullmatch(r"ready: https?://127\.0\.0\.1:\d+", done.stdout.splitlines()[-1])
         status = json.loads(run_kvloom("status", "--json", env=env).stdout)
         return cls(env, status["http_url"], status["router_address"])
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Locator, Page, async_playwright, expect
 
+from kvloom.access.api_keys import ApiKey, ApiKeys, digest_of
+from kvloom.callers import Callers
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import FleetState, ModelInfo
 from tests.fakes.edge_world import EdgeWorld, edge_world
@@ -281,3 +283,30 @@ async def test_phone(browser: Browser, world: EdgeWorld) -> None:
     await page.emulate_media(color_scheme="dark")
     await screenshot(page, "phone-dark")
     await close_page(page)
+
+
+async def test_page_asks_for_the_api_key(browser: Browser) -> None:
+    """People who open the page of a protected server need no other tool; the key is gone with the tab."""
+    callers = Callers(api_keys=ApiKeys([ApiKey("alice", digest_of("kvl-right"))]))
+    async with edge_world(callers=callers) as world:
+        page = await browser.new_page(viewport=PHONE)  # pyright: ignore[reportArgumentType]
+        await page.goto(world.url)
+        field = page.get_by_label("API key")
+        await expect(page.locator("#notice")).to_have_text("This server asks for an API key.")
+        await screenshot(page, "key")
+        await field.fill("kvl-wrong")
+        await field.press("Enter")
+        await expect(page.locator("#notice")).to_have_text("The server does not accept this API key.")
+        await field.fill("kvl-right")
+        await page.get_by_role("button", name="Use key").click()
+        await expect(field).to_be_hidden()
+        await expect(page.get_by_label("Model")).to_be_enabled()
+        request = await ask(page, world, "Hello")
+        assert request.request.tenant == "key-alice"
+        request.start()
+        request.tokens("Hi")
+        await expect(last_answer(page).locator(".text")).to_have_text("Hi")
+        await page.get_by_role("button", name="Stop").click()
+        async with asyncio.timeout(5):
+            await request.cancelled.wait()  # the cancellation carries the key as well
+        await page.close()

@@ -43,7 +43,7 @@ async def test_tenant_is_the_credential_or_the_address() -> None:
     async with edge_world() as world:
         world.link.script = answer("a")
         one = await tenant_of(world, **BEARER)
-        assert one == Callers().name("Bearer one", "")
+        assert one == Callers().name("one", "")
         assert await tenant_of(world, **BEARER) == one
         assert await tenant_of(world, Authorization="Bearer two") != one
         assert await tenant_of(world, **{"x-api-key": "k"}) == Callers().name("k", "")
@@ -105,4 +105,4 @@ async def test_answer_that_is_taken_over_keeps_its_caller(redis_url: str) -> Non
         rest = await second.link.next_request()
         script.play(rest, 4)
         await back
-        assert rest.request.tenant == request.request.tenant == Callers().name("Bearer secret", "")
+        assert rest.request.tenant == request.request.tenant == Callers().name("secret", "")

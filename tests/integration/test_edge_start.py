@@ -114,7 +114,7 @@ async def test_an_edge_opens_without_a_router_too(redis_url: str, monkeypatch: p
     link.tell(FleetState(), connected=False)
     redis = RedisConfig(url=redis_url, key_prefix="edge-start-alone")
     async with edge_process(redis, EdgeListenOptions(port=0), link) as ready:
-        address, _ = await asyncio.wait_for(ready, 5)
+        address, *_ = await asyncio.wait_for(ready, 5)
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(chat_request())
         text = await reader.read()

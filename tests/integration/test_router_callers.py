@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvloom.access.api_keys import digest_of
+from kvloom.client.client import Client
 from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.errors import KvloomError
 from kvloom.trust.secret import FabricSecret
 from kvloom.trust.shared_secret import SharedSecret
 from kvloom.v1 import router_service_pb2 as pb
+from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import StopConditions
 from kvloom.v1.router_service_pb2_grpc import RouterServiceStub
 from router.core.core import RouterCore
@@ -150,3 +155,58 @@ async def submitted(stub: RouterServiceStub, tenant: str) -> int:
             if frame.step.finishes:
                 stream.cancel()
                 return found
+
+
+async def failure_of(call: grpc.aio.Call) -> grpc.StatusCode:
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        return await call.code()
+
+
+async def read_to_the_end(stream: AsyncIterator[object]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_every_rpc_needs_an_api_key_where_keys_are_required(world: RouterWorld, tmp_path: Path) -> None:
+    """An RPC that is forgotten would be a way around the keys."""
+    path = tmp_path / "keys"
+    path.write_text(f"alice sha256:{digest_of('alice')}\n")
+    world.config.callers.api_keys_file = str(path)
+    async with served_router(world) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        stub = RouterServiceStub(channel)
+        for metadata in ((), BOB):
+            calls = [
+                stub.Generate(request("r"), metadata=metadata),
+                stub.Resume(pb.ResumeRequest(request_id="r"), metadata=metadata),
+                stub.Connect(metadata=metadata),
+                stub.Plan(pb.PlanRequest(request=request("r")), metadata=metadata),
+                stub.Explain(pb.ExplainRequest(request_id="r"), metadata=metadata),
+                stub.Cancel(pb.CancelRequest(request_id="r"), metadata=metadata),
+                stub.ListModels(pb.ListModelsRequest(), metadata=metadata),
+            ]
+            codes = await asyncio.gather(*map(failure_of, calls))
+            assert codes == [grpc.StatusCode.UNAUTHENTICATED] * len(calls)
+        models = await stub.ListModels(pb.ListModelsRequest(), metadata=ALICE, timeout=TIMEOUT_SECONDS)
+        assert [model.name for model in models.models] == [MODEL]
+
+
+async def test_the_sdk_sends_its_key_and_a_removed_key_ends_its_stream(world: RouterWorld, tmp_path: Path) -> None:
+    """The stream that a client's requests share may last for weeks: it must not outlive the key."""
+    path = tmp_path / "keys"
+    path.write_text(f"alice sha256:{digest_of('alice')}\nbob sha256:{digest_of('bob')}\n")
+    world.config.callers.api_keys_file = str(path)
+    async with served_router(world) as (_, address):
+        proxied = f"127.0.0.1:{address.rpartition(':')[2]}"
+        async with Client(proxied, api_key="bob") as client:
+            assert [model.name for model in await client.list_models()] == [MODEL]
+        async with grpc.aio.insecure_channel(address) as channel:
+            stream = RouterServiceStub(channel).Connect(metadata=ALICE)
+            await stream.write(pb.RouterServiceConnectRequest(hello=pb.ClientHello(client_id="alice")))
+            path.write_text(f"bob sha256:{digest_of('bob')}\n")
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await asyncio.wait_for(read_to_the_end(stream), TIMEOUT_SECONDS)
+            assert ended.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        async with Client(proxied, api_key="alice") as client:
+            with pytest.raises(KvloomError) as failure:
+                await client.list_models()
+            assert failure.value.reason == ErrorReason.ERROR_REASON_UNAUTHENTICATED

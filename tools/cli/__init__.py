@@ -13,5 +13,6 @@ chat.py           chat
 explain.py        explain
 models.py         models
 secret.py         secret
+keys.py           keys
 router_client.py  finds the router for chat and explain
 """

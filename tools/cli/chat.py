@@ -16,7 +16,7 @@ from kvloom.errors import KvloomError
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.text.tokenizer import ChatMessage
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
-from tools.cli.router_client import choose_router_address, first_model
+from tools.cli.router_client import Routers, choose_routers, client_options, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
 
@@ -38,11 +38,7 @@ INTERRUPTED_STATUS = 130
 @option(
     "--seed", scope="chat", type=click.IntRange(0, 2**64 - 1), help="The seed. The same seed gives the same answer."
 )
-@option(
-    "--router-address",
-    metavar="HOST:PORT",
-    help="The address of the router.  [default: that of the fabric in the data directory]",
-)
+@client_options
 @data_dir_option
 @config_option
 def chat(
@@ -53,6 +49,9 @@ def chat(
     temperature: float | None,
     seed: int | None,
     router_address: str | None,
+    api_key: str | None,
+    tls: bool,
+    tls_ca: Path | None,
     data_dir: Path | None,
     config_file: Path | None,
 ) -> None:
@@ -61,9 +60,9 @@ def chat(
     The answer is printed to stdout. The time to first token, the speed, the shard and the cached tokens are printed to
     stderr.
     """
-    address = choose_router_address(router_address, data_dir, config_file)
+    routers = choose_routers(router_address, data_dir, config_file, api_key=api_key, tls=tls, tls_ca=tls_ca)
     with asyncio.Runner() as runner:
-        client = runner.run(_connect(address))
+        client = runner.run(_connect(routers))
         try:
             options = GenerateOptions(model=model or runner.run(first_model(client)))
             if max_tokens is not None:
@@ -186,5 +185,6 @@ def _converse(conversation: Conversation) -> None:
                 print(f"error: {error.message}", file=sys.stderr)
 
 
-async def _connect(address: str) -> Client:
-    return await Client(address, client_id="chat").__aenter__()
+async def _connect(routers: Routers) -> Client:
+    addresses = routers.own_addresses or [routers.any_address]
+    return await Client(addresses, client_id="chat", open_channel=routers.open_channel).__aenter__()

@@ -90,6 +90,7 @@ class LazyGroup(click.Group):
         "explain": "tools.cli.explain:explain",
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
+        "keys": "tools.cli.keys:keys",
         "simulate": "tools.simulate.command:simulate_command",
         "dst": "tools.dst.command:dst",
         "chaos": "tools.chaos.command:chaos",

@@ -20,7 +20,7 @@ from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FinishReason
 from kvloom.v1.router_service_pb2 import ExplainResponse, PlanResponse, RequestOutcome, ShardScore
-from tools.cli.router_client import Routers, choose_routers, first_model
+from tools.cli.router_client import Routers, choose_routers, client_options, first_model
 from tools.failures import CommandError
 from tools.options import config_option, data_dir_option, option
 
@@ -42,11 +42,7 @@ MAX_WIDTH: Final = 1000
 @option("--model", scope="explain", metavar="NAME", help="The name of a served model.  [default: the first one]")
 @option("--request-id", scope="explain", metavar="ID", help="Show why this request was placed on its shard.")
 @option("--json", "as_json", scope="explain", is_flag=True, help="Print one JSON object.")
-@option(
-    "--router-address",
-    metavar="HOST:PORT",
-    help="The address of the router.  [default: that of the fabric in the data directory]",
-)
+@client_options
 @data_dir_option
 @config_option
 def explain(
@@ -58,6 +54,9 @@ def explain(
     request_id: str | None,
     as_json: bool,
     router_address: str | None,
+    api_key: str | None,
+    tls: bool,
+    tls_ca: Path | None,
     data_dir: Path | None,
     config_file: Path | None,
 ) -> None:
@@ -78,7 +77,7 @@ def explain(
         options["text"] = prompt
     elif prompt is not None:
         options["messages"] = [{"role": "user", "content": prompt}]
-    routers = choose_routers(router_address, data_dir, config_file)
+    routers = choose_routers(router_address, data_dir, config_file, api_key=api_key, tls=tls, tls_ca=tls_ca)
     answer = asyncio.run(_ask_any(routers, request_id, options))
     if as_json:
         _print_json(answer)

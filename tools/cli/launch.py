@@ -12,7 +12,10 @@ from typing import Literal
 
 import redis
 
-from kvloom.config import KvloomConfig, ModelConfig, dump_config
+from kvloom.access.exposure import exposure_risk
+from kvloom.access.listener_tls import listener_tls
+from kvloom.callers import configured_callers
+from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
 from tools.fabric_trust import provide_secret, trust_of
 from tools.failures import CommandError
@@ -35,6 +38,12 @@ def apply_flags(
     http_port: int | None,
     router_port: int | None,
     secret_file: Path | None,
+    api_keys: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    insecure: bool,
+    host: str | None,
     redis_url: str | None,
     no_deterministic: bool,
     edges: int | None,
@@ -55,7 +64,12 @@ def apply_flags(
     if router_port is not None:
         config.router.port = router_port
     if secret_file is not None:
-        config.fabric.secret_file = str(secret_file.expanduser().absolute())
+        config.fabric.secret_file = _absolute(secret_file)
+    _apply_client_flags(config, api_keys, tls_certificate, tls_key, tls_client_ca)
+    if insecure:
+        config.callers.allow_insecure = True
+    if host is not None:
+        config.edge.host = config.router.host = host
     if redis_url is not None:
         config.redis.url = redis_url
     if no_deterministic:
@@ -66,6 +80,28 @@ def apply_flags(
         config.router.num_routers = routers
     if colocate:
         config.edge.colocate = True
+
+
+def _apply_client_flags(
+    config: KvloomConfig,
+    api_keys: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+) -> None:
+    if api_keys is not None:
+        config.callers.api_keys_file = _absolute(api_keys)
+    if tls_certificate is not None:
+        config.tls.certificate_file = _absolute(tls_certificate)
+    if tls_key is not None:
+        config.tls.key_file = _absolute(tls_key)
+    if tls_client_ca is not None:
+        config.tls.client_ca_file = _absolute(tls_client_ca)
+
+
+def _absolute(path: Path) -> str:
+    """Make a path absolute, because a daemon opens it from another directory."""
+    return str(path.expanduser().absolute())
 
 
 def absolute_model(model: str | None) -> str | None:
@@ -92,6 +128,7 @@ class Launch:
         with self.folder.locked(), contextlib.ExitStack() as stack:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
+                _check_access(self.config)
                 embed_redis = not self.config.redis.url
                 if embed_redis:
                     self.config.redis.url = stack.enter_context(embedded_redis_url(self.folder.run_dir))
@@ -146,6 +183,23 @@ class Launch:
         self.config.model = ModelConfig(
             name=wanted.name if keeps_name else found.name, path=str(found.path), sha256=found.sha256
         )
+
+
+def _check_access(config: KvloomConfig) -> None:
+    """Check what clients need, before any process starts. Raises CommandError."""
+    if bool(config.tls.certificate_file) != bool(config.tls.key_file):
+        raise CommandError("--tls-certificate and --tls-key are needed together")
+    if config.tls.client_ca_file and not config.tls.certificate_file:
+        raise CommandError("--tls-client-ca needs --tls-certificate and --tls-key")
+    if risk := exposure_risk(config, config.edge.host, config.router.host):
+        raise CommandError(risk)
+    try:
+        listener_tls(config.tls)
+        keys = configured_callers(config).api_keys
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    if keys is not None and not keys.num_keys:
+        raise CommandError(f"{config.callers.api_keys_file} has no key: add one with `kvloom keys add NAME`")
 
 
 @contextlib.contextmanager

@@ -5,22 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import click
 import grpc.aio
 
 from kvloom.client.client import Client
-from kvloom.transport.channel_options import CHANNEL_OPTIONS, OpenChannel, open_plain_channel
+from kvloom.client.credentials import TlsOptions, channel_opener
+from kvloom.transport.channel_options import CHANNEL_OPTIONS, OpenChannel
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
-from tools.options import choose_data_dir, load_config_file
+from tools.options import F, choose_data_dir, load_config_file, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import RunFolder
-
-
-def choose_router_address(flag: str | None, data_dir: Path | None, config_file: Path | None) -> str:
-    """Returns the flag, or the address of the fabric in the data directory. Raises CommandError if none runs there."""
-    if flag is not None:
-        return flag
-    return RunFolder(choose_data_dir(data_dir, load_config_file(config_file))).require_running().router_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +29,40 @@ class Routers:
     open_channel: OpenChannel
 
 
-def choose_routers(flag: str | None, data_dir: Path | None, config_file: Path | None) -> Routers:
+def client_options(function: F) -> F:
+    """The flags with which a command reaches a router like any client."""
+    for add_option in (
+        option(
+            "--tls-ca",
+            type=click.Path(path_type=Path, dir_okay=False, exists=True),
+            help="Use TLS with --router-address, and trust the authorities in this file.",
+        ),
+        option("--tls", is_flag=True, help="Use TLS with --router-address, and trust the system's authorities."),
+        option("--api-key", help="The API key to send to --router-address. Prefer the variable to the flag."),
+        option(
+            "--router-address",
+            metavar="HOST:PORT",
+            help="The address of the router.  [default: that of the fabric in the data directory]",
+        ),
+    ):
+        function = add_option(function)
+    return function
+
+
+def choose_routers(
+    flag: str | None,
+    data_dir: Path | None,
+    config_file: Path | None,
+    *,
+    api_key: str | None = None,
+    tls: bool = False,
+    tls_ca: Path | None = None,
+) -> Routers:
     """Returns the flag's router, which sees a client; or those of the fabric in the data directory, which see an
     operator. Raises CommandError if no fabric runs there."""
     if flag is not None:
-        return Routers(flag, [], open_plain_channel)
+        with_tls = TlsOptions(tls_ca) if tls or tls_ca is not None else None
+        return Routers(flag, [], channel_opener(api_key or "", with_tls))
     folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
     state, trust = folder.require_running(), trust_of_running(folder)
     own = [process.internal_address or process.router_address for process in state.processes if process.router_address]

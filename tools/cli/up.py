@@ -56,6 +56,28 @@ PORT = click.IntRange(0, 65535)
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file with the fabric's secret.  [default: DATA_DIR/secret, made at the first start]",
 )
+@option(
+    "--api-keys",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file with the hashes of API keys (`kvloom keys`). Clients then need a key.",
+)
+@option(
+    "--tls-certificate",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The certificate of the HTTP and gRPC ports, in PEM. It is reloaded when the file changes.",
+)
+@option("--tls-key", type=click.Path(path_type=Path, dir_okay=False), help="The key of that certificate.")
+@option(
+    "--tls-client-ca",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The authorities of clients' certificates, which clients then need.",
+)
+@option(
+    "--insecure",
+    is_flag=True,
+    help="Listen on other addresses than loopback even without TLS or API keys.",
+)
+@option("--host", help="The address on which the HTTP and gRPC ports listen.  [default: 127.0.0.1]")
 @option("--redis-url", metavar="URL", help="Use this Redis-protocol server instead of the embedded one.")
 @option(
     "--start-timeout-seconds",

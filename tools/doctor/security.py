@@ -17,6 +17,7 @@ import redis.asyncio
 import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvloom.access.exposure import is_loopback
 from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
@@ -60,7 +61,7 @@ def doctor_security(as_json: bool, data_dir: Path | None, config_file: Path | No
 
 
 async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, trust: FabricTrust) -> list[Finding]:
-    found = [*_files(folder), _secret(config, trust), *_listeners(state), _callers(config)]
+    found = [*_files(folder), _secret(config, trust), *_listeners(config, state), _callers(config)]
     found.append(await _redis(config))
     found += [finding async for finding in _ports(state, trust)]
     return found
@@ -82,13 +83,21 @@ def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
     return Finding("secret", "ok", "from the environment; it cannot be rotated without restarts")
 
 
-def _listeners(state: FabricState) -> Iterator[Finding]:
+def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
     for name, address in addresses.items():
-        if address.startswith(_LOOPBACK):
+        host = config.edge.host if name == "HTTP" else config.router.host
+        if is_loopback(host):
             yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
+        elif config.tls.certificate_file and config.callers.api_keys_file:
+            yield Finding(f"{name} listener", "ok", f"{host} is reachable from other machines, with TLS and API keys")
         else:
-            detail = f"{address} is reachable from other machines without TLS: put a proxy with TLS in front of it"
+            missing = " and ".join(
+                what
+                for what, file in (("TLS", config.tls.certificate_file), ("API keys", config.callers.api_keys_file))
+                if not file
+            )
+            detail = f"{host} is reachable from other machines without {missing} (kvloom up --help)"
             yield Finding(f"{name} listener", "warning", detail)
 
 

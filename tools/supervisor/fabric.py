@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvloom.config import KvloomConfig
-from kvloom.trust.fabric_trust import FabricTrust, following
+from kvloom.process.watched_files import following
+from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError
 from tools.supervisor.control import control_socket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,7 +25,8 @@ def reachable_host(host: str) -> str:
 
 
 def http_url(config: KvloomConfig) -> str:
-    return f"http://{reachable_host(config.edge.host)}:{config.edge.port}"
+    scheme = "https" if config.tls.certificate_file else "http"
+    return f"{scheme}://{reachable_host(config.edge.host)}:{config.edge.port}"
 
 
 def router_address(config: KvloomConfig) -> str:
@@ -41,19 +43,24 @@ async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int, trust:
     """Whether every running router knows all shards, and every edge accepts requests."""
     running = [status for status in statuses if status.state == ProcessState.READY]
     routers = [status.internal_address or status.router_address for status in running if status.router_address]
-    edges = [status.metrics_address for status in running if status.role == "edge"]
+    edges = [status for status in running if status.role == "edge"]
     answers = await asyncio.gather(
-        *(fleet_is_complete(address, num_shards, trust) for address in routers), *map(is_edge_ready, edges)
+        *(fleet_is_complete(address, num_shards, trust) for address in routers),
+        *(is_edge_ready(status, trust) for status in edges),
     )
     return all(answers)
 
 
-async def is_edge_ready(address: str) -> bool:
-    """Whether the edge at this address answers /ready with 200."""
-    host, _, port = reachable_address(address).rpartition(":")
+async def is_edge_ready(status: ProcessStatus, trust: FabricTrust) -> bool:
+    """Whether the edge answers /ready with 200. With a secret it is asked where it serves its fabric, because clients
+    may need a certificate."""
+    host, _, port = reachable_address(status.peer_address or status.metrics_address).rpartition(":")
+    tls: dict[str, Any] = {}
+    if status.peer_address:
+        tls = {"ssl": trust.client_tls(), "server_hostname": trust.server_hostname("edge")}
     try:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **tls)
             try:
                 writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 status_line = await reader.readline()

@@ -50,6 +50,8 @@ class ProcessStatus:
     router_metrics_address: str = ""
     internal_address: str = ""
     """Where that router serves the processes of the fabric."""
+    peer_address: str = ""
+    """Where the edge in this process serves them."""
     engine: str = ""
     """What computes in it, if it is a shard."""
     variant: str = ""
@@ -101,6 +103,7 @@ class SupervisedProcess:
             router_address=self._ready.address if self.spec.role == "router" else self._ready.router_address,
             router_metrics_address=self._ready.router_metrics_address,
             internal_address=self._ready.internal_address,
+            peer_address=self._ready.peer_address,
             engine=self._ready.engine,
             variant=self._ready.variant,
         )

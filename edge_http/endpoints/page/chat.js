@@ -5,21 +5,57 @@ const $ = (id) => document.getElementById(id);
 const page = {
   model: $("model"), notice: $("notice"), scroller: $("scroller"), conversation: $("conversation"),
   welcome: $("welcome"), composer: $("composer"), prompt: $("prompt"), send: $("send"), stop: $("stop"),
-  newChat: $("new-chat"), announcer: $("announcer"),
+  newChat: $("new-chat"), announcer: $("announcer"), keyForm: $("key-form"), key: $("key"),
 };
 const STORE = "kvloom.conversation";
+const KEY_STORE = "kvloom.api-key";  // forgotten with the tab
 const POLL_MS = 2000;
 const RESUME_PAUSES_MS = [0, 500, 1000, 2000, 4000, 8000];  // within the server's grace period
 
 let messages = [];     // what the model is sent: {role, content}
 let running = null;    // AbortController of the answer that streams
 
+// --- the API key, if the server asks for one ------------------------------------------------------------------------
+
+let apiKey = "";
+
+function fetchWithKey(url, options = {}) {
+  const headers = apiKey ? { ...options.headers, Authorization: `Bearer ${apiKey}` } : options.headers;
+  return fetch(url, { ...options, headers });
+}
+
+function askForKey() {
+  showNotice(apiKey ? "The server does not accept this API key." : "This server asks for an API key.");
+  page.keyForm.hidden = false;
+  page.key.focus();
+}
+
+function restoreKey() {
+  try {
+    apiKey = sessionStorage.getItem(KEY_STORE) ?? "";
+  } catch { /* storage is off: the key is asked for again */ }
+}
+
+function useKey(key) {
+  apiKey = key;
+  page.key.value = "";
+  page.keyForm.hidden = true;
+  try {
+    sessionStorage.setItem(KEY_STORE, key);
+  } catch { /* storage is off: the key lives on the page only */ }
+  loadModels();
+}
+
 // --- models -----------------------------------------------------------------------------------------------------
 
 async function loadModels() {
   let models = null;
   try {
-    const response = await fetch("/v1/models");
+    const response = await fetchWithKey("/v1/models");
+    if (response.status === 401) {
+      askForKey();
+      return;
+    }
     models = response.ok ? (await response.json()).data : null;
   } catch { /* said below */ }
   if (models === null) {
@@ -175,7 +211,7 @@ function factsOf(seen, stopped) {
 }
 
 async function stream(signal, onChunk) {
-  let response = await fetch("/v1/chat/completions", {
+  let response = await fetchWithKey("/v1/chat/completions", {
     method: "POST",
     signal,
     headers: { "Content-Type": "application/json", "x-kvloom-details": "true", "x-kvloom-resume": "on" },
@@ -187,14 +223,14 @@ async function stream(signal, onChunk) {
   const url = `/v1/chat/completions/${response.headers.get("x-kvloom-response-id")}`;
   const isResumable = response.headers.has("x-kvloom-resume");
   // Without this, the server would continue generation for a client that has left for good.
-  const cancel = () => { if (isResumable) navigator.sendBeacon(`${url}/cancel`); };
+  const cancel = () => { if (isResumable) fetchWithKey(`${url}/cancel`, { method: "POST", keepalive: true }).catch(() => {}); };
   const position = { event: 0 };
   addEventListener("pagehide", cancel);
   try {
     for (let losses = 0; ;) {
       const before = position.event;
       try {
-        response ??= await fetch(`${url}?stream=true&starting_after=${position.event}`, { signal });
+        response ??= await fetchWithKey(`${url}?stream=true&starting_after=${position.event}`, { signal });
         if (!response.ok) throw await errorOf(response);
         if (await readEvents(response, position, onChunk)) return;
       } catch (failure) {
@@ -309,6 +345,10 @@ page.composer.addEventListener("submit", (event) => {
   fitPrompt();
   ask(text);
 });
+page.keyForm.addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(page.key.value.trim());
+});
 page.prompt.addEventListener("input", fitPrompt);
 page.prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -328,5 +368,6 @@ for (const example of document.querySelectorAll(".example")) {
   example.addEventListener("click", () => ask(example.textContent));
 }
 
-loadModels().then(restore);
 page.prompt.focus();
+restoreKey();
+loadModels().then(restore);

@@ -65,6 +65,12 @@ def test_flags_override_the_file(tmp_path: Path):
         http_port=0,
         router_port=None,
         secret_file=None,
+        api_keys=Path("keys"),
+        tls_certificate=None,
+        tls_key=None,
+        tls_client_ca=None,
+        insecure=True,
+        host="0.0.0.0",
         redis_url=None,
         no_deterministic=True,
         edges=2,
@@ -72,6 +78,8 @@ def test_flags_override_the_file(tmp_path: Path):
         colocate=True,
     )
     assert (config.edge.num_edges, config.edge.colocate, config.router.num_routers) == (2, True, 1)
+    assert (config.edge.host, config.router.host, config.callers.allow_insecure) == ("0.0.0.0", "0.0.0.0", True)
+    assert config.callers.api_keys_file == str(Path.cwd() / "keys")  # a daemon reads it from another directory
     assert (config.shard.num_shards, config.shard.engine, config.edge.port) == (3, "sim", 0)
     assert not config.shard.torch.deterministic
     assert config.router.port == KvloomConfig().router.port

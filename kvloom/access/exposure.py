@@ -1,0 +1,35 @@
+"""The rule for listeners that other machines can reach: they need TLS and API keys, unless the operator says that
+something in front of them takes care of both."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from kvloom.config import KvloomConfig
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost" or host.startswith("unix:"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def exposure_risk(config: KvloomConfig, *hosts: str) -> str:
+    """What anyone who reaches one of these hosts could do; "" if nothing that the configuration does not allow."""
+    exposed = sorted({host or "every interface" for host in hosts if not is_loopback(host)})
+    if not exposed or config.callers.allow_insecure:
+        return ""
+    risks: list[str] = []
+    if not config.tls.certificate_file:
+        risks.append("without TLS (--tls-certificate, --tls-key), anyone on the way reads prompts, answers and keys")
+    if not config.callers.api_keys_file:
+        risks.append("without API keys (--api-keys), anyone who can connect uses the models")
+    if not risks:
+        return ""
+    return (
+        f"{' and '.join(exposed)} can be reached from other machines: {'; '.join(risks)}. Give what is missing, listen "
+        "on 127.0.0.1 behind a proxy, or accept the risk with --insecure (callers.allow_insecure)"
+    )

@@ -1,0 +1,101 @@
+"""Refuses RPCs without a valid API key, where keys are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from kvloom.access.api_keys import wrong_key_error
+from kvloom.callers import Callers
+from kvloom.errors import KvloomError
+from kvloom.transport.grpc_errors import abort
+from router.caller_scope import credential_in
+
+log = structlog.get_logger()
+
+_OWN_SERVICES: Final = "/kvloom."
+"""Health checks of load balancers need no key, nor does reflection, which can be switched off."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+class ApiKeyCheck(grpc.aio.ServerInterceptor):
+    """gRPC calls it for every RPC that a server receives."""
+
+    def __init__(self, callers: Callers) -> None:
+        """`callers` must have API keys."""
+        self._callers = callers
+        self._open: dict[asyncio.Task[Any], str] = {}
+        """The tasks of bidirectional streams, which may last for weeks, and their keys."""
+        self._revoked: set[asyncio.Task[Any]] = set()
+        if callers.api_keys is not None:
+            callers.api_keys.on_change(self._end_revoked)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not str(handler_call_details.method).startswith(_OWN_SERVICES):
+            return handler
+        metadata: Iterable[tuple[str, Any]] = handler_call_details.invocation_metadata or ()  # type: ignore[assignment]
+        credential = credential_in(metadata)
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        try:
+            self._callers.check(credential)
+        except KvloomError as error:
+            refusal = _refusal(error)
+            if handler.unary_unary is not None:
+                return grpc.unary_unary_rpc_method_handler(refusal, **codecs)
+            if handler.unary_stream is not None:
+                return grpc.unary_stream_rpc_method_handler(refusal, **codecs)
+            return grpc.stream_stream_rpc_method_handler(refusal, **codecs)
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(self._followed(handler.stream_stream, credential), **codecs)
+        return handler
+
+    def _followed(self, behaviour: Behaviour, credential: str) -> Any:
+        """The behaviour, which ends when the key is no longer accepted."""
+
+        async def followed(requests: Any, context: Context) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            self._open[task] = credential
+            try:
+                return await behaviour(requests, context)
+            except asyncio.CancelledError:
+                if task not in self._revoked:
+                    raise
+                task.uncancel()
+                await abort(context, wrong_key_error())
+            finally:
+                del self._open[task]
+                self._revoked.discard(task)
+
+        return followed
+
+    def _end_revoked(self) -> None:
+        for task, credential in list(self._open.items()):
+            try:
+                self._callers.check(credential)
+            except KvloomError:
+                self._revoked.add(task)
+                task.cancel()
+        if self._revoked:
+            log.info("streams end because their API keys are no longer accepted", num_streams=len(self._revoked))
+
+
+def _refusal(error: KvloomError) -> Any:
+    async def refuse(_request: Any, context: Context) -> None:
+        await abort(context, error)
+
+    return refuse
