@@ -421,6 +421,9 @@ class FabricConfig(Section):
     """The file with the fabric's secret (docs/security.md), by which its processes recognise one another. Empty:
     `kvloom up` makes one in the data directory; a service that is started by itself takes the secret from the
     environment variable KVLOOM_FABRIC_SECRET, and works without one if that is not set."""
+    name_prefix: Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")] = ""
+    """What the names of the processes that `kvloom up` starts begin with. Names are unique in a fleet, so machines that
+    share a Redis need different prefixes."""
 
 
 class CallersConfig(Section):

@@ -13,8 +13,8 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import Announcer, reachable_address
-from kvloom.discovery.registry import ShardRecord, ShardRegistry
+from kvloom.discovery.announcer import Announcer, name_owner, reachable_address
+from kvloom.discovery.registry import NameTakenError, ShardRecord, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
@@ -88,6 +88,15 @@ class ShardServer:
 
     async def _serve_engine(self, address: str) -> None:
         info = self._engine.info
+        if self._config.redis.url:
+            registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
+            advertised = self._advertised_address or reachable_address(address)
+            owner = name_owner(self._config.data_dir)
+            record = ShardRecord(self._shard_id, advertised, info.model, self.incarnation_id, owner)
+            self._announcer = Announcer(registry, record)
+            await self._wait_for_name(self._announcer)
+        else:
+            log.warning("redis.url is not set: routers cannot find this shard")
         self._multiplexer = EngineMultiplexer(
             self._engine,
             self._tokenizer,
@@ -107,14 +116,15 @@ class ShardServer:
         await self._local_server.start(address)
         await self._server.start()
         await service.set_serving(self._health, SERVICE_NAMES, True)
-        if self._config.redis.url:
-            registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
-            advertised = self._advertised_address or reachable_address(address)
-            record = ShardRecord(self._shard_id, advertised, info.model, self.incarnation_id)
-            self._announcer = Announcer(registry, record)
-        else:
-            log.warning("redis.url is not set: routers cannot find this shard")
         log.info("shard serves", address=address, engine=info.engine, model=info.model, num_blocks=info.num_blocks)
+
+    async def _wait_for_name(self, announcer: Announcer[ShardRecord]) -> None:
+        """Raises StartError if another machine has a shard of this name."""
+        try:
+            await announcer.wait_for_name()
+        except NameTakenError as error:
+            await announcer.close()
+            raise service.StartError(str(error)) from error
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, then drain and stop. Raises EngineError when the engine dies."""

@@ -38,7 +38,7 @@ async def serve(config: KvloomConfig, first: int, count: int) -> None:
         async with asyncio.TaskGroup() as shards:
             for number in range(count):
                 engine = create_engine(config, tokenizer)
-                name = shard_name(first + number)
+                name = shard_name(first + number, config.fabric.name_prefix)
                 trust = load_trust(config, ("shard",), name)
                 server = ShardServer(config, engine, tokenizer, name, metrics_registry=CollectorRegistry(), trust=trust)
                 addresses.append(await server.start())

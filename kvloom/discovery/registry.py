@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import redis.asyncio.retry
@@ -38,6 +38,9 @@ class ShardRecord(msgspec.Struct, frozen=True):
     model: str
     incarnation_id: str
     """Drawn when the process starts. A process with another one at this address is a different process."""
+    owner: str = ""
+    """Who gave the shard its id: a supervisor's data directory, or a machine. Only a process of the same owner takes
+    over an id before its announcement has expired. "": the shard, of an earlier version, does not say."""
 
     @property
     def key(self) -> str:
@@ -55,6 +58,8 @@ class RouterRecord(msgspec.Struct, frozen=True):
     """As for a shard. "": the router, of an earlier version, does not announce one."""
     client_address: str = ""
     """gRPC target for clients; "": the same as for the processes of the fabric."""
+    owner: str = ""
+    """As for a shard; routers have none, because addresses are unique."""
 
     @property
     def key(self) -> str:
@@ -62,6 +67,26 @@ class RouterRecord(msgspec.Struct, frozen=True):
 
 
 _Record = TypeVar("_Record", ShardRecord, RouterRecord)
+
+
+class NameTakenError(Exception):
+    """Another process has the same name, and is alive."""
+
+    def __init__(self, name: str, holder: ShardRecord | RouterRecord) -> None:
+        super().__init__(
+            f"{name} is the name of another process of this fleet, at {holder.address}: names must be unique, for "
+            "example by `kvloom up --name-prefix`"
+        )
+        self.holder = holder
+
+
+def may_replace(holder: ShardRecord | RouterRecord, own: ShardRecord | RouterRecord, *, was_announced: bool) -> bool:
+    """Whether a process may announce itself in place of `holder`, which has not expired. `was_announced`: `own` has
+    been, so that `holder` came later."""
+    if holder.incarnation_id == own.incarnation_id:
+        return True
+    is_successor = not holder.owner or not own.owner or holder.owner == own.owner
+    return is_successor and not was_announced
 
 
 class Registry(Generic[_Record]):
@@ -81,21 +106,54 @@ class Registry(Generic[_Record]):
         self._last_keys: list[str] = []
         self._ignored: dict[str, bytes] = {}
         """By key: values that were reported as unusable."""
+        self._announced: dict[str, str] = {}
+        """The incarnations that this registry has announced last, by key."""
 
     async def announce(self, record: _Record) -> None:
-        """Announce a process for the next TTL_SECONDS."""
-        announcement = self._sealer.sign(self._name(record.key), msgspec.json.encode(record))
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._name(record.key), announcement, px=round(TTL_SECONDS * 1000), get=True)
-            pipe.sadd(self._ids_name, record.key)
-            before, _ = await pipe.execute()
-        if before != announcement:
-            await self._redis.publish(self._channel, record.key)
-
-    async def withdraw(self, key: str) -> None:
-        """Remove a process, which has stopped."""
+        """Announce a process for the next TTL_SECONDS. Raises NameTakenError if another one has its name, and
+        WatchError, which is a RedisError, if the record changes at this moment."""
+        name = self._name(record.key)
+        announcement = self._sealer.sign(name, msgspec.json.encode(record))
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(self._name(key))
+            await pipe.watch(name)
+            before: Any = await pipe.get(name)
+            if before not in (None, announcement):
+                self._check_replaceable(record, before)
+            pipe.multi()
+            pipe.set(name, announcement, px=round(TTL_SECONDS * 1000))
+            pipe.sadd(self._ids_name, record.key)
+            if before != announcement:
+                pipe.publish(self._channel, record.key)
+            await pipe.execute()
+        self._announced[record.key] = record.incarnation_id
+
+    async def check_free(self, record: _Record) -> None:
+        """Raises NameTakenError if another process has the name of this one."""
+        before: Any = await self._redis.get(self._name(record.key))
+        if before is not None:
+            self._check_replaceable(record, before)
+
+    def _check_replaceable(self, record: _Record, before: bytes) -> None:
+        holder = self._decoded(record.key, before)
+        if holder is None:
+            return  # garbage, or another fabric's, which is reported
+        was_announced = self._announced.get(record.key) == record.incarnation_id
+        if not may_replace(holder, record, was_announced=was_announced):
+            raise NameTakenError(record.key, holder)
+
+    async def withdraw(self, key: str, incarnation_id: str = "") -> None:
+        """Remove a process, which has stopped. With `incarnation_id`, a process of the same name that has replaced it
+        stays."""
+        name = self._name(key)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            if incarnation_id:
+                await pipe.watch(name)
+                before: Any = await pipe.get(name)
+                holder = self._decoded(key, before) if before is not None else None
+                if holder is not None and holder.incarnation_id != incarnation_id:
+                    return
+                pipe.multi()
+            pipe.delete(name)
             pipe.srem(self._ids_name, key)
             pipe.publish(self._channel, key)
             await pipe.execute()

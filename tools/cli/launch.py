@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -44,6 +45,7 @@ def apply_flags(
     tls_client_ca: Path | None,
     insecure: bool,
     host: str | None,
+    name_prefix: str | None,
     redis_url: str | None,
     no_deterministic: bool,
     edges: int | None,
@@ -70,6 +72,10 @@ def apply_flags(
         config.callers.allow_insecure = True
     if host is not None:
         config.edge.host = config.router.host = host
+    if name_prefix is not None:
+        if not re.fullmatch(r"([a-z0-9][a-z0-9-]{0,31})?", name_prefix):
+            raise CommandError("--name-prefix: at most 32 lower-case letters, digits and '-'")
+        config.fabric.name_prefix = name_prefix
     if redis_url is not None:
         config.redis.url = redis_url
     if no_deterministic:

@@ -78,6 +78,11 @@ PORT = click.IntRange(0, 65535)
     help="Listen on other addresses than loopback even without TLS or API keys.",
 )
 @option("--host", help="The address on which the HTTP and gRPC ports listen.  [default: 127.0.0.1]")
+@option(
+    "--name-prefix",
+    metavar="TEXT",
+    help="What the names of the processes begin with, for machines that share a Redis: names are unique in a fleet.",
+)
 @option("--redis-url", metavar="URL", help="Use this Redis-protocol server instead of the embedded one.")
 @option(
     "--start-timeout-seconds",

@@ -62,44 +62,46 @@ def plan_stages(
             starts_first=starts_first,
         )
 
+    prefix = config.fabric.name_prefix
     metrics = ("--metrics-port", "0")
     router = ("--share-port", "--own-port", "0", *metrics)
-    services = [service("safety", "safety_svc", "safety", ("--share-port", *metrics), starts_first=True)]
+    services = [service("safety", "safety_svc", f"{prefix}safety", ("--share-port", *metrics), starts_first=True)]
     if not colocate:
-        names = numbered("router", config.router.num_routers)
+        names = numbered(f"{prefix}router", config.router.num_routers)
         services += [service("router", "router", name, router, starts_first=True) for name in names]
     services += [service("shard", *shard) for shard in _shards(config, metrics)]
     module, args = ("tools.colocated", router) if colocate else ("edge_http", ())
     services += [
         service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
-        for name in numbered("edge", config.edge.num_edges)
+        for name in numbered(f"{prefix}edge", config.edge.num_edges)
     ]
     return [[embedded_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
 
 
-def shard_name(number: int) -> str:
-    """The id of a shard in the registry."""
-    return f"shard-{number}"
+def shard_name(number: int, prefix: str) -> str:
+    """The id of a shard in the registry. `prefix`: fabric.name_prefix."""
+    return f"{prefix}shard-{number}"
 
 
 def _shards(config: KvloomConfig, metrics: Sequence[str]) -> list[tuple[str, str, Sequence[str]]]:
     """Returns (module, name, arguments) of each shard process."""
+    prefix = config.fabric.name_prefix
     num_shards, per_process = config.shard.num_shards, config.shard.sim.shards_per_process
     if config.shard.engine != "sim" or per_process == 1:
-        return [("shard_server", shard_name(number), metrics) for number in range(num_shards)]
+        return [("shard_server", shard_name(number, prefix), metrics) for number in range(num_shards)]
     return [
         (
             "tools.many_shards",
-            f"shards-{first}",
+            f"{prefix}shards-{first}",
             ("--first", str(first), "--count", str(min(per_process, num_shards - first))),
         )
         for first in range(0, num_shards, per_process)
     ]
 
 
-def numbered(role: str, count: int) -> list[str]:
-    """The names of so many processes. A single one is named after its role."""
-    return [role] if count == 1 else [f"{role}-{i}" for i in range(count)]
+def numbered(name: str, count: int) -> list[str]:
+    """The names of so many processes. A single one has no number."""
+    return [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
 
 
 def pick_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

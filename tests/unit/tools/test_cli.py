@@ -71,6 +71,7 @@ def test_flags_override_the_file(tmp_path: Path):
         tls_client_ca=None,
         insecure=True,
         host="0.0.0.0",
+        name_prefix="west-",
         redis_url=None,
         no_deterministic=True,
         edges=2,

@@ -1,0 +1,83 @@
+"""Names in the registry are unique: two machines that both call a shard "shard-0" must not overwrite each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvloom.discovery import announcer as announcer_module
+from kvloom.discovery.announcer import Announcer, name_owner
+from kvloom.discovery.registry import NameTakenError, ShardRecord, ShardRegistry, may_replace
+
+FIRST = ShardRecord("shard-0", "a:1", "m", "incarnation-1", owner="east")
+OTHER = ShardRecord("shard-0", "b:1", "m", "incarnation-2", owner="west")
+SUCCESSOR = ShardRecord("shard-0", "a:2", "m", "incarnation-3", owner="east")
+
+
+@contextlib.asynccontextmanager
+async def registries(url: str, prefix: str) -> AsyncIterator[tuple[ShardRegistry, ShardRegistry]]:
+    """Those of two processes."""
+    one, two = ShardRegistry(url, prefix), ShardRegistry(url, prefix)
+    try:
+        yield one, two
+    finally:
+        await one.close()
+        await two.close()
+
+
+async def test_another_machine_does_not_overwrite_a_name(redis_url: str) -> None:
+    """Routers would send the requests of one shard to the other, in turns, about once a second."""
+    async with registries(redis_url, "names-1") as (one, two):
+        await one.announce(FIRST)
+        with pytest.raises(NameTakenError, match="a:1"):
+            await two.announce(OTHER)
+        await one.announce(FIRST)
+        await two.withdraw(OTHER.key, OTHER.incarnation_id)
+        assert await two.list_shards() == {"shard-0": FIRST}
+        await one.withdraw(FIRST.key, FIRST.incarnation_id)
+        await two.announce(OTHER)
+        assert await one.list_shards() == {"shard-0": OTHER}
+
+
+async def test_a_successor_takes_over_at_once(redis_url: str) -> None:
+    """A shard that was killed leaves its announcement behind: its successor must not wait until that expires. The
+    older one, if it still lives, gives way and leaves the record alone when it stops."""
+    async with registries(redis_url, "names-2") as (one, two):
+        await one.announce(FIRST)
+        await two.announce(SUCCESSOR)
+        with pytest.raises(NameTakenError):
+            await one.announce(FIRST)
+        await one.withdraw(FIRST.key, FIRST.incarnation_id)
+        assert await one.list_shards() == {"shard-0": SUCCESSOR}
+
+
+async def test_a_process_with_a_taken_name_does_not_start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits as long as the announcement of a dead process lasts, and then says where the other one is."""
+    monkeypatch.setattr(announcer_module, "TTL_SECONDS", 0.1)
+    monkeypatch.setattr(announcer_module, "HEARTBEAT_SECONDS", 0.05)
+    async with registries(redis_url, "names-3") as (one, two):
+        await one.announce(FIRST)
+        with pytest.raises(NameTakenError, match="names must be unique"):
+            await Announcer(two, OTHER).wait_for_name()
+        waiting = asyncio.create_task(Announcer(two, OTHER).wait_for_name())
+        await one.withdraw(FIRST.key, FIRST.incarnation_id)
+        await asyncio.wait_for(waiting, 5)
+
+
+def test_who_may_replace_whom() -> None:
+    """Records of earlier versions name no owner: they are replaced as before."""
+    unnamed = ShardRecord("shard-0", "c:1", "m", "incarnation-4")
+    assert may_replace(unnamed, FIRST, was_announced=False)
+    assert may_replace(FIRST, unnamed, was_announced=False)
+    assert may_replace(FIRST, FIRST, was_announced=True)
+    assert not may_replace(FIRST, OTHER, was_announced=False)
+    assert not may_replace(SUCCESSOR, FIRST, was_announced=True)
+
+
+def test_owners_are_data_directories() -> None:
+    """Two fabrics of one machine are two owners, and a path does not get into Redis."""
+    assert name_owner("/a") == name_owner("/a") != name_owner("/b")
+    assert "/a" not in name_owner("/a")
