@@ -15,6 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import redis.asyncio.retry
 import redis.backoff
+import redis.exceptions
 import structlog
 
 from kvloom.discovery.redis_client import redis_client
@@ -116,7 +117,7 @@ class Registry(Generic[_Record]):
         announcement = self._sealer.sign(name, msgspec.json.encode(record))
         async with self._redis.pipeline(transaction=True) as pipe:
             await pipe.watch(name)
-            before: Any = await pipe.get(name)
+            before = await _value(pipe, name)
             if before not in (None, announcement):
                 self._check_replaceable(record, before)
             pipe.multi()
@@ -129,7 +130,7 @@ class Registry(Generic[_Record]):
 
     async def check_free(self, record: _Record) -> None:
         """Raises NameTakenError if another process has the name of this one."""
-        before: Any = await self._redis.get(self._name(record.key))
+        before = await _value(self._redis, self._name(record.key))
         if before is not None:
             self._check_replaceable(record, before)
 
@@ -148,7 +149,7 @@ class Registry(Generic[_Record]):
         async with self._redis.pipeline(transaction=True) as pipe:
             if incarnation_id:
                 await pipe.watch(name)
-                before: Any = await pipe.get(name)
+                before = await _value(pipe, name)
                 holder = self._decoded(key, before) if before is not None else None
                 if holder is not None and holder.incarnation_id != incarnation_id:
                     return
@@ -165,12 +166,16 @@ class Registry(Generic[_Record]):
             self._last_keys = keys
             _, values = await self._read(keys)
         found: dict[str, _Record] = {}
+        before = self._ignored.copy()
         expired: list[str] = []
         for key, value in zip(keys, values, strict=True):
             if value is None:
                 expired.append(key)
             elif (record := self._decoded(key, value)) is not None:
                 found[key] = record
+            elif value != before.get(key):
+                # What no process announces again disappears, like the announcement of a dead process.
+                await self._redis.pexpire(self._name(key), round(TTL_SECONDS * 1000))
         self._ignored = {key: value for key, value in self._ignored.items() if key in keys}
         if expired:
             await self._redis.srem(self._ids_name, *expired)
@@ -196,7 +201,9 @@ class Registry(Generic[_Record]):
             if keys:
                 pipe.mget([self._name(key) for key in keys])
             members, *values = await pipe.execute()
-        return sorted(member.decode() for member in members), values[0] if values else []
+        # No process has a name that is not UTF-8, so such a member is foreign.
+        names = [member.decode() for member in members if _is_text(member)]
+        return sorted(names), values[0] if values else []
 
     async def watch(self) -> AsyncIterator[None]:
         """Yields whenever the records should be read again: at once after a change, otherwise every POLL_SECONDS.
@@ -222,6 +229,24 @@ class Registry(Generic[_Record]):
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}:{key}"
+
+
+def _is_text(member: bytes) -> bool:
+    try:
+        member.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+async def _value(client: Any, name: str) -> bytes | None:
+    """The value of a key; b"", which is no record, if the key holds something else."""
+    try:
+        return await client.get(name)
+    except redis.exceptions.ResponseError as error:
+        if "WRONGTYPE" in str(error):
+            return b""
+        raise
 
 
 class ShardRegistry(Registry[ShardRecord]):

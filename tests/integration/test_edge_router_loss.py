@@ -55,7 +55,7 @@ async def fabric(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterat
                 model,
                 EdgeListenOptions(0),
                 stop,
-                lambda address, _metrics: ready.set_result(address),
+                lambda address, *_others: ready.set_result(address),
             )
         )
         yield Fabric(world, routers, link, await ready)

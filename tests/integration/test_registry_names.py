@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+import redis.asyncio
 
 from kvloom.discovery import announcer as announcer_module
 from kvloom.discovery.announcer import Announcer, name_owner
@@ -65,6 +66,20 @@ async def test_a_process_with_a_taken_name_does_not_start(redis_url: str, monkey
         waiting = asyncio.create_task(Announcer(two, OTHER).wait_for_name())
         await one.withdraw(FIRST.key, FIRST.incarnation_id)
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_foreign_values_neither_stay_nor_stand_in_the_way(redis_url: str) -> None:
+    """Anything may be written to a Redis that others use, too: a list under a shard's name once kept the shard out for
+    good, and garbage without an expiry stayed until somebody deleted it."""
+    async with registries(redis_url, "names-4") as (one, two), redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.rpush("names-4:shard:shard-0", "garbage")
+        await client.set("names-4:shard:\udcff odd".encode("utf-8", "surrogateescape"), "garbage")
+        await client.sadd("names-4:shard_ids", "shard-0", b"\xff odd", "shard-1")
+        await client.set("names-4:shard:shard-1", "garbage")
+        assert await two.list_shards() == {}
+        assert 0 < await client.pttl("names-4:shard:shard-1") <= 5000
+        await one.announce(FIRST)
+        assert await two.list_shards() == {"shard-0": FIRST}
 
 
 def test_who_may_replace_whom() -> None:

