@@ -1,6 +1,7 @@
-"""The edge's metrics: counted once a request, never once a token. Names are OpenTelemetry's where it has one.
+"""The edge's metrics: counted once a request, never once a token.
 
-The `model` label only ever holds names of models that this edge serves.
+Requests enter the fabric here, so the edge alone has the names of OpenTelemetry's GenAI conventions (`gen_ai_...`). The
+labels for models only ever hold names of models that this edge serves.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.registry import Collector
 
 from edge_http.answers.answer import Answer
+from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, TOKENS
 from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily, HistogramSeries
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 CONTENT_TYPE: Final = prometheus_client.CONTENT_TYPE_LATEST
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144)
 _GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
 
 
@@ -46,76 +45,107 @@ class EdgeMetrics:
         prometheus_client.ProcessCollector(registry=registry)
         prometheus_client.GCCollector(registry=registry)
         self._requests = CounterFamily(
-            "kvloom_edge_requests", "HTTP requests by route and status.", ("route", "status"), registry
+            "kvloom_edge_requests",
+            "HTTP requests that were answered, refused ones too. Unit: requests.",
+            ("route", "status"),
+            registry,
         )
         self._disconnects = Counter(
-            "kvloom_edge_client_disconnects", "Clients that went away before their answer ended.", registry=registry
+            "kvloom_edge_client_disconnects",
+            "Clients that went away before their answer ended. Unit: clients.",
+            registry=registry,
         )
         self._slow_clients = Counter(
-            "kvloom_edge_slow_clients", "Streams ended because the client read too slowly.", registry=registry
+            "kvloom_edge_slow_clients",
+            "Streams ended because the client read too slowly. Unit: streams.",
+            registry=registry,
         )
         self.output_tokens = CounterFamily(
-            "kvloom_edge_output_tokens", "Tokens received for clients.", ("model",), registry
+            "kvloom_edge_output_tokens",
+            "Tokens of answers that ended, as received from routers. Unit: tokens.",
+            ("model",),
+            registry,
         )
-        self._events = CounterFamily("kvloom_edge_sse_events", "Server-sent events written.", (), registry).labels()
+        self._events = CounterFamily(
+            "kvloom_edge_sse_events",
+            "Server-sent events written, counted when their answer ends. Unit: events.",
+            (),
+            registry,
+        ).labels()
         self._resumed = Counter(
-            "kvloom_edge_resumed_streams", "Streams taken up again by their client.", registry=registry
+            "kvloom_edge_resumed_streams", "Streams taken up again by their client. Unit: streams.", registry=registry
         )
         self._taken_over = Counter(
             "kvloom_edge_taken_over_responses",
-            "Running answers of other edges that went on here after those had died.",
+            "Running answers of other edges that continued here after those had died. Unit: answers.",
             registry=registry,
         )
         self._replayed = Counter(
-            "kvloom_edge_replayed_events", "Events sent again, or late, to clients that resumed.", registry=registry
+            "kvloom_edge_replayed_events",
+            "Events sent again, or late, to clients that resumed. Unit: events.",
+            registry=registry,
         )
         self._expired = Counter(
-            "kvloom_edge_expired_responses", "Answers cancelled because no client came back.", registry=registry
+            "kvloom_edge_expired_responses",
+            "Answers cancelled because no client came back. Unit: answers.",
+            registry=registry,
         )
         self._evicted = Counter(
-            "kvloom_edge_evicted_responses", "Answers whose events were forgotten to keep others'.", registry=registry
+            "kvloom_edge_evicted_responses",
+            "Answers whose events were forgotten to keep others'. Unit: answers.",
+            registry=registry,
         )
         self._unclaimed = Counter(
             "kvloom_edge_unclaimed_events",
-            "Events of expired answers that were generated after their client had left, in vain.",
+            "Events of expired answers that were generated in vain, after their client had left. Unit: events.",
             registry=registry,
         )
-        running = Gauge("kvloom_edge_running_requests", "Generation requests under way.", registry=registry)
+        running = Gauge(
+            "kvloom_edge_running_requests", "Generation requests under way now. Unit: requests.", registry=registry
+        )
         running.set_function(num_running)
-        connected = Gauge("kvloom_edge_router_connected", "1 while the link to the router is up.", registry=registry)
+        connected = Gauge(
+            "kvloom_edge_router_connected",
+            "Whether the link to a router is up now. Unit: 1 for yes, 0 for no.",
+            registry=registry,
+        )
         connected.set_function(lambda: float(is_connected()))
         self._duration = HistogramFamily(
             "gen_ai_server_request_duration_seconds",
-            "From the prompt's submission to the last token.",
+            "From a request's submission to a router to the end of its answer, observed at that end. Unit: seconds.",
             (*_GEN_AI_LABELS, "error_type"),
-            _SECONDS,
+            LATENCY_SECONDS,
             registry,
         )
         self.ttft = HistogramFamily(
             "gen_ai_server_time_to_first_token_seconds",
-            "From the prompt's submission to the first token.",
+            "From a request's submission to a router to its first token, observed when the answer ends. Unit: seconds.",
             _GEN_AI_LABELS,
-            _SECONDS,
+            LATENCY_SECONDS,
             registry,
         )
         self.tpot = HistogramFamily(
             "gen_ai_server_time_per_output_token_seconds",
-            "Mean time between the tokens of an answer, after the first.",
+            "Mean time between the tokens of an answer after the first, observed when the answer ends. Unit: seconds.",
             _GEN_AI_LABELS,
-            _TOKEN_SECONDS,
+            TOKEN_SECONDS,
             registry,
         )
         self.usage = HistogramFamily(
             "gen_ai_client_token_usage",
-            "Tokens of a request.",
+            "Tokens of a prompt (input) and of its answer (output), observed when the answer ends. Unit: tokens.",
             (*_GEN_AI_LABELS, "gen_ai_token_type"),
-            _TOKENS,
+            TOKENS,
             registry,
         )
 
         self._of_model: dict[tuple[str, str], _OfModel] = {}
         self._durations: dict[tuple[str, str, str], HistogramSeries] = {}
         self._responses: dict[tuple[str, int], CounterSeries] = {}
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._registry
 
     def add(self, collector: Collector) -> None:
         self._registry.register(collector)
@@ -135,9 +165,17 @@ class EdgeMetrics:
     ) -> None:
         """Gauges of the resumable responses."""
         for name, text, function in (
-            ("kvloom_edge_resumable_responses", "Responses that can be resumed.", num_kept),
-            ("kvloom_edge_unattended_responses", "Of those, running ones that no client reads.", num_unattended),
-            ("kvloom_edge_resume_bytes", "Held for resumable responses.", num_bytes),
+            ("kvloom_edge_resumable_responses", "Responses that can be resumed now. Unit: responses.", num_kept),
+            (
+                "kvloom_edge_unattended_responses",
+                "Running responses that can be resumed and that no client reads now. Unit: responses.",
+                num_unattended,
+            ),
+            (
+                "kvloom_edge_resume_bytes",
+                "Size of the events held now for resumable responses. Unit: bytes.",
+                num_bytes,
+            ),
         ):
             Gauge(name, text, registry=self._registry).set_function(function)
 

@@ -19,6 +19,7 @@ text/            tokenizers, chat templates, detokenizing, block hashes
 transport/       streams between processes: gRPC, and Unix sockets on one machine
 trust/           the secret that the processes of a fabric share, and what proves that they know it
 discovery/       the registry in Redis in which shards and routers announce themselves
+metrics/         what the Prometheus metrics of all processes have in common, and where they are scraped
 process/         what every service process needs: logs, metrics, signals, timers, backoff
 v1/              code generated from protos/kvloom/v1
 """

@@ -11,6 +11,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvloom.errors import KvloomError, reason_name
+from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS
+from kvloom.metrics.label_values import MAX_LABEL_VALUES, OTHER, LabelValues
 from kvloom.process.fast_metrics import CounterFamily, CounterSeries, HistogramFamily
 from kvloom.process.request_context import request_fields
 from kvloom.v1.generation_pb2 import FinishReason
@@ -22,8 +24,16 @@ from router.usage_records import Credit
 
 log = structlog.get_logger()
 
-LATENCY_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-TOKEN_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+
+GAUGES: Final = {
+    "requests_live": "Requests that have been admitted and have not ended yet. Unit: requests.",
+    "requests_queued": "Requests that wait in the router for a shard now. Unit: requests.",
+    "clients_connected": "Edges and gRPC clients with open calls now. Unit: clients.",
+    "safety_connected": "Whether the safety service can be reached now. Unit: 1 for yes, 0 for no.",
+    "decisions_remembered": "Requests whose placement `kvloom explain` can explain now. Unit: requests.",
+    "draining": "Whether the router drains, that is, takes no new requests. Unit: 1 for yes, 0 for no.",
+}
+"""What the gauges mean, by name without `kvloom_router_`."""
 
 
 class _ModelSeries:
@@ -36,7 +46,7 @@ class _ModelSeries:
         """(finish reason, error reason) -> (the series, the names of the two)."""
         self.attempts = metrics.attempts.labels(model)
         self.input = metrics.tokens.labels(model, "input")
-        self.cached_input = metrics.tokens.labels(model, "cached_input")
+        self.cached_input = metrics.cached_tokens.labels(model)
         self.output = metrics.tokens.labels(model, "output")
         self.duration = metrics.duration.labels(model)
         self.queue_time = metrics.queue_time.labels(model)
@@ -45,7 +55,8 @@ class _ModelSeries:
 
 
 class RouterMetrics:
-    """Histograms are named after OpenTelemetry's GenAI conventions, and all other metrics `kvloom_router_...`."""
+    """All names begin with `kvloom_router_`: the router's view of the requests of edges and of gRPC clients. Those of
+    OpenTelemetry's GenAI conventions belong to the edge (docs/adr/0022-one-meaning-per-metric-name.md)."""
 
     def __init__(
         self,
@@ -56,67 +67,91 @@ class RouterMetrics:
         self._models = models
         self._shards = shards
         self._model_names: set[str] = set()
+        self._model_labels = LabelValues()
         self._series_by_model: dict[str, _ModelSeries] = {}
         self._registry = registry
         self._requests = CounterFamily(
             "kvloom_router_requests",
-            "Requests that ended, by how and why.",
-            ("gen_ai_request_model", "outcome", "error_type"),
+            "Requests that were admitted and have ended, by how and why. Unit: requests.",
+            ("model", "outcome", "error_type"),
             registry,
         )
         self._refused = Counter(
             "kvloom_router_requests_invalid",
-            "Requests that were refused before they were admitted, by reason.",
+            "Requests that were refused before they were admitted, by reason. Unit: requests.",
             ("error_type",),
             registry=registry,
         )
         self.tokens = CounterFamily(
             "kvloom_router_tokens",
-            "Tokens of requests that ended; output tokens are those that were delivered.",
-            ("gen_ai_request_model", "gen_ai_token_type"),
+            "Tokens of requests that ended: of their prompts (input), and delivered ones (output). Unit: tokens.",
+            ("model", "token_type"),
+            registry,
+        )
+        self.cached_tokens = CounterFamily(
+            "kvloom_router_cached_input_tokens",
+            "Prompt tokens of requests that ended, which a shard found in its cache. Unit: tokens.",
+            ("model",),
             registry,
         )
         self._tokens_credited = Counter(
             "kvloom_router_tokens_credited",
-            "Output tokens of requests that ended, lost with the connection to their client: not delivered after all.",
-            ("gen_ai_request_model",),
+            "Output tokens of requests that ended, which were lost with the connection to their client. Unit: tokens.",
+            ("model",),
             registry=registry,
         )
         self.attempts = CounterFamily(
-            "kvloom_router_attempts", "Dispatches to shards.", ("gen_ai_request_model",), registry
+            "kvloom_router_attempts",
+            "Dispatches to shards, counted when their request ends. Unit: attempts.",
+            ("model",),
+            registry,
         )
         self._trips = Counter(
-            "kvloom_router_shard_trips", "Times that a shard was suspected, by why.", ("symptom",), registry=registry
+            "kvloom_router_shard_trips",
+            "Suspicions of shards, by symptom. Unit: suspicions.",
+            ("symptom",),
+            registry=registry,
         )
         self._moved = Counter(
             "kvloom_router_requests_moved",
-            "Requests taken off a shard that was suspected or handed over its work.",
+            "Requests taken off a shard that was suspected or handed over its work. Unit: requests.",
             registry=registry,
         )
         self._preempted = Counter(
             "kvloom_router_sequences_preempted",
-            "Running sequences of tenants above their share that had to wait so that other tenants were served.",
+            "Running sequences of tenants above their share that had to wait so that other tenants were served. Unit: "
+            "sequences.",
             registry=registry,
         )
         self._variant_changes = Counter(
             "kvloom_router_answers_inexact",
-            "Answers that continued on a shard of another variant, so that their tokens may differ.",
+            "Answers that continued on a shard of another variant, so that their tokens may differ. Unit: answers.",
             registry=registry,
         )
         self._decisions_dropped = Counter(
-            "kvloom_decisions_dropped",
-            "Placements that should have been in the decision log's file.",
+            "kvloom_router_decisions_dropped",
+            "Placements that are missing from the decision log's file. Unit: placements.",
             registry=registry,
         )
-        self.duration = self._histogram("gen_ai_server_request_duration_seconds", "Arrival to end.", LATENCY_BUCKETS)
+        self.duration = self._histogram(
+            "request_duration",
+            "From a request's arrival at the router to its end, observed at its end.",
+            LATENCY_SECONDS,
+        )
         self.ttft = self._histogram(
-            "gen_ai_server_time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+            "time_to_first_token",
+            "From a request's arrival at the router to its first token, observed at its end.",
+            LATENCY_SECONDS,
         )
         self.tpot = self._histogram(
-            "gen_ai_server_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_BUCKETS
+            "time_per_output_token",
+            "Mean time between the tokens of a request after the first, observed once a request, at its end.",
+            TOKEN_SECONDS,
         )
         self.queue_time = self._histogram(
-            "kvloom_router_queue_time_seconds", "Arrival to first dispatch.", LATENCY_BUCKETS
+            "queue_time",
+            "From a request's arrival at the router to its first dispatch, observed at its end.",
+            LATENCY_SECONDS,
         )
 
     def request_ended(self, ended: RequestEnded) -> None:
@@ -172,10 +207,12 @@ class RouterMetrics:
 
     def watch(self, gauges: Callable[[], dict[str, float]]) -> None:
         """Exports these gauges (by name) and the fleet's state at every scrape."""
-        self._registry.register(_FleetCollector(gauges, self._models, self._shards))
+        self._registry.register(_FleetCollector(gauges, self._models, self._shards, self._model_label))
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> HistogramFamily:
-        return HistogramFamily(name, documentation, ("gen_ai_request_model",), buckets, self._registry)
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> HistogramFamily:
+        return HistogramFamily(
+            f"kvloom_router_{name}_seconds", f"{about} Unit: seconds.", ("model",), buckets, self._registry
+        )
 
     def _series(self, model: str) -> _ModelSeries:
         series = self._series_by_model.get(model)
@@ -195,7 +232,7 @@ class RouterMetrics:
         """Returns "other" for models outside the fleet, because clients may ask for any name."""
         if model not in self._model_names:
             self._model_names.update(state.name for state in self._models())
-        return model if model in self._model_names else "other"
+        return self._model_labels.fold(model) if model in self._model_names else OTHER
 
 
 class _FleetCollector(Collector):
@@ -204,24 +241,39 @@ class _FleetCollector(Collector):
         gauges: Callable[[], dict[str, float]],
         models: Callable[[], Iterable[ModelState]],
         shards: Callable[[], Iterable[ShardState]],
+        model_label: Callable[[str], str],
     ) -> None:
         self._gauges = gauges
         self._models = models
         self._shards = shards
+        self._model_label = model_label
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, value in self._gauges().items():
-            yield GaugeMetricFamily(f"kvloom_router_{name}", "As of now.", value=value)
-        ready = GaugeMetricFamily("kvloom_router_shards_ready", "Shards that take requests.", labels=["model"])
+            yield GaugeMetricFamily(f"kvloom_router_{name}", GAUGES[name], value=value)
+        ready = GaugeMetricFamily(
+            "kvloom_router_shards_ready", "Shards that take requests now. Unit: shards.", labels=["model"]
+        )
+        num_ready: dict[str, int] = {}
         for model in self._models():
-            ready.add_metric([model.name], model.num_ready_shards)
+            label = self._model_label(model.name)
+            num_ready[label] = num_ready.get(label, 0) + model.num_ready_shards
+        for label, count in num_ready.items():
+            ready.add_metric([label], count)
         yield ready
         health = GaugeMetricFamily(
-            "kvloom_router_shard_health", "1 for the state that the shard is in.", labels=["shard_id", "state"]
+            "kvloom_router_shard_health",
+            "Shards in this state now, by id; those above the limit are counted together as other. Unit: shards.",
+            labels=["shard_id", "state"],
         )
-        for shard in self._shards():
+        num_in_state: dict[tuple[str, str], int] = {}
+        for number, shard in enumerate(sorted(self._shards(), key=lambda shard: shard.description.shard_id)):
+            label = shard.description.shard_id if number < MAX_LABEL_VALUES else OTHER
             for state in HealthState:
-                health.add_metric([shard.description.shard_id, state.value], float(shard.health is state))
+                key = label, state.value
+                num_in_state[key] = num_in_state.get(key, 0) + (shard.health is state)
+        for key, count in num_in_state.items():
+            health.add_metric(key, count)
         yield health
 
 

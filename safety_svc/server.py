@@ -31,7 +31,7 @@ from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from safety_svc.connection import ScreenConnection, finding
-from safety_svc.metrics import BLOCKS, PROMPTS, STREAMS
+from safety_svc.metrics import BLOCKS, PROMPTS, RULES, STREAMS
 from safety_svc.policy import PolicyError, Rule
 from safety_svc.policy_file import PolicyFile
 from safety_svc.screen import check_long_prompt, check_prompt, is_long
@@ -96,7 +96,7 @@ class SafetyServicer(safety_service_pb2_grpc.SafetyServiceServicer):
 
 def audit(target: str, rule: Rule, names: Mapping[str, str]) -> None:
     """Log and count a text that was blocked. `names` are those of its request. The text itself is never logged."""
-    BLOCKS.labels(target, rule.name).inc()
+    BLOCKS.labels(target, RULES.fold(rule.name)).inc()
     log.warning("blocked", target=target, rule=rule.name, **names)
 
 

@@ -3,66 +3,118 @@ per sequence, never per token."""
 
 from __future__ import annotations
 
-from typing import Final
-
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from kvloom.metrics.buckets import LATENCY_SECONDS, TOKEN_SECONDS, WASTED_TOKENS
 from kvloom.v1.generation_pb2 import FinishReason
 from shard_server.engines.base import EngineLoad
 
-_LATENCY_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_STEP_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-
-_WASTED_TOKENS: Final = (0, 1, 2, 3, 4, 8, 16, 32, 64)
-
 
 class ShardMetrics:
-    """There is one per process; tests pass a registry of their own."""
+    """There is one per process; tests pass a registry of their own. The model's label is `model_name` on `vllm:`
+    metrics, as in vLLM, and `model` on all others."""
 
-    def __init__(self, model: str, num_blocks: int, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, model: str, block_size: int, num_blocks: int, registry: CollectorRegistry = REGISTRY) -> None:
         self._num_blocks = num_blocks
         self._num_preemptions_seen = 0
         self._num_draft_tokens_seen = 0
         self._num_accepted_tokens_seen = 0
 
+        def labels(name: str) -> list[str]:
+            return ["model_name" if name.startswith("vllm:") else "model"]
+
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ["model_name"], registry=registry).labels(model)
+            return Gauge(name, text, labels(name), registry=registry).labels(model)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name"], registry=registry).labels(model)
+            return Counter(name, text, labels(name), registry=registry).labels(model)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _LATENCY_SECONDS) -> Histogram:
-            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry).labels(model)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_SECONDS) -> Histogram:
+            return Histogram(name, text, labels(name), buckets=buckets, registry=registry).labels(model)
 
-        self._running = gauge("vllm:num_requests_running", "Sequences in the engine's batch")
-        self._waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for the engine")
-        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use (1 = all)")
-        self._preemptions = counter("vllm:num_preemptions", "Sequences preempted for lack of KV blocks")
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of started sequences")
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens delivered to routers")
-        self._prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted by speculation")
-        self._accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were right")
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Receipt of a sequence to its first token")
+        self._running = gauge(
+            "vllm:num_requests_running", "Sequences in the engine's batch, as of the last step. Unit: sequences."
+        )
+        self._waiting = gauge(
+            "vllm:num_requests_waiting", "Sequences that wait for the engine, as of the last step. Unit: sequences."
+        )
+        self._kv_usage = gauge(
+            "vllm:kv_cache_usage_perc",
+            "KV blocks in use by sequences, as of the last step. Unit: share of all blocks, from 0 to 1.",
+        )
+        cache_config = Gauge(
+            "vllm:cache_config_info",
+            "The engine's KV cache: tokens in a block, and number of blocks, as labels. Unit: always 1.",
+            ["model_name", "block_size", "num_gpu_blocks"],
+            registry=registry,
+        )
+        cache_config.labels(model, str(block_size), str(num_blocks)).set(1)
+        self._preemptions = counter(
+            "vllm:num_preemptions", "Preemptions of sequences by the engine for lack of KV blocks. Unit: preemptions."
+        )
+        self._prompt_tokens = counter(
+            "vllm:prompt_tokens",
+            "Prompt tokens of sequences that produced their first token, cached ones too. Unit: tokens.",
+        )
+        self._generation_tokens = counter(
+            "vllm:generation_tokens", "Tokens delivered to routers, counted at every step. Unit: tokens."
+        )
+        self._prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache. Unit: tokens."
+        )
+        self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache. Unit: tokens.")
+        self._draft_tokens = counter(
+            "vllm:spec_decode_num_draft_tokens", "Tokens drafted by speculative decoding. Unit: tokens."
+        )
+        self._accepted_tokens = counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted. Unit: tokens."
+        )
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds",
+            "From a sequence's arrival at the shard to its first token, observed at that token. Unit: seconds.",
+        )
         self._itl = histogram(
-            "vllm:inter_token_latency_seconds", "Time between engine steps with tokens, one value a step", _STEP_SECONDS
+            "vllm:inter_token_latency_seconds",
+            "Time between consecutive engine steps that both had tokens, observed once a step. Unit: seconds.",
+            TOKEN_SECONDS,
         )
-        self._queue_time = histogram("vllm:request_queue_time_seconds", "Receipt of a sequence to its scheduling")
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Receipt of a sequence to its end")
+        self._queue_time = histogram(
+            "vllm:request_queue_time_seconds",
+            "From a sequence's arrival at the shard to its scheduling, observed at its first token. Unit: seconds.",
+        )
+        self._e2e = histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From a sequence's arrival at the shard to its end, observed at its end. Unit: seconds.",
+        )
         self._finished = Counter(
-            "kvloom_shard_finished_sequences", "Sequences by how they ended", ["reason"], registry=registry
+            "kvloom_shard_finished_sequences",
+            "Sequences that ended, by how. Unit: sequences.",
+            ["reason"],
+            registry=registry,
         )
-        self._discarded = counter("kvloom_shard_discarded_tokens", "Tokens generated after their sequence had ended")
+        self._discarded = counter(
+            "kvloom_shard_discarded_tokens",
+            "Tokens that the engine generated after their sequence had ended; not delivered. Unit: tokens.",
+        )
         self._wasted = counter(
-            "kvloom_wasted_tokens", "Tokens generated for sequences after their clients had gone; not delivered"
+            "kvloom_shard_wasted_tokens",
+            "Tokens generated for sequences after their clients had left; part of the discarded ones. Unit: tokens.",
         )
         self._wasted_each = histogram(
-            "kvloom_shard_wasted_tokens_per_cancel", "Wasted tokens of each cancelled sequence", _WASTED_TOKENS
+            "kvloom_shard_wasted_tokens_per_cancel",
+            "Tokens wasted on a cancelled sequence, observed once a sequence. Unit: tokens.",
+            WASTED_TOKENS,
         )
-        self._queued_prefill = gauge("kvloom_shard_queued_prefill_tokens", "Prompt tokens that wait for prefill")
-        self._cached_blocks = gauge("kvloom_shard_cached_blocks", "KV blocks in the prefix cache")
-        self._routers = gauge("kvloom_shard_connected_routers", "Routers with an open stream")
+        self._queued_prefill = gauge(
+            "kvloom_shard_queued_prefill_tokens",
+            "Prompt tokens that wait for prefill, as of the last step. Unit: tokens.",
+        )
+        self._cached_blocks = gauge(
+            "kvloom_shard_cached_blocks", "KV blocks in the prefix cache, as of the last step. Unit: blocks."
+        )
+        self._routers = gauge(
+            "kvloom_shard_connected_routers", "Routers with an open stream to this shard now. Unit: routers."
+        )
 
     def on_step(
         self,

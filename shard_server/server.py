@@ -101,7 +101,7 @@ class ShardServer:
             self._engine,
             self._tokenizer,
             _shard_info(info, self._shard_id, self.incarnation_id),
-            ShardMetrics(info.model, info.num_blocks, self._metrics_registry),
+            ShardMetrics(info.model, info.block_size, info.num_blocks, self._metrics_registry),
             self._config.shard.max_waiting,
             max_pending_frames=self._max_pending_frames,
             access_log=AccessLog(self._config.log),

@@ -18,11 +18,17 @@ class RouterGroupCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         group = self._group
         yield CounterMetricFamily(
-            "kvloom_edge_reattached_requests", "Requests that another router took over.", group.num_reattached
+            "kvloom_edge_reattached_requests",
+            "Requests that lost their router and were taken over by another. Unit: requests.",
+            group.num_reattached,
         )
         yield CounterMetricFamily(
-            "kvloom_edge_orphaned_requests", "Requests that lost their router and found no other.", group.num_given_up
+            "kvloom_edge_orphaned_requests",
+            "Requests that lost their router and found no other. Unit: requests.",
+            group.num_given_up,
         )
         yield GaugeMetricFamily(
-            "kvloom_edge_parked_requests", "Requests that have lost their router and look for one.", group.num_parked
+            "kvloom_edge_parked_requests",
+            "Requests that have lost their router and look for another now. Unit: requests.",
+            group.num_parked,
         )

@@ -14,6 +14,7 @@ import structlog
 from kvloom.discovery.registry import (
     HEARTBEAT_SECONDS,
     TTL_SECONDS,
+    MetricsTarget,
     NameTakenError,
     Registry,
     RouterRecord,
@@ -23,7 +24,7 @@ from kvloom.process.aligned_timer import seconds_to_aligned_tick
 
 log = structlog.get_logger()
 
-_Record = TypeVar("_Record", ShardRecord, RouterRecord)
+_Record = TypeVar("_Record", ShardRecord, RouterRecord, MetricsTarget)
 
 
 class Announcer(Generic[_Record]):

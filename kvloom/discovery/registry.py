@@ -67,13 +67,36 @@ class RouterRecord(msgspec.Struct, frozen=True):
         return self.address
 
 
-_Record = TypeVar("_Record", ShardRecord, RouterRecord)
+class MetricsTarget(msgspec.Struct, frozen=True):
+    """A process that serves /metrics."""
+
+    address: str
+    """host:port for scrapers on any machine. It also identifies the target: a successor may have the same."""
+    role: str
+    """edge, router, shard or safety."""
+    name: str
+    """The name of the process."""
+    model: str
+    scheme: str = "http"
+    """https if scrapers need TLS."""
+    incarnation_id: str = ""
+    """As for a router; none, because a successor's record is the same."""
+    owner: str = ""
+    """As for a router."""
+
+    @property
+    def key(self) -> str:
+        return self.address
+
+
+_Record = TypeVar("_Record", ShardRecord, RouterRecord, MetricsTarget)
+AnyRecord = ShardRecord | RouterRecord | MetricsTarget
 
 
 class NameTakenError(Exception):
     """Another process has the same name, and is alive."""
 
-    def __init__(self, name: str, holder: ShardRecord | RouterRecord) -> None:
+    def __init__(self, name: str, holder: AnyRecord) -> None:
         super().__init__(
             f"{name} is the name of another process of this fleet, at {holder.address}: names must be unique, for "
             "example by `kvloom up --name-prefix`"
@@ -81,7 +104,7 @@ class NameTakenError(Exception):
         self.holder = holder
 
 
-def may_replace(holder: ShardRecord | RouterRecord, own: ShardRecord | RouterRecord, *, was_announced: bool) -> bool:
+def may_replace(holder: AnyRecord, own: AnyRecord, *, was_announced: bool) -> bool:
     """Whether a process may announce itself in place of `holder`, which has not expired. `was_announced`: `own` has
     been, so that `holder` came later."""
     if holder.incarnation_id == own.incarnation_id:
@@ -269,3 +292,15 @@ class RouterRegistry(Registry[RouterRecord]):
     async def list_routers(self) -> dict[str, RouterRecord]:
         """By address."""
         return await self.list_records()
+
+
+class MetricsRegistry(Registry[MetricsTarget]):
+    """The announced processes that serve /metrics."""
+
+    def __init__(self, url: str, key_prefix: str, sealer: Sealer | None = None) -> None:
+        super().__init__(url, key_prefix, "metrics", MetricsTarget, sealer)
+
+    async def list_targets(self) -> list[MetricsTarget]:
+        """Sorted by role and name."""
+        found = await self.list_records()
+        return sorted(found.values(), key=lambda target: (target.role, target.name, target.address))

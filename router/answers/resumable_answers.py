@@ -45,22 +45,30 @@ class ResumeMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"kvloom_router_{name}", text, registry=registry)
 
-        self._resumed = counter("resumed_streams", "Generate streams taken up again by their client.")
-        self._replayed = counter("replayed_responses", "Responses that were there before their reader came.")
-        self._expired = counter("expired_answers", "Answers cancelled because no client came back.")
-        self._evicted = counter("evicted_answers", "Answers whose responses were forgotten to keep others'.")
+        self._resumed = counter("resumed_streams", "Generate streams taken up again by their client. Unit: streams.")
+        self._replayed = counter(
+            "replayed_responses", "Responses that were there before their reader came. Unit: responses."
+        )
+        self._expired = counter("expired_answers", "Answers cancelled because no client came back. Unit: answers.")
+        self._evicted = counter(
+            "evicted_answers", "Answers whose responses were forgotten to keep others'. Unit: answers."
+        )
         self._unclaimed = counter(
             "unclaimed_responses",
-            "Responses of expired answers that were generated after their client had left, in vain.",
+            "Responses of expired answers that were generated in vain, after their client had left. Unit: responses.",
         )
 
     def watch(
         self, num_kept: Callable[[], float], num_unattended: Callable[[], float], num_bytes: Callable[[], float]
     ) -> None:
         for name, text, function in (
-            ("resumable_answers", "Answers that can be resumed.", num_kept),
-            ("unattended_answers", "Of those, running ones that no client reads.", num_unattended),
-            ("resume_bytes", "Held for resumable answers.", num_bytes),
+            ("resumable_answers", "Answers that can be resumed now. Unit: answers.", num_kept),
+            (
+                "unattended_answers",
+                "Running answers that can be resumed and that no client reads now. Unit: answers.",
+                num_unattended,
+            ),
+            ("resume_bytes", "Size of the responses held now for resumable answers. Unit: bytes.", num_bytes),
         ):
             Gauge(f"kvloom_router_{name}", text, registry=self._registry).set_function(function)
 

@@ -143,7 +143,7 @@ def test_a_client_that_is_killed_mid_stream_stops_the_engine_and_frees_its_block
         return all(load.num_running + load.num_waiting == 0 for load in sim_fabric.shard_loads())
 
     eventually("the shards are idle", is_idle)
-    wasted_before = sim_fabric.sum_over_shards("kvloom_wasted_tokens_total")
+    wasted_before = sim_fabric.sum_over_shards("kvloom_shard_wasted_tokens_total")
     num_before, blocks_before = generated(), [load.num_available_blocks for load in sim_fabric.shard_loads()]
     num_read = 10
     request = json.dumps(body("Will be cut off", seed=1, max_tokens=2000))
@@ -153,7 +153,7 @@ def test_a_client_that_is_killed_mid_stream_stops_the_engine_and_frees_its_block
     eventually("the engine has stopped", is_idle, timeout_seconds=5)
     # Two steps to stop in, and the one that was running while the cancellation travelled.
     assert num_read <= generated() - num_before <= num_read + 3
-    assert sim_fabric.sum_over_shards("kvloom_wasted_tokens_total") - wasted_before <= 2
+    assert sim_fabric.sum_over_shards("kvloom_shard_wasted_tokens_total") - wasted_before <= 2
     assert [load.num_available_blocks for load in sim_fabric.shard_loads()] == blocks_before
 
 

@@ -96,7 +96,8 @@ class Member:
     serving: asyncio.Task[None]
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.get_sample_value(name, {"model_name": MODEL, **labels}) or 0.0
+        model = "model_name" if name.startswith("vllm:") else "model"
+        return self.metrics.get_sample_value(name, {model: MODEL, **labels}) or 0.0
 
 
 class FailoverWorld(RouterWorld):
@@ -150,7 +151,7 @@ class FailoverWorld(RouterWorld):
                     counts["requests"] += sample.value
                 elif sample.name == "kvloom_router_attempts_total":
                     counts["attempts"] += sample.value
-                elif sample.name == "kvloom_router_tokens_total" and sample.labels["gen_ai_token_type"] == "output":
+                elif sample.name == "kvloom_router_tokens_total" and sample.labels["token_type"] == "output":
                     counts["output_tokens"] += sample.value
         return counts
 

@@ -94,7 +94,7 @@ class Stream:
 
 def metered(world: RouterWorld) -> tuple[float, float]:
     """Returns (number of ended requests, number of output tokens)."""
-    tokens = world.metric("kvloom_router_tokens_total", gen_ai_request_model=MODEL, gen_ai_token_type="output")
+    tokens = world.metric("kvloom_router_tokens_total", model=MODEL, token_type="output")
     outcomes = ("length", "cancelled", "error")
     ended = sum(
         sample.value

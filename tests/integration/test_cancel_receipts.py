@@ -68,7 +68,7 @@ async def check_receipts(world: FailoverWorld, num_cancelled: int, max_step_toke
     limit = {1: "2.0", 4: "8.0"}[max_step_tokens]
     assert per_cancel(world, "bucket", le=limit) == num_cancelled, per_cancel(world, "sum")
     shard = world.members["shard-0"]
-    wasted = shard.metric("kvloom_wasted_tokens_total")
+    wasted = shard.metric("kvloom_shard_wasted_tokens_total")
     assert wasted == per_cancel(world, "sum")
     generated = shard.metric("vllm:generation_tokens_total") + shard.metric("kvloom_shard_discarded_tokens_total")
     assert generated - world.metered()["output_tokens"] == wasted

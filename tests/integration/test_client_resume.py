@@ -112,7 +112,7 @@ async def test_a_router_that_does_not_know_the_answer_any_more(world: RouterWorl
                 token_ids += [token_id async for delta in answer for token_id in delta.token_ids]
             assert caught.value.reason_name == "ROUTER_LOST"
     await proxy.stop()
-    credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    credited = world.metric("kvloom_router_tokens_credited_total", model=MODEL)
     assert credited > 0
     assert metered(world)[1] - credited == len(token_ids)
 

@@ -199,7 +199,7 @@ async def test_the_file_gets_a_line_for_each_request_that_ended(world: RouterWor
     assert len({(line.session, line.tenant) for line in requests}) == 1
     assert [line.arrived_at for line in requests] == sorted(line.arrived_at for line in requests)
     assert all(line.arrived_at <= line.attempts[0].decided_at for line in requests)
-    assert world.metric("kvloom_decisions_dropped_total") == 0
+    assert world.metric("kvloom_router_decisions_dropped_total") == 0
 
 
 async def test_a_router_whose_decision_file_cannot_be_written_does_not_start(

@@ -296,13 +296,13 @@ async def test_metrics_count_what_was_delivered(world: RouterWorld) -> None:
     await start(world)
     await generate(world, token_ids=TokenIds(ids=[1, 2, 3]))
     await generate_error(world, text="a", n=99)
-    model = {"gen_ai_request_model": MODEL}
+    model = {"model": MODEL}
     assert world.metric("kvloom_router_requests_total", outcome="length", error_type="", **model) == 1
     assert world.metric("kvloom_router_requests_invalid_total", error_type="invalid_argument") == 1
-    assert world.metric("kvloom_router_tokens_total", gen_ai_token_type="input", **model) == 3
-    assert world.metric("kvloom_router_tokens_total", gen_ai_token_type="output", **model) == 12
-    assert world.metric("gen_ai_server_request_duration_seconds_count", **model) == 1
-    assert world.metric("gen_ai_server_time_to_first_token_seconds_count", **model) == 1
+    assert world.metric("kvloom_router_tokens_total", token_type="input", **model) == 3
+    assert world.metric("kvloom_router_tokens_total", token_type="output", **model) == 12
+    assert world.metric("kvloom_router_request_duration_seconds_count", **model) == 1
+    assert world.metric("kvloom_router_time_to_first_token_seconds_count", **model) == 1
     assert world.metric("kvloom_router_shards_ready", model=MODEL) == 1
     assert world.metric("kvloom_router_requests_live") == 0
 

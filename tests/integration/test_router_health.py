@@ -81,8 +81,8 @@ async def test_probes_are_not_metered(world: RouterWorld) -> None:
     hung.resume()
     await eventually(lambda: health(world, hung.info.shard_id, "healthy"), "the shard's return")
     assert len(hung.submits) > 1
-    labels = {"gen_ai_request_model": "tiny"}
-    assert world.metric("kvloom_router_tokens_total", gen_ai_token_type="output", **labels) == NUM_TOKENS
+    labels = {"model": "tiny"}
+    assert world.metric("kvloom_router_tokens_total", token_type="output", **labels) == NUM_TOKENS
     assert world.metric("kvloom_router_requests_total", outcome="length", error_type="", **labels) == 1
 
 

@@ -164,4 +164,4 @@ async def test_a_call_is_settled_after_its_end(world: RouterWorld, resumable: bo
 
 
 def credited(world: RouterWorld) -> float:
-    return world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    return world.metric("kvloom_router_tokens_credited_total", model=MODEL)

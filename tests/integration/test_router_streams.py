@@ -60,7 +60,7 @@ async def test_many_requests_share_the_streams_without_mixing(world: RouterWorld
             assert answer.token_ids[index] == tokens
             assert answer.texts[index] == expected_text(prompt, index, count)
             assert answer.logprobs[index] == ([-float(t) for t in tokens] if wants_logprobs else [])
-    assert world.metric("kvloom_router_requests_total", gen_ai_request_model="tiny", outcome="length", error_type="")
+    assert world.metric("kvloom_router_requests_total", model="tiny", outcome="length", error_type="")
 
 
 async def test_a_cancel_reaches_the_shard_and_frees_the_slot(world: RouterWorld) -> None:
@@ -119,7 +119,7 @@ async def test_a_client_reports_the_losses_of_another_one_that_hangs(world: Rout
     assert other.token_ids[0] == expected_tokens([2], 0, 60)
     assert again.token_ids[0] == expected_tokens([1], 0, 10)[3:]
     assert len(shard.cancelled_slots) == 1
-    credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    credited = world.metric("kvloom_router_tokens_credited_total", model=MODEL)
     assert credited == lost.finish.num_output_tokens - 3
 
 
@@ -145,7 +145,7 @@ async def test_a_request_is_settled_by_its_link_id(world: RouterWorld) -> None:
     assert lost.finish.reason == generation_pb2.FINISH_REASON_CANCELLED
     assert stays.token_ids[0] == expected_tokens([2], 0, 60)
     assert len(shard.cancelled_slots) == 1
-    credited = world.metric("kvloom_router_tokens_credited_total", gen_ai_request_model=MODEL)
+    credited = world.metric("kvloom_router_tokens_credited_total", model=MODEL)
     assert credited == lost.finish.num_output_tokens - 3
 
 

@@ -1,0 +1,6 @@
+"""Prometheus metrics: what all processes share, so that the figures of a fleet can be scraped and added up.
+
+buckets.py       the buckets of all histograms
+label_values.py  bounds the number of values that a label has
+targets.py       which processes serve /metrics, for Prometheus' service discovery
+"""

@@ -1,0 +1,72 @@
+"""Which processes of a fleet serve /metrics, for Prometheus' service discovery (`http_sd_configs`, `file_sd_configs`).
+
+Every process that serves /metrics announces itself in the registry as long as it runs, whoever started it, so the list
+is that of all machines that share a Redis.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from typing import Any, Final
+
+from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import Announcer
+from kvloom.discovery.registry import MetricsRegistry, MetricsTarget
+from kvloom.trust.fabric_trust import FabricTrust
+
+_WILDCARDS: Final = ("", "0.0.0.0", "::")
+
+
+def metrics_registry(config: KvloomConfig, trust: FabricTrust) -> MetricsRegistry | None:
+    """The one place that the list of targets comes from. None without Redis. The caller closes it."""
+    redis = config.redis
+    return MetricsRegistry(redis.url, redis.key_prefix, trust.sealer) if redis.url else None
+
+
+def http_sd(targets: Iterable[MetricsTarget]) -> list[dict[str, Any]]:
+    """The targets in the format that Prometheus reads: a group for each, because labels belong to groups."""
+    return [
+        {
+            "targets": [target.address],
+            "labels": {
+                "role": target.role,
+                "process": target.name,
+                "served_model": target.model,
+                "__scheme__": target.scheme,
+            },
+        }
+        for target in targets
+    ]
+
+
+class TargetAnnouncement:
+    """Keeps one process in the list; see kvloom.process.watched_files.following."""
+
+    def __init__(self, config: KvloomConfig, trust: FabricTrust, *, role: str, name: str, address: str) -> None:
+        """`address`: where the process serves /metrics."""
+        self._config = config
+        self._trust = trust
+        scheme = "https" if config.tls.certificate_file else "http"
+        self.target = MetricsTarget(scraped_address(address), role, name, config.model.name, scheme)
+
+    async def watch(self) -> None:
+        """Announce the process until cancelled. Afterwards the announcement expires by itself: a successor at the same
+        address may have renewed it."""
+        registry = metrics_registry(self._config, self._trust)
+        if registry is None:
+            return
+        announcer = Announcer(registry, self.target)
+        try:
+            await announcer.run()
+        finally:
+            await announcer.close()
+
+
+def scraped_address(address: str) -> str:
+    """host:port for scrapers: this machine's name instead of a wildcard, and brackets around an IPv6 address."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if host in _WILDCARDS:
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
