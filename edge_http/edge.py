@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from edge_http.metrics import EdgeMetrics
@@ -19,6 +19,7 @@ from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
+from kvloom.discovery.registry import MetricsTarget
 from kvloom.errors import KvloomError
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
@@ -107,6 +108,8 @@ class Edge:
         self.num_running = 0
         self._num_running_by_caller = KeyedCounts[str]()
         self._remote_responses: RemoteResponses = NoRemoteResponses()
+        self.list_targets: Callable[[], Awaitable[Sequence[MetricsTarget]]] = _no_targets
+        """Which processes of the fleet serve /metrics; set once this edge listens."""
         self._draining = False
         self._leaving = False
         self._idle = asyncio.Event()
@@ -204,6 +207,10 @@ class Edge:
         if not any(model.num_ready_shards for model in self.link.fleet.models if model.name in self.models):
             return "no shard is ready"
         return ""
+
+
+async def _no_targets() -> Sequence[MetricsTarget]:
+    return ()
 
 
 def caller_limit_error(max_requests: int) -> KvloomError:

@@ -475,6 +475,16 @@ class LogConfig(Section):
     requests."""
 
 
+class MetricsConfig(Section):
+    """Where routers, shards and the safety service serve /metrics (docs/metrics.md). Edges serve it on `edge.host`."""
+
+    host: str = "127.0.0.1"
+    """Other addresses than loopback need TLS and API keys, like those for clients."""
+    port: Port = 0
+    """The first of consecutive ports that `kvloom up` gives to its processes: to the safety service, the routers, the
+    edges and the shards, in this order. 0: each process picks a free port."""
+
+
 class KvloomConfig(Section):
     """The whole configuration."""
 
@@ -489,6 +499,7 @@ class KvloomConfig(Section):
     callers: CallersConfig = msgspec.field(default_factory=CallersConfig)
     tls: TlsConfig = msgspec.field(default_factory=TlsConfig)
     redis: RedisConfig = msgspec.field(default_factory=RedisConfig)
+    metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 
 

@@ -19,11 +19,11 @@ async def serve(config: KvloomConfig, name: str, listen_options: RouterListenOpt
     stop = service.stop_event()
     trust = load_trust(config, ("router",), name)
     tokenizer = await asyncio.to_thread(load_tokenizer, config)
-    server, address, metrics_address = await open_router(config, tokenizer, name, listen_options, trust)
-    ready = service.ReadyLine(address, metrics_address, internal_address=server.internal_address)
+    server, address, metrics = await open_router(config, tokenizer, name, listen_options, trust)
+    ready = service.ReadyLine(address, metrics.address, internal_address=server.internal_address)
     # Edges are pinned to CPUs from the first on, routers from the last on.
     with kept_on_one_cpu(-1 - instance_number(name), wanted=config.router.stays_on_cpu):
-        async with following(trust):
+        async with following(trust, metrics.until(stop)):
             await server.serve(stop, lambda: service.announce_ready(ready))
 
 

@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 
 from kvloom.config import KvloomConfig
-from kvloom.process import service, telemetry
+from kvloom.metrics.exporter import MetricsExporter, NoMetrics, add_metrics_flags, open_metrics
+from kvloom.process import service
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core.core import RouterCore
@@ -26,17 +27,18 @@ class RouterListenOptions:
     own_port: int | None = None
     """A port that no other router shares, where edges find this one."""
     metrics_port: int | None = None
-    """Without it there is no /metrics."""
+    """A port of `metrics.host`. Without it there is no /metrics."""
+    shares_metrics_port: bool = False
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--share-port", action="store_true", help="let other routers listen on router.port too")
         parser.add_argument("--own-port", type=int, help="a port of its own where edges find this router; 0 picks one")
-        parser.add_argument("--metrics-port", type=int, help="serve /metrics on this port; 0 picks one")
+        add_metrics_flags(parser)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace, port: int) -> RouterListenOptions:
-        return cls(port, arguments.share_port, arguments.own_port, arguments.metrics_port)
+        return cls(port, arguments.share_port, arguments.own_port, arguments.metrics_port, arguments.share_metrics_port)
 
 
 async def open_router(
@@ -45,16 +47,17 @@ async def open_router(
     name: str,
     listen_options: RouterListenOptions,
     trust: FabricTrust = NO_SECRET,
-) -> tuple[RouterServer, str, str]:
-    """Returns a listening router, its address, and the address of /metrics or "". Raises StartError."""
+) -> tuple[RouterServer, str, MetricsExporter | NoMetrics]:
+    """Returns a listening router, its address, and its /metrics, which need to be followed. Raises StartError."""
     if not config.redis.url:
         raise service.StartError("redis.url is not set: the router finds its shards in Redis")
     host = config.router.host
     shares_port = listen_options.shares_port
     server = RouterServer(config, _new_core(config), tokenizer, name, shares_port=shares_port, trust=trust)
     address = await server.start(host, listen_options.port, listen_options.own_port)
-    port = listen_options.metrics_port
-    return server, address, "" if port is None else f"{host}:{_serve_metrics(host, port)}"
+    shares_metrics_port = listen_options.shares_metrics_port
+    metrics = open_metrics(config, trust, "router", name, listen_options.metrics_port, shares_port=shares_metrics_port)
+    return server, address, metrics
 
 
 def _new_core(config: KvloomConfig) -> RouterCore:
@@ -71,10 +74,3 @@ def load_tokenizer(config: KvloomConfig) -> ModelTokenizer:
         return ModelTokenizer.load(Path(config.model.path))
     except (OSError, ValueError) as error:
         raise service.StartError(f"cannot load the tokenizer of {config.model.name}: {error}") from error
-
-
-def _serve_metrics(host: str, port: int) -> int:
-    try:
-        return telemetry.serve_metrics(host, port)
-    except OSError as error:
-        raise service.StartError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error

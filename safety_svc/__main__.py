@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kvloom.config import load_config
+from kvloom.metrics.exporter import add_metrics_flags, open_metrics
 from kvloom.process.service import run_service
 from kvloom.process.telemetry import configure_logging
 from kvloom.process.watched_files import following
@@ -18,7 +19,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="kvloom.toml or its JSON form")
     parser.add_argument("--name", default="safety", help="the name of this process in logs")
     parser.add_argument("--port", type=int, help="overrides safety.port; 0 picks one")
-    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics here; 0 picks one")
+    add_metrics_flags(parser)
     parser.add_argument("--share-port", action="store_true", help="allow a successor to listen on the same port")
     args = parser.parse_args()
 
@@ -27,8 +28,11 @@ def main() -> None:
         configure_logging(config.log, args.name)
         port = config.safety.port if args.port is None else args.port
         trust = load_trust(config, ("safety",), args.name)
+        metrics = open_metrics(
+            config, trust, "safety", args.name, args.metrics_port, shares_port=args.share_metrics_port
+        )
         async with following(trust):
-            await serve(config, port, args.metrics_port, trust, shares_port=args.share_port)
+            await serve(config, port, metrics, trust, shares_port=args.share_port)
 
     run_service(run())
 

@@ -11,6 +11,7 @@ import structlog
 
 from kvloom.config import KvloomConfig
 from kvloom.errors import KvloomError
+from kvloom.metrics.exporter import MetricsExporter, NoMetrics
 from kvloom.process.request_context import request_fields
 from kvloom.process.service import (
     SERVER_OPTIONS,
@@ -23,7 +24,7 @@ from kvloom.process.service import (
     sharing_port,
     stop_event,
 )
-from kvloom.process.telemetry import serve_metrics
+from kvloom.process.watched_files import following
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_server import LocalServer
@@ -101,7 +102,12 @@ def audit(target: str, rule: Rule, names: Mapping[str, str]) -> None:
 
 
 async def serve(
-    config: KvloomConfig, port: int, metrics_port: int | None, trust: FabricTrust, *, shares_port: bool = False
+    config: KvloomConfig,
+    port: int,
+    metrics: MetricsExporter | NoMetrics,
+    trust: FabricTrust,
+    *,
+    shares_port: bool = False,
 ) -> None:
     """Serve until SIGTERM. With `shares_port`, other processes may listen on the same port (SO_REUSEPORT), so that a
     successor takes over without a gap. Raises StartError."""
@@ -115,34 +121,26 @@ async def serve(
     safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server))
     health = add_health_and_reflection(server, [SERVICE_NAME], with_reflection=config.safety.reflection)
     address = bind(server, config.safety.host, port, trust.add_port)
-    host = config.safety.host
-    metrics_address = "" if metrics_port is None else f"{host}:{_serve_metrics(host, metrics_port)}"
     local = LocalServer(lambda stream: servicer.Screen(None, stream), safety_service_pb2.ScreenRequest)
     await local.start(address)
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
-    announce_ready(ReadyLine(address, metrics_address))
-    watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
-    stopped = asyncio.create_task(stopping.wait(), name="stop signal")
-    done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    watcher.cancel()
-    stopped.cancel()
-    await set_serving(health, [SERVICE_NAME], serving=False)
-    grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
-    # Both servers reject new streams from now on. Existing streams are served until the routers close them or the grace
-    # period ends.
-    stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
-    if shares_port:
-        await asyncio.sleep(TAKE_OVER_SECONDS)
-        await servicer.drain()
-    await stopping_servers
-    for task in done:
-        task.result()  # if the watcher failed, its error ends the process
-
-
-def _serve_metrics(host: str, port: int) -> int:
-    try:
-        return serve_metrics(host, port)
-    except OSError as error:
-        raise StartError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+    async with following(metrics.until(stopping)):
+        announce_ready(ReadyLine(address, metrics.address))
+        watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
+        stopped = asyncio.create_task(stopping.wait(), name="stop signal")
+        done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        watcher.cancel()
+        stopped.cancel()
+        await set_serving(health, [SERVICE_NAME], serving=False)
+        grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
+        # Both servers reject new streams from now on. Existing streams are served until the routers close them or the
+        # grace period ends.
+        stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
+        if shares_port:
+            await asyncio.sleep(TAKE_OVER_SECONDS)
+            await servicer.drain()
+        await stopping_servers
+        for task in done:
+            task.result()  # if the watcher failed, its error ends the process

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from kvloom.config import KvloomConfig, load_config
+from kvloom.metrics.exporter import add_metrics_flags, open_metrics
 from kvloom.process import service, telemetry
 from kvloom.process.extras import MissingPackageError, naming_extras
 from kvloom.process.watched_files import following
@@ -21,13 +22,19 @@ from shard_server.server import ShardServer
 
 
 async def serve(
-    config: KvloomConfig, name: str, port: int, metrics_port: int | None, advertised_address: str = ""
+    config: KvloomConfig,
+    name: str,
+    port: int,
+    metrics_port: int | None,
+    advertised_address: str = "",
+    *,
+    shares_metrics_port: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the engine dies. Raises StartError and SecretError; exits with 1 when the
     engine dies."""
     trust = load_trust(config, ("shard",), name)
     stop = service.stop_event()
-    metrics_address = "" if metrics_port is None else _serve_metrics(config.shard.host, metrics_port)
+    metrics = open_metrics(config, trust, "shard", name, metrics_port, shares_port=shares_metrics_port)
     engine, tokenizer = await asyncio.to_thread(_load, config)
     server = ShardServer(config, engine, tokenizer, name, advertised_address=advertised_address, trust=trust)
     try:
@@ -36,10 +43,10 @@ async def serve(
         raise service.StartError(f"{name}: {error}") from error
     info = engine.info
     service.announce_ready(
-        service.ReadyLine(address, metrics_address, engine=info.description or info.engine, variant=info.variant)
+        service.ReadyLine(address, metrics.address, engine=info.description or info.engine, variant=info.variant)
     )
     try:
-        async with following(trust):
+        async with following(trust, metrics):
             await server.serve(stop)
     except EngineError as error:
         sys.stderr.write(f"error: {name}: {error}\n")
@@ -53,23 +60,23 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="TOML or JSON file")
     parser.add_argument("--name", default=f"shard-{os.getpid()}", help="this shard's id, unique in the fleet")
     parser.add_argument("--port", type=int, default=0, help="0 (the default) picks a free port")
-    parser.add_argument("--metrics-port", type=int, help="serve /metrics on this port; 0 picks a free one")
+    add_metrics_flags(parser)
     parser.add_argument("--advertised-address", default="", help="host:port for routers, if not the listening one")
     arguments = parser.parse_args()
 
     async def run() -> None:
         config = load_config(arguments.config)
         telemetry.configure_logging(config.log, arguments.name)
-        await serve(config, arguments.name, arguments.port, arguments.metrics_port, arguments.advertised_address)
+        await serve(
+            config,
+            arguments.name,
+            arguments.port,
+            arguments.metrics_port,
+            arguments.advertised_address,
+            shares_metrics_port=arguments.share_metrics_port,
+        )
 
     service.run_service(run())
-
-
-def _serve_metrics(host: str, port: int) -> str:
-    try:
-        return f"{host}:{telemetry.serve_metrics(host, port)}"
-    except OSError as error:
-        raise service.StartError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
 
 
 def _load(config: KvloomConfig) -> tuple[Engine, ModelTokenizer]:

@@ -33,7 +33,7 @@ async def serve(options: argparse.Namespace) -> None:
     router, router_address, router_metrics = await open_router(config, tokenizer, options.name, listen_options, trust)
 
     def on_ready(address: str, metrics_address: str, peer_address: str) -> None:
-        line = ReadyLine(address, metrics_address, router_address, router_metrics, router.internal_address)
+        line = ReadyLine(address, metrics_address, router_address, router_metrics.address, router.internal_address)
         line.peer_address = peer_address
         announce_ready(line)
 
@@ -43,7 +43,8 @@ async def serve(options: argparse.Namespace) -> None:
     async def serve_edge_side() -> None:
         try:
             edge_listen_options = EdgeListenOptions.from_arguments(options, config)
-            await serve_edge(config, link, served_model(config, tokenizer), edge_listen_options, stop, on_ready, trust)
+            model = served_model(config, tokenizer)
+            await serve_edge(config, link, model, edge_listen_options, stop, on_ready, trust, options.name)
         finally:
             await link.close()
             edge_has_ended.set()
@@ -51,7 +52,7 @@ async def serve(options: argparse.Namespace) -> None:
     await link.start()
     try:
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
-            async with following(trust), asyncio.TaskGroup() as tasks:
+            async with following(trust, router_metrics.until(stop)), asyncio.TaskGroup() as tasks:
                 tasks.create_task(router.serve(edge_has_ended), name="router")
                 tasks.create_task(serve_edge_side(), name="edge")
     except BaseExceptionGroup as group:

@@ -3,6 +3,6 @@
 generation.py  POST /v1/chat/completions and POST /v1/completions
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models
-health.py      /health, /live, /ready, /metrics and /version
+health.py      /health, /live, /ready, /metrics, /metrics/targets and /version
 page/          the chat page
 """

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from edge_http.edge import Edge
 from edge_http.endpoints.generation import chat_completions, completions
-from edge_http.endpoints.health import health, metrics, ready, version
+from edge_http.endpoints.health import health, metrics, metrics_targets, ready, version
 from edge_http.endpoints.models import get_model, list_models
 from edge_http.endpoints.page import PAGE_ROUTES
 from edge_http.endpoints.resume import cancel_response, resume_stream
@@ -43,6 +43,7 @@ ROUTES: Final[Mapping[str, Mapping[str, Handler]]] = {
     "/live": {"GET": health, "HEAD": health},
     "/ready": {"GET": ready, "HEAD": ready},
     "/metrics": {"GET": metrics, "HEAD": metrics},
+    "/metrics/targets": {"GET": metrics_targets, "HEAD": metrics_targets},
     "/version": {"GET": version, "HEAD": version},
     **{path: {"GET": handler, "HEAD": handler} for path, handler in PAGE_ROUTES.items()},
 }

@@ -70,7 +70,8 @@ class EdgeServer:
         self._edge = edge
         self._connections = _Server(edge)
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=SHUTDOWN_SECONDS)
-        self._taken_over: web.SockSite | None = None
+        self._handed_over: list[web.BaseSite] = []
+        """The listeners that a successor continues to serve."""
 
     async def take_over(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> str:
         """Serve a socket that is bound already and that successors may continue to use. Returns "host:port"."""
@@ -79,14 +80,19 @@ class EdgeServer:
         host, port = listener.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         await self._listen(site, address)
-        self._taken_over = site
+        self._handed_over.append(site)
         return address
 
-    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
-        """Listen on a port; 0 picks a free one. Returns "host:port". Raises StartError if the port is taken."""
+    async def listen(
+        self, host: str, port: int, tls: ssl.SSLContext | None = None, *, shares_port: bool = False
+    ) -> str:
+        """Listen on a port; 0 picks a free one. With `shares_port`, a successor may listen on it too. Returns
+        "host:port". Raises StartError if the port is taken."""
         await self._set_up()
-        site = web.TCPSite(self._runner, host, port, reuse_port=False, backlog=BACKLOG, ssl_context=tls)
+        site = web.TCPSite(self._runner, host, port, reuse_port=shares_port, backlog=BACKLOG, ssl_context=tls)
         await self._listen(site, f"{host}:{port}")
+        if shares_port:
+            self._handed_over.append(site)
         return f"{host}:{site.port}"
 
     async def _set_up(self) -> None:
@@ -107,8 +113,9 @@ class EdgeServer:
         socket."""
         try:
             async with asyncio.timeout(self._edge.config.drain_timeout_seconds):
-                if self._taken_over is not None:
-                    await self._taken_over.stop()
+                if self._handed_over:
+                    for site in self._handed_over:
+                        await site.stop()
                     on_leave()
                     await self._leave()
                 self._edge.drain()

@@ -22,6 +22,7 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
+from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -42,17 +43,20 @@ class EdgeListenOptions:
     may pass it to a successor, so that connections waiting in it are not lost."""
     peer_port: int | None = None
     """A port of this edge alone, for other edges and /metrics; 0 picks a free one; None if `port` is not shared."""
+    shares_peer_port: bool = False
+    """Whether a successor may listen on `peer_port` too."""
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--listen-fd", type=int, help="a socket that is bound already, instead of edge.port")
         help_text = "a port of its own for other edges and /metrics, when edges share edge.port; 0 picks one"
         parser.add_argument("--peer-port", type=int, help=help_text)
+        parser.add_argument("--share-peer-port", action="store_true", help="let a successor listen on that port too")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace, config: KvloomConfig) -> EdgeListenOptions:
         port = config.edge.port if arguments.port is None else arguments.port
-        return cls(port=port, listen_fd=arguments.listen_fd, peer_port=arguments.peer_port)
+        return cls(port, arguments.listen_fd, arguments.peer_port, arguments.share_peer_port)
 
 
 async def serve_edge(
@@ -63,6 +67,7 @@ async def serve_edge(
     stop: asyncio.Event,
     on_ready: Callable[[str, str, str], None],
     trust: FabricTrust = NO_SECRET,
+    name: str = "edge",
 ) -> None:
     """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address, that of
     /metrics, and that for the processes of the fabric ("" without a secret). Raises StartError, ConfigError."""
@@ -76,6 +81,7 @@ async def serve_edge(
         edge.metrics.add(RouterGroupCollector(group))
     server = EdgeServer(edge)
     peers: EdgeMembership | None = None
+    targets: TargetList | None = None
     try:
         # Clients may be waiting to connect already. They would be rejected until a shard can be reached. On a shared
         # port, responses of other edges would appear not to exist until those edges are known.
@@ -85,13 +91,23 @@ async def serve_edge(
             peer_address = await _open_to_peers(server, address, trust)
             peers = join_edges(edge, config.redis, peer_address, trust)
         else:
-            own_address = await server.listen(config.edge.host, listen_options.peer_port, _context(tls))
+            if listen_options.shares_peer_port and not trust.has_secret:
+                raise StartError(
+                    "--share-peer-port needs the fabric's secret: without it, other edges use that port too"
+                )
+            shares_port = listen_options.shares_peer_port
+            own_address = await server.listen(
+                config.edge.host, listen_options.peer_port, _context(tls), shares_port=shares_port
+            )
             peer_address = await _open_to_peers(server, own_address, trust)
             peers = join_edges(edge, config.redis, peer_address, trust, shares_port=True)
             await wait_to_open(_until_ready(edge), stop)
             address = await _open(server, config.edge.host, listen_options, tls)
+        announcement = TargetAnnouncement(config, trust, role="edge", name=name, address=own_address)
+        targets = TargetList(metrics_registry(config, trust), announcement.target)
+        edge.list_targets = targets.read
         on_ready(address, own_address, peer_address if trust.has_secret else "")
-        async with following(*filter(None, (tls, callers.api_keys))):
+        async with following(*filter(None, (tls, callers.api_keys, announcement))):
             await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:
@@ -100,6 +116,8 @@ async def serve_edge(
     finally:
         if peers is not None:
             await peers.close()
+        if targets is not None:
+            await targets.close()
 
 
 async def _until_ready(edge: Edge) -> None:

@@ -3,4 +3,6 @@
 buckets.py       the buckets of all histograms
 label_values.py  bounds the number of values that a label has
 targets.py       which processes serve /metrics, for Prometheus' service discovery
+server.py        the listener of /metrics of processes other than edges
+exporter.py      both of these, for one process
 """

@@ -10,6 +10,8 @@ import socket
 from collections.abc import Iterable
 from typing import Any, Final
 
+import redis.exceptions
+
 from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer
 from kvloom.discovery.registry import MetricsRegistry, MetricsTarget
@@ -20,8 +22,8 @@ _WILDCARDS: Final = ("", "0.0.0.0", "::")
 
 def metrics_registry(config: KvloomConfig, trust: FabricTrust) -> MetricsRegistry | None:
     """The one place that the list of targets comes from. None without Redis. The caller closes it."""
-    redis = config.redis
-    return MetricsRegistry(redis.url, redis.key_prefix, trust.sealer) if redis.url else None
+    url = config.redis.url
+    return MetricsRegistry(url, config.redis.key_prefix, trust.sealer) if url else None
 
 
 def http_sd(targets: Iterable[MetricsTarget]) -> list[dict[str, Any]]:
@@ -38,6 +40,32 @@ def http_sd(targets: Iterable[MetricsTarget]) -> list[dict[str, Any]]:
         }
         for target in targets
     ]
+
+
+class TargetsError(Exception):
+    """The list cannot be read. The message says why."""
+
+
+class TargetList:
+    """The list, as an edge serves it."""
+
+    def __init__(self, registry: MetricsRegistry | None, own: MetricsTarget) -> None:
+        """`own`: all that is known without Redis."""
+        self._registry = registry
+        self._own = own
+
+    async def read(self) -> list[MetricsTarget]:
+        """Raises TargetsError while Redis cannot be reached: Prometheus then keeps the list that it has."""
+        if self._registry is None:
+            return [self._own]
+        try:
+            return await self._registry.list_targets()
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise TargetsError("The list of processes cannot be read: Redis cannot be reached.") from error
+
+    async def close(self) -> None:
+        if self._registry is not None:
+            await self._registry.close()
 
 
 class TargetAnnouncement:

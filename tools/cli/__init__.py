@@ -11,6 +11,7 @@ logs.py           logs
 log_entries.py  log files as entries, and the entries of several processes in one order
 chat.py           chat
 explain.py        explain
+metrics.py        metrics targets
 models.py         models
 secret.py         secret
 keys.py           keys

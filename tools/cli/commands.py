@@ -88,6 +88,7 @@ class LazyGroup(click.Group):
         "logs": "tools.cli.logs:logs",
         "chat": "tools.cli.chat:chat",
         "explain": "tools.cli.explain:explain",
+        "metrics": "tools.cli.metrics:metrics",
         "models": "tools.cli.models:models",
         "secret": "tools.cli.secret:secret",
         "keys": "tools.cli.keys:keys",

@@ -9,7 +9,7 @@ import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import redis
 
@@ -24,9 +24,12 @@ from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
 from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.fabric import Fabric
+from tools.supervisor.process_specs import metrics_ports
 from tools.supervisor.reporters import LogReporter, Reporter
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
+
+_MAX_PORT: Final = 65_535
 
 
 def apply_flags(
@@ -38,6 +41,7 @@ def apply_flags(
     sim_prefill_tokens_per_second: float | None,
     http_port: int | None,
     router_port: int | None,
+    metrics_port: int | None,
     secret_file: Path | None,
     api_keys: Path | None,
     tls_certificate: Path | None,
@@ -65,6 +69,8 @@ def apply_flags(
         config.edge.port = http_port
     if router_port is not None:
         config.router.port = router_port
+    if metrics_port is not None:
+        config.metrics.port = metrics_port
     if secret_file is not None:
         config.fabric.secret_file = _absolute(secret_file)
     _apply_client_flags(config, api_keys, tls_certificate, tls_key, tls_client_ca)
@@ -173,7 +179,17 @@ class Launch:
             grpc = stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port"))
             safety = stack.enter_context(_claimed(config.safety.host, config.safety.port, "safety.port"))
             config.edge.port, config.router.port, config.safety.port = http.port, grpc.port, safety.port
+            self._claim_metrics_ports(stack)
             yield http
+
+    def _claim_metrics_ports(self, stack: contextlib.ExitStack) -> None:
+        config = self.config
+        ports = metrics_ports(config)
+        if ports and max(ports.values()) > _MAX_PORT:
+            raise CommandError(f"--metrics-port {config.metrics.port}: {len(ports)} processes need a port each")
+        for (role, name), port in ports.items():
+            host = config.edge.host if role == "edge" else config.metrics.host
+            stack.enter_context(_claimed(host, port, f"--metrics-port, whose block has it for {role} {name}"))
 
     def _fill_in_model(self, reporter: Reporter) -> None:
         wanted = self.config.model
@@ -197,7 +213,7 @@ def _check_access(config: KvloomConfig) -> None:
         raise CommandError("--tls-certificate and --tls-key are needed together")
     if config.tls.client_ca_file and not config.tls.certificate_file:
         raise CommandError("--tls-client-ca needs --tls-certificate and --tls-key")
-    if risk := exposure_risk(config, config.edge.host, config.router.host):
+    if risk := exposure_risk(config, config.edge.host, config.router.host, config.metrics.host):
         raise CommandError(risk)
     try:
         listener_tls(config.tls)

@@ -49,6 +49,11 @@ PORT = click.IntRange(0, 65535)
 )
 @option("--http-port", type=PORT, help="The port of the HTTP API and chat page. 0 picks one.  [default: 8080]")
 @option("--router-port", type=PORT, help="The port of the gRPC API. 0 picks one.  [default: 8081]")
+@option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    help="The first of the ports for /metrics: safety service, routers, edges, shards.  [default: free ones]",
+)
 @data_dir_option
 @config_option
 @option(

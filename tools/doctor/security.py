@@ -22,6 +22,7 @@ from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from tools.fabric_trust import trust_of
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
+from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import FabricState, RunFolder
 
 _TIMEOUT_SECONDS: Final = 5.0
@@ -64,6 +65,7 @@ async def _examine(folder: RunFolder, config: KvloomConfig, state: FabricState, 
     found = [*_files(folder), _secret(config, trust), *_listeners(config, state), _callers(config)]
     found.append(await _redis(config))
     found += [finding async for finding in _ports(state, trust)]
+    found += [finding async for finding in _metrics(config, state)]
     return found
 
 
@@ -85,8 +87,10 @@ def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
 
 def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
+    hosts = {"HTTP": config.edge.host, "gRPC": config.router.host, "metrics": config.metrics.host}
+    addresses["metrics"] = config.metrics.host
     for name, address in addresses.items():
-        host = config.edge.host if name == "HTTP" else config.router.host
+        host = hosts[name]
         if is_loopback(host):
             yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")
         elif config.tls.certificate_file and config.callers.api_keys_file:
@@ -143,6 +147,35 @@ async def _ports(state: FabricState, trust: FabricTrust) -> AsyncIterator[Findin
             yield Finding(f"{process.name} port", "failed", f"{address} does not serve its own fabric either")
         else:
             yield Finding(f"{process.name} port", "ok", f"{address} serves only its fabric")
+
+
+async def _metrics(config: KvloomConfig, state: FabricState) -> AsyncIterator[Finding]:
+    """Scrapes every process without a key, and without TLS."""
+    for process in state.processes:
+        for address in filter(None, (process.metrics_address, process.router_metrics_address)):
+            name = f"{process.name} metrics"
+            if await _scrapes(reachable_address(address)):
+                needed = config.callers.api_keys_file or config.tls.certificate_file
+                detail = f"{address} serves strangers who reach it"
+                yield Finding(name, "failed" if needed else "ok", detail + ("" if needed else ", like the API"))
+            else:
+                yield Finding(name, "ok", f"{address} refuses strangers")
+
+
+async def _scrapes(address: str) -> bool:
+    """Whether /metrics answers with 200."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_TIMEOUT_SECONDS):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                status_line = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError):
+        return False
+    return status_line.split(b" ")[1:2] == [b"200"]
 
 
 async def _answers(trust: FabricTrust, address: str, role: str) -> bool:

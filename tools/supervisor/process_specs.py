@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -63,18 +63,26 @@ def plan_stages(
         )
 
     prefix = config.fabric.name_prefix
-    metrics = ("--metrics-port", "0")
-    router = ("--share-port", "--own-port", "0", *metrics)
-    services = [service("safety", "safety_svc", f"{prefix}safety", ("--share-port", *metrics), starts_first=True)]
+    ports = metrics_ports(config)
+
+    def metrics(role: str, name: str, flag: str = "metrics-port") -> tuple[str, ...]:
+        port = ports.get((role, name), 0)
+        return (f"--{flag}", str(port), *([f"--share-{flag}"] if port else []))
+
+    def router(name: str) -> tuple[str, ...]:
+        return "--share-port", "--own-port", "0", *metrics("router", name)
+
+    safety = f"{prefix}safety"
+    safety_args = ("--share-port", *metrics("safety", safety))
+    services = [service("safety", "safety_svc", safety, safety_args, starts_first=True)]
     if not colocate:
         names = numbered(f"{prefix}router", config.router.num_routers)
-        services += [service("router", "router", name, router, starts_first=True) for name in names]
-    services += [service("shard", *shard) for shard in _shards(config, metrics)]
-    module, args = ("tools.colocated", router) if colocate else ("edge_http", ())
-    services += [
-        service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
-        for name in numbered(f"{prefix}edge", config.edge.num_edges)
-    ]
+        services += [service("router", "router", name, router(name), starts_first=True) for name in names]
+    services += [service("shard", *shard) for shard in _shards(config, lambda name: metrics("shard", name))]
+    module = "tools.colocated" if colocate else "edge_http"
+    for name in numbered(f"{prefix}edge", config.edge.num_edges):
+        args = (*metrics("edge", name, "peer-port"), *(router(name) if colocate else ()))
+        services.append(service("edge", module, name, args, starts_first=True, listens_on=http_port))
     return [[embedded_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
 
 
@@ -83,12 +91,30 @@ def shard_name(number: int, prefix: str) -> str:
     return f"{prefix}shard-{number}"
 
 
-def _shards(config: KvloomConfig, metrics: Sequence[str]) -> list[tuple[str, str, Sequence[str]]]:
+def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
+    """Where each process serves /metrics, by role and name: `metrics.port` and the ports after it. Empty without that
+    port. Shards come last, because their number changes most often."""
+    if not config.metrics.port:
+        return {}
+    prefix = config.fabric.name_prefix
+    edges = numbered(f"{prefix}edge", config.edge.num_edges)
+    routers = edges if config.edge.colocate else numbered(f"{prefix}router", config.router.num_routers)
+    order = [
+        ("safety", f"{prefix}safety"),
+        *(("router", name) for name in routers),
+        *(("edge", name) for name in edges),
+    ]
+    order += [("shard", name) for module, name, _ in _shards(config, lambda _: ()) if module == "shard_server"]
+    return {process: config.metrics.port + number for number, process in enumerate(order)}
+
+
+def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> list[tuple[str, str, Sequence[str]]]:
     """Returns (module, name, arguments) of each shard process."""
     prefix = config.fabric.name_prefix
     num_shards, per_process = config.shard.num_shards, config.shard.sim.shards_per_process
     if config.shard.engine != "sim" or per_process == 1:
-        return [("shard_server", shard_name(number, prefix), metrics) for number in range(num_shards)]
+        names = [shard_name(number, prefix) for number in range(num_shards)]
+        return [("shard_server", name, metrics(name)) for name in names]
     return [
         (
             "tools.many_shards",
