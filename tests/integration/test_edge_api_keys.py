@@ -13,7 +13,14 @@ from tests.fakes.edge_world import chat_body, edge_world
 from tests.fakes.fake_router_link import answer
 
 KEY = "kvl-test"
-CLOSED = ["/v1/models", "/v1/models/tiny", "/v1/chat/completions/chatcmpl-x", "/metrics", "/unknown"]
+CLOSED = [
+    "/v1/models",
+    "/v1/models/tiny",
+    "/v1/chat/completions/chatcmpl-x",
+    "/metrics",
+    "/metrics/targets",
+    "/unknown",
+]
 OPEN = ["/health", "/live", "/ready", "/version", "/", "/chat.js"]
 
 
