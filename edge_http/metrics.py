@@ -117,6 +117,10 @@ class EdgeMetrics:
         self._durations: dict[tuple[str, str, str], HistogramSeries] = {}
         self._responses: dict[tuple[str, int], CounterSeries] = {}
 
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self._registry
+
     def add(self, collector: Collector) -> None:
         self._registry.register(collector)
 

@@ -22,6 +22,7 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
+from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -91,7 +92,8 @@ async def serve_edge(
             await wait_to_open(_until_ready(edge), stop)
             address = await _open(server, config.edge.host, listen_options, tls)
         on_ready(address, own_address, peer_address if trust.has_secret else "")
-        async with following(*filter(None, (tls, callers.api_keys))):
+        memory = MemoryWatch("edge", config.edge.max_memory_bytes, edge.on_memory_level, edge.metrics.registry)
+        async with following(memory, *filter(None, (tls, callers.api_keys))):
             await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:

@@ -6,7 +6,6 @@ Services only: the SDK does not import this module (it needs the `services` extr
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import signal
 import sys
@@ -21,6 +20,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from kvloom.config import ConfigError
+from kvloom.process.freed_memory import return_freed_memory
 from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.trust.secret import SecretError
 
@@ -96,9 +96,7 @@ def settle_memory() -> None:
     """Exempt everything that is loaded now from garbage collection, and collect the rest less often: cycles are rare
     here, and no token leaves during a collection. Memory that loading has freed is returned to the system."""
     gc.collect()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:  # glibc would otherwise keep 15 MB of a tokenizer for a while
-        malloc_trim(0)
+    return_freed_memory()  # 15 MB of a tokenizer would otherwise be kept for a while
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 200)
 

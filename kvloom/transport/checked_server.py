@@ -60,6 +60,7 @@ def _parsing(behaviour: _Behaviour, parse: Callable[[bytes], Any]) -> _Behaviour
             request = parse(raw)
         except DecodeError:
             await _refuse(context)
+        del raw  # the request may run for minutes
         return await behaviour(request, context)
 
     return checked
