@@ -20,6 +20,8 @@ from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, reachable_address
 from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
+from kvloom.limits.address_limit import AddressLimit
+from kvloom.limits.connection_sweep import ConnectionSweep
 from kvloom.limits.memory_policy import MemoryLevel
 from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.process import service
@@ -175,6 +177,8 @@ class RouterServer:
         )
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
         self._metrics.watch(self._gauges)
+        most, proxies = config.router.max_connections_per_address, config.edge.trusted_proxies
+        self._sweep = ConnectionSweep(most, lambda: AddressLimit(most, proxies))
         self._memory = MemoryWatch("router", config.router.max_memory_bytes, self._on_memory_level, metrics_registry)
 
     async def start(self, host: str, port: int, own_port: int | None = None) -> str:
@@ -190,6 +194,7 @@ class RouterServer:
         if self._for_fabric is not None:
             self._for_fabric.bind(host, 0, self._trust.add_port)
         self._answers.address = reachable_address(self._for_clients.address)
+        self._sweep.ports = self._for_clients.ports
         return self._for_clients.address
 
     @property
@@ -205,7 +210,7 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            watched = filter(None, (self._memory, self._tls, self._callers.api_keys))
+            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.api_keys))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),
