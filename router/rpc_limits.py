@@ -31,7 +31,7 @@ RECEIVE_SECONDS: Final = 60.0
 """How long a request may take to arrive."""
 RETRY_SECONDS: Final = 1.0
 _OWN_SERVICES: Final = "/kvloom."
-"""Health checks of load balancers hold nothing."""
+"""Others, such as health checks, are served at every level of memory."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -74,20 +74,21 @@ class RpcLimits(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not str(handler_call_details.method).startswith(_OWN_SERVICES):
+        if handler is None:
             return handler
+        is_own = str(handler_call_details.method).startswith(_OWN_SERVICES)
         if handler.stream_stream is not None:
-            limited, parse = self._limited_stream(handler.stream_stream), handler.request_deserializer
+            limited, parse = self._limited_stream(handler.stream_stream, is_own=is_own), handler.request_deserializer
         else:
             returns = handler.unary_unary is not None
             behaviour = handler.unary_unary if returns else handler.unary_stream
-            limited, parse = self._limited_request(behaviour, returns=returns), None
+            limited, parse = self._limited_request(behaviour, is_own=is_own, returns=returns), None
         return grpc.stream_stream_rpc_method_handler(limited, parse, handler.response_serializer)
 
-    def _limited_stream(self, behaviour: Behaviour) -> Any:
+    def _limited_stream(self, behaviour: Behaviour, *, is_own: bool) -> Any:
         async def limited(requests: Any, context: Context) -> None:
             try:
-                place = self._place(context)
+                place = self._place(context, is_own=is_own)
             except KvloomError as error:
                 await abort(context, error)
             with place:
@@ -95,12 +96,12 @@ class RpcLimits(grpc.aio.ServerInterceptor):
 
         return limited
 
-    def _limited_request(self, behaviour: Behaviour, *, returns: bool) -> Any:
+    def _limited_request(self, behaviour: Behaviour, *, is_own: bool, returns: bool) -> Any:
         """`behaviour` takes one request, as bytes. If it `returns` its response, that is written here."""
 
         async def limited(_requests: Any, context: Context) -> None:
             try:
-                place = self._place(context)
+                place = self._place(context, is_own=is_own)
             except KvloomError as error:
                 await abort(context, error)
             with place as caller, self.requests.lease(caller) as lease:
@@ -117,10 +118,10 @@ class RpcLimits(grpc.aio.ServerInterceptor):
 
         return limited
 
-    def _place(self, context: Context) -> contextlib.AbstractContextManager[str]:
+    def _place(self, context: Context, *, is_own: bool) -> contextlib.AbstractContextManager[str]:
         """A place of the caller, which is free again at the end of the block. Raises KvloomError (OVERLOADED,
         RATE_LIMITED)."""
-        if self._level >= MemoryLevel.FULL:
+        if is_own and self._level >= MemoryLevel.FULL:
             raise memory_error()
         peer = context.peer()
         caller = self._callers.name(credential_of(context), peer_host(peer))

@@ -28,6 +28,7 @@ from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
@@ -172,7 +173,7 @@ class RouterServer:
         """For processes that know the fabric's secret; None when there is none."""
         if trust.has_secret:
             self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
-        health = service.add_health_and_reflection(
+        health = add_health_and_reflection(
             self._for_clients.server, SERVICE_NAMES, with_reflection=config.router.reflection
         )
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)

@@ -15,9 +15,8 @@ from typing import Any, Final, Protocol
 import grpc
 import msgspec
 import uvloop
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from kvloom.config import ConfigError
 from kvloom.process.freed_memory import return_freed_memory
@@ -163,17 +162,6 @@ def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_S
     if bound == 0:
         raise StartError(message)
     return f"{host}:{bound}"
-
-
-def add_health_and_reflection(
-    server: grpc.aio.Server, service_names: Sequence[str], *, with_reflection: bool
-) -> HealthServicer:
-    """Serve grpc.health.v1 and, if wanted, reflection. The status is NOT_SERVING until `set_serving` changes it."""
-    health = HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    if with_reflection:
-        reflection.enable_server_reflection([*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
-    return health
 
 
 async def set_serving(health: HealthServicer, service_names: Sequence[str], serving: bool) -> None:
