@@ -80,6 +80,7 @@ async def _run(config: KvloomConfig, settle_seconds: float, num_rounds: int) -> 
             rows: list[dict[str, Any]] = []
             for _ in range(num_rounds):
                 for name, burst in BURSTS.items():
+                    click.echo(f"sending {name}", err=True)
                     row: dict[str, Any] = {"burst": name, "before": _resident(pids)}
                     async with _peaks(pids, row), _live_times(url, row):
                         await burst(url, state.router_address, config.model.name)

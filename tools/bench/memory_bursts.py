@@ -14,11 +14,12 @@ from kvloom.v1.router_service_pb2 import GenerateRequest
 
 _TIMEOUT_SECONDS: Final = 300.0
 _GZIP_MESSAGES: Final = 16
-_GZIP_BYTES: Final = 60 * 2**20
+_GZIP_BYTES: Final = 16 * 2**20
+_NUM_MESSAGES: Final = 20
 _NUM_BODIES: Final = 60
 _BODY_BYTES: Final = 4 * 2**20
 _GRPC_BYTES: Final = 15 * 2**20
-_ANSWERS: Final = 4
+_ANSWERS: Final = 2
 _ANSWER_TOKENS: Final = 1300
 """n=16 with 20 alternatives each: about 30 MB."""
 
@@ -27,7 +28,7 @@ Burst = Callable[[str, str, str], Awaitable[None]]
 
 
 async def compressed_messages(_url: str, router_address: str, _model: str) -> None:
-    """64 kB each, which would become 60 MiB."""
+    """16 kB each, which would become 16 MiB."""
     message = b"\x0a" + bytes(_GZIP_BYTES)
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(router_address, options, grpc.Compression.Gzip) as channel:
@@ -42,7 +43,7 @@ async def large_messages(_url: str, router_address: str, model: str) -> None:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(router_address, options) as channel:
         method = channel.unary_unary("/kvloom.v1.RouterService/Generate")
-        calls = [method(message, timeout=_TIMEOUT_SECONDS) for _ in range(_NUM_BODIES)]
+        calls = [method(message, timeout=_TIMEOUT_SECONDS) for _ in range(_NUM_MESSAGES)]
         await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -59,8 +60,8 @@ async def large_answers(url: str, _router_address: str, model: str) -> None:
 
 
 BURSTS: Final[dict[str, Burst]] = {
-    f"{_GZIP_MESSAGES} compressed gRPC messages of 60 MiB": compressed_messages,
-    f"{_NUM_BODIES} gRPC requests of 15 MiB": large_messages,
+    f"{_GZIP_MESSAGES} compressed gRPC messages of 16 MiB": compressed_messages,
+    f"{_NUM_MESSAGES} gRPC requests of 15 MiB": large_messages,
     f"{_NUM_BODIES} bodies of 4 MiB": large_bodies,
     f"{_ANSWERS} answers of 30 MB (n=16, top_logprobs=20)": large_answers,
 }
