@@ -156,6 +156,10 @@ class Edge:
             for model in self.models.values():
                 model.tokenizer.release_caches()
 
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not self.num_running
+
     async def wait_idle(self) -> None:
         """Return once no request runs."""
         await self._idle.wait()

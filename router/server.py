@@ -180,7 +180,9 @@ class RouterServer:
         self._metrics.watch(self._gauges)
         most, proxies = config.router.max_connections_per_address, config.edge.trusted_proxies
         self._sweep = ConnectionSweep(most, lambda: AddressLimit(most, proxies))
-        self._memory = MemoryWatch("router", config.router.max_memory_bytes, self._on_memory_level, metrics_registry)
+        self._memory = MemoryWatch(
+            "router", config.router.max_memory_bytes, self._on_memory_level, metrics_registry, self._is_idle
+        )
 
     async def start(self, host: str, port: int, own_port: int | None = None) -> str:
         """Binds the ports; clients that connect wait until `serve` opens them. Returns the address, which is that of
@@ -238,6 +240,9 @@ class RouterServer:
             await self._answers.close()
             self._driver.close()
             await self._registry.close()
+
+    def _is_idle(self) -> bool:
+        return not self._driver.num_live_requests
 
     def _on_memory_level(self, level: MemoryLevel) -> None:
         self._limits.on_memory_level(level)

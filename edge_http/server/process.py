@@ -92,7 +92,9 @@ async def serve_edge(
             await wait_to_open(_until_ready(edge), stop)
             address = await _open(server, config.edge.host, listen_options, tls)
         on_ready(address, own_address, peer_address if trust.has_secret else "")
-        memory = MemoryWatch("edge", config.edge.max_memory_bytes, edge.on_memory_level, edge.metrics.registry)
+        memory = MemoryWatch(
+            "edge", config.edge.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.is_idle
+        )
         async with following(memory, *filter(None, (tls, callers.api_keys))):
             await stop.wait()
         await server.drain(announce_leaving)

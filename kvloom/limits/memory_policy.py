@@ -17,6 +17,8 @@ RETURN_BYTES: Final = 16 * 2**20
 STEADY_BYTES: Final = 4 * 2**20
 """Memory that changes by less than this between two samples is steady: no burst is under way."""
 NUM_STEADY_SAMPLES: Final = 2
+CHECK_SAMPLES: Final = 4
+"""After so many samples it is tried once more, because the end of a burst may have freed memory since."""
 
 
 class MemoryLevel(enum.IntEnum):
@@ -49,6 +51,8 @@ class MemoryPolicy:
         """The memory after freed memory was last returned."""
         self._last_bytes = 0
         self._num_steady = 0
+        self._num_until_check = 0
+        """0: no check is due."""
 
     def observe(self, resident_bytes: int) -> MemoryVerdict:
         self.level = self._next_level(resident_bytes)
@@ -56,6 +60,9 @@ class MemoryPolicy:
 
     def returned(self, resident_bytes: int) -> None:
         """Freed memory has been returned; so much is left."""
+        has_grown = self._settled_bytes is not None and self._last_bytes - self._settled_bytes >= RETURN_BYTES
+        was_worth_it = self._last_bytes - resident_bytes >= STEADY_BYTES
+        self._num_until_check = CHECK_SAMPLES if has_grown or was_worth_it else 0
         self._settled_bytes = self._last_bytes = resident_bytes
 
     def _next_level(self, resident_bytes: int) -> MemoryLevel:
@@ -75,4 +82,8 @@ class MemoryPolicy:
             self._settled_bytes = resident_bytes
         if self.level > MemoryLevel.NORMAL:
             return True
+        if self._num_until_check:
+            self._num_until_check -= 1
+            if not self._num_until_check:
+                return True
         return self._num_steady >= NUM_STEADY_SAMPLES and resident_bytes - self._settled_bytes >= RETURN_BYTES

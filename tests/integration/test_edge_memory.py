@@ -35,7 +35,7 @@ async def watched(world: EdgeWorld, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     monkeypatch.setattr(memory_watch, "SAMPLE_SECONDS", 0.002)
     memory = Memory()
     edge = world.edge
-    watch = MemoryWatch("edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, memory)
+    watch = MemoryWatch("edge", LIMIT_BYTES, edge.on_memory_level, edge.metrics.registry, edge.is_idle, memory)
     task = asyncio.create_task(watch.watch())
     yield memory
     task.cancel()

@@ -122,7 +122,7 @@ async def _live_times(url: str, row: dict[str, Any]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        output, _ = await process.communicate()
+        output, _ = await process.communicate(b"")  # which closes its input
     took_ms: list[float] = json.loads(output)
     row["live_max_ms"] = max(took_ms, default=0.0)
     row["live_histogram"] = histogram(took_ms)
