@@ -12,15 +12,16 @@ from edge_http.metrics import EdgeMetrics
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
 from edge_http.resume.table import ResumeTable
-from edge_http.wire.byte_budget import ByteBudget
 from edge_http.wire.fair_yield import FairYield
-from edge_http.wire.keyed_counts import KeyedCounts
 from edge_http.wire.request_callers import RequestCallers
 from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.discovery.registry import MetricsTarget
 from kvloom.errors import KvloomError
+from kvloom.limits.byte_budget import ByteBudget, memory_error
+from kvloom.limits.keyed_counts import KeyedCounts
+from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
@@ -96,13 +97,18 @@ class Edge:
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
         self.access_log = access_log
         self.bodies = ByteBudget(
-            config.max_pending_body_bytes, "request bodies", least_share_bytes=config.max_body_bytes
+            config.max_pending_body_bytes,
+            "request bodies",
+            least_share_bytes=config.max_body_bytes,
+            ends_large=True,
         )
         """Of requests that have been received but not processed yet."""
         self.collected = ByteBudget(
             config.max_pending_answer_bytes, "answers that are not streamed", least_share_bytes=config.max_answer_bytes
         )
         """Of answers that are collected or being sent."""
+        self.pipelined = ByteBudget(config.max_pending_body_bytes // 4, "pipelined requests")
+        """Of requests that wait behind another one of their connection."""
         self.fair_yield = FairYield()
         self.write_coalescer = WriteCoalescer()
         self.num_running = 0
@@ -111,6 +117,8 @@ class Edge:
         self.list_targets: Callable[[], Awaitable[Sequence[MetricsTarget]]] = _no_targets
         """Which processes of the fleet serve /metrics; set once this edge listens."""
         self._draining = False
+        self._refuses_all = False
+        """Draining, or out of memory."""
         self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -139,16 +147,31 @@ class Edge:
 
     def drain(self) -> None:
         """Admit no new requests from now on; running ones continue."""
-        self._draining = True
+        self._draining = self._refuses_all = True
+
+    def on_memory_level(self, level: MemoryLevel) -> None:
+        """Running answers continue at every level."""
+        self._refuses_all = self._draining or level >= MemoryLevel.FULL
+        most = None if level == MemoryLevel.NORMAL else LARGE_BYTES
+        for budget in (self.bodies, self.collected, self.pipelined):
+            budget.restrict(most)
+        if most is not None:
+            for model in self.models.values():
+                model.tokenizer.release_caches()
+
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not self.num_running
 
     async def wait_idle(self) -> None:
         """Return once no request runs."""
         await self._idle.wait()
 
     def admit(self, caller: str) -> AdmissionPermit:
-        """Admit one more running request of this caller. Raises KvloomError (DRAINING, RATE_LIMITED, QUEUE_FULL)."""
-        if self._draining:
-            raise draining_error()
+        """Admit one more running request of this caller. Raises KvloomError (DRAINING, OVERLOADED, RATE_LIMITED,
+        QUEUE_FULL)."""
+        if self._refuses_all:
+            raise draining_error() if self._draining else memory_error()
         limit = self.config.max_concurrent_requests_per_caller
         if caller and self._num_running_by_caller[caller] >= limit:
             raise caller_limit_error(limit)

@@ -12,6 +12,7 @@ guide.py         limits and checks of guides (JSON schemas, regular expressions,
 config.py        the configuration file as one typed tree
 private_file.py  files that only this user can read
 access/          who may use the fabric from outside: API keys, TLS for clients
+limits/          bounds on what a process holds, and a share of it for each caller
 callers.py       who sends a request, and so who is isolated from whom
 router_link/     the client side of the data plane: requests multiplexed over one stream per router
 replay/          events kept of a response, so that its client can resume it

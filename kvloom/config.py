@@ -108,6 +108,9 @@ class EdgeConfig(Section):
     max_pending_answer_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
     """The size of all answers together that are not streamed, while they are collected and sent. Beyond that the
     answer that needs more fails."""
+    max_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The resident memory of an edge's process. From 85% of it on, large requests are refused, and from 100% on all new
+    ones; running answers continue. 0: a quarter of the memory of the machine or the cgroup."""
     header_timeout_seconds: PositiveFloat = 10.0
     """The time from a connection's start, or the first byte of a later request, to the end of the headers."""
     body_timeout_seconds: PositiveFloat = 60.0
@@ -214,6 +217,20 @@ class RouterConfig(Section):
     request_timeout_seconds: PositiveFloat = 600.0
     max_attempts: PositiveInt = 3
     max_prompt_tokens: PositiveInt = 262_144
+    max_concurrent_requests_per_caller: PositiveInt = 4096
+    """RPCs that one caller may have open. Beyond that it gets RESOURCE_EXHAUSTED, while the others are served."""
+    max_connections: PositiveInt = 16_384
+    """gRPC connections open at a time. Further ones are closed."""
+    max_connections_per_address: PositiveInt = 8192
+    """gRPC connections of one IPv4 address or one IPv6 network of 64 bits. RPCs on further ones get RESOURCE_EXHAUSTED,
+    and the connections are closed. `edge.trusted_proxies` may have any number."""
+    max_message_bytes: Annotated[int, Meta(ge=2**20, le=64 * 2**20)] = 16 * 2**20
+    """The size of one gRPC message of a client."""
+    max_pending_request_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    """The size of all requests of clients over gRPC together, from their arrival to their end. Beyond that requests are
+    rejected at once."""
+    max_memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """As for the edge."""
     max_streams_per_connection: PositiveInt = 4096
     """RPCs open at a time on one HTTP/2 connection. Further ones wait at the client."""
     reflection: bool = True

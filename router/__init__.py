@@ -19,7 +19,9 @@ answers/              `Generate` and `Resume`: one request and its streamed answ
 links/                the connections to clients, shards and the safety service
 decisions/            the record of placements: `Plan`, `Explain` and the decision log's file
 api_key_check.py      refuses RPCs without a valid API key
-rpc_access_log.py  a log line for every RPC that ends
+rpc_access_log.py     a log line for every RPC that ends
+rpc_limits.py         what one caller, one address and all together may hold over gRPC
+receipts.py           which requests are being received, and which of them gives way
 usage_records.py      usage records, kept so that tokens lost on the way can be credited
 metrics.py            Prometheus metrics and one log line per request
 health.py             grpc.health.v1

@@ -53,12 +53,8 @@ class ApiKeyCheck(grpc.aio.ServerInterceptor):
         try:
             self._callers.check(credential)
         except KvloomError as error:
-            refusal = _refusal(error)
-            if handler.unary_unary is not None:
-                return grpc.unary_unary_rpc_method_handler(refusal, **codecs)
-            if handler.unary_stream is not None:
-                return grpc.unary_stream_rpc_method_handler(refusal, **codecs)
-            return grpc.stream_stream_rpc_method_handler(refusal, **codecs)
+            # As a stream, so that nothing of the request is received.
+            return grpc.stream_stream_rpc_method_handler(_refusal(error), **codecs)
         if handler.stream_stream is not None:
             return grpc.stream_stream_rpc_method_handler(self._followed(handler.stream_stream, credential), **codecs)
         return handler

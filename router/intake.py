@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.limits.byte_budget import memory_error
+from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.router_link.link import LinkRequest
 from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop, draw_seed
 from kvloom.text.token_ids import are_below, unpack_token_ids
@@ -26,6 +28,8 @@ from router.partial_choices import wanted_choices
 MAX_NAME_CHARS: Final = 256
 """The longest request id (the router's or the caller's), tenant, trace context or session key."""
 MAX_MESSAGES: Final = 4096
+CHARS_PER_TOKEN: Final = 4
+"""The usual number, by which large prompts of tokens are told apart from small ones."""
 MAX_CHARS_PER_TOKEN: Final = 16
 """A text with more characters than this per allowed prompt token is rejected before any work is done on it."""
 _TIERS: Final[Mapping[int, Tier]] = {
@@ -48,7 +52,18 @@ class Intake:
         self._model = model
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
+        self._max_tokens_now = max_prompt_tokens
+        """Less while memory is short; the characters likewise."""
+        self._max_chars_now = max_prompt_tokens * MAX_CHARS_PER_TOKEN
         self._needs_prompt_text = needs_prompt_text
+
+    def on_memory_level(self, level: MemoryLevel) -> None:
+        """From now on large prompts are refused, or all of them, or those above the usual limit."""
+        most = (self._max_prompt_tokens * MAX_CHARS_PER_TOKEN, LARGE_BYTES, 0)[level]
+        self._max_chars_now = min(most, self._max_prompt_tokens * MAX_CHARS_PER_TOKEN)
+        self._max_tokens_now = min(most // CHARS_PER_TOKEN, self._max_prompt_tokens)
+        if level > MemoryLevel.NORMAL:
+            self._tokenizer.release_caches()
 
     def request_from_submit(self, submit: Submit, client_id: str, scope: CallerScope = TRUSTED) -> Request:
         """Returns a request that arrived over a client's stream. Raises KvloomError."""
@@ -181,7 +196,9 @@ class Intake:
     def _check_prompt(self, token_ids: Sequence[int], model: str, field: str) -> None:
         if not token_ids:
             raise invalid_argument(f"{field} must not be empty.", field)
-        if len(token_ids) > self._max_prompt_tokens:
+        if len(token_ids) > self._max_tokens_now:
+            if len(token_ids) <= self._max_prompt_tokens:
+                raise memory_error()
             raise KvloomError(
                 ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
                 f"The prompt has {len(token_ids)} tokens; at most {self._max_prompt_tokens} are allowed.",
@@ -197,8 +214,10 @@ class Intake:
         self._check_num_chars(len(text), field)
 
     def _check_num_chars(self, num_chars: int, field: str) -> None:
-        limit = self._max_prompt_tokens * MAX_CHARS_PER_TOKEN
-        if num_chars > limit:
+        if num_chars > self._max_chars_now:
+            limit = self._max_prompt_tokens * MAX_CHARS_PER_TOKEN
+            if num_chars <= limit:
+                raise memory_error()
             raise KvloomError(
                 ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE,
                 f"{field} has {num_chars} characters; at most {limit} are allowed.",

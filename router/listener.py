@@ -35,11 +35,13 @@ class RouterListener:
         add_RouterServiceServicer_to_server(servicer, CheckedServer(self.server))
         self.address = ""
         """The latest that was bound."""
+        self.ports: set[int] = set()
         self._local = LocalServer(lambda stream: servicer.Connect(stream, stream), RouterServiceConnectRequest)
 
     def bind(self, host: str, port: int, add_port: service.AddPort = NO_SECRET.add_port) -> None:
         """Raises StartError when the port is taken. Clients that connect wait until `start`."""
         self.address = service.bind(self.server, host, port, add_port)
+        self.ports.add(int(self.address.rpartition(":")[2]))
 
     async def start(self) -> None:
         # Clients try the local socket first.

@@ -20,10 +20,15 @@ from kvloom.config import KvloomConfig
 from kvloom.discovery.announcer import Announcer, reachable_address
 from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
+from kvloom.limits.address_limit import AddressLimit
+from kvloom.limits.connection_sweep import ConnectionSweep
+from kvloom.limits.memory_policy import MemoryLevel
+from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.process import service
 from kvloom.process.access_log import AccessLog
 from kvloom.process.watched_files import following
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1 import router_service_pb2
 from router.answers.named_calls import NamedCalls
@@ -54,6 +59,7 @@ from router.listener import RouterListener
 from router.metrics import RouterMetrics
 from router.router_servicer import RouterServicer
 from router.rpc_access_log import RpcAccessLog
+from router.rpc_limits import RpcLimits
 from router.usage_records import Credit, UsageRecords
 
 log = structlog.get_logger()
@@ -113,6 +119,7 @@ class RouterServer:
 
         callers = configured_callers(config, trust.caller_key)
 
+        self._limits = RpcLimits(config.router, callers, config.edge.trusted_proxies)
         access_log = AccessLog(config.log)
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if access_log.is_on:
@@ -148,22 +155,34 @@ class RouterServer:
             )
             return RouterListener(servicer, options, [*interceptors, *checks])
 
+        checks: list[grpc.aio.ServerInterceptor] = [self._limits]
+        if callers.api_keys is not None:
+            checks.append(ApiKeyCheck(callers))
+
         options = [*SERVER_OPTIONS, ("grpc.max_concurrent_streams", config.router.max_streams_per_connection)]
+        for_clients = service.sharing_port(options) if shares_port else options
+        if trust.has_secret:  # otherwise edges use the same port, and send the requests of many clients in a message
+            for_clients = [*for_clients, ("grpc.max_receive_message_length", config.router.max_message_bytes)]
         self._for_clients = new_listener(
             lambda: self._answers.address,
-            service.sharing_port(options) if shares_port else options,
-            [ApiKeyCheck(callers)] if callers.api_keys is not None else [],
+            [*for_clients, ("grpc.max_allowed_incoming_connections", config.router.max_connections)],
+            checks,
             trusts_all=not trust.has_secret,
         )
         self._for_fabric: RouterListener | None = None
         """For processes that know the fabric's secret; None when there is none."""
         if trust.has_secret:
             self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
-        health = service.add_health_and_reflection(
+        health = add_health_and_reflection(
             self._for_clients.server, SERVICE_NAMES, with_reflection=config.router.reflection
         )
         self._health = HealthReporter(health, SERVICE_NAMES, self._is_serving)
         self._metrics.watch(self._gauges)
+        most, proxies = config.router.max_connections_per_address, config.edge.trusted_proxies
+        self._sweep = ConnectionSweep(most, lambda: AddressLimit(most, proxies))
+        self._memory = MemoryWatch(
+            "router", config.router.max_memory_bytes, self._on_memory_level, metrics_registry, self._is_idle
+        )
 
     async def start(self, host: str, port: int, own_port: int | None = None) -> str:
         """Binds the ports; clients that connect wait until `serve` opens them. Returns the address, which is that of
@@ -178,6 +197,7 @@ class RouterServer:
         if self._for_fabric is not None:
             self._for_fabric.bind(host, 0, self._trust.add_port)
         self._answers.address = reachable_address(self._for_clients.address)
+        self._sweep.ports = self._for_clients.ports
         return self._for_clients.address
 
     @property
@@ -193,7 +213,7 @@ class RouterServer:
         """Serves until `stop` is set, and then drains. `on_open` is called when the router can be reached. Raises what
         one of the router's own tasks raised."""
         try:
-            watched = filter(None, (self._tls, self._callers.api_keys))
+            watched = filter(None, (self._memory, self._sweep, self._tls, self._callers.api_keys))
             async with following(*watched), asyncio.TaskGroup() as tasks:
                 owned = [
                     tasks.create_task(self._watcher.run(), name="fleet watcher"),
@@ -220,6 +240,13 @@ class RouterServer:
             await self._answers.close()
             self._driver.close()
             await self._registry.close()
+
+    def _is_idle(self) -> bool:
+        return not self._driver.num_live_requests
+
+    def _on_memory_level(self, level: MemoryLevel) -> None:
+        self._limits.on_memory_level(level)
+        self._intake.on_memory_level(level)
 
     async def _find_peers(self) -> None:
         """Requests that arrive before the shards and the safety service are known would be rejected although nothing is

@@ -17,7 +17,6 @@ from kvloom.process.service import (
     SERVER_OPTIONS,
     ReadyLine,
     StartError,
-    add_health_and_reflection,
     announce_ready,
     bind,
     set_serving,
@@ -28,6 +27,7 @@ from kvloom.process.watched_files import following
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_server import LocalServer
+from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import safety_service_pb2, safety_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason

@@ -21,6 +21,7 @@ from kvloom.process.access_log import AccessLog
 from kvloom.text.detokenizer import TokenText
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.local_server import LocalServer
+from kvloom.transport.standard_services import add_health_and_reflection
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.shard_service_pb2 import ShardInfo, ShardServiceConnectRequest
@@ -109,7 +110,7 @@ class ShardServer:
         servicer = ShardServicer(self._multiplexer, self._on_drain_call)
         add_ShardServiceServicer_to_server(servicer, CheckedServer(self._server))
         self._local_server = LocalServer(lambda stream: servicer.Connect(stream, stream), ShardServiceConnectRequest)
-        self._health = service.add_health_and_reflection(
+        self._health = add_health_and_reflection(
             self._server, SERVICE_NAMES, with_reflection=self._config.shard.reflection
         )
         self._engine_task = asyncio.create_task(self._multiplexer.run(), name="engine steps")

@@ -7,8 +7,8 @@ from typing import Final
 
 from edge_http.answers.answer import Answer
 from edge_http.openai.response_formatters import Buffer, CollectedChoice, ResponseFormatter
-from edge_http.wire.byte_budget import ByteLease
 from kvloom.errors import KvloomError
+from kvloom.limits.byte_budget import ByteLease
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 

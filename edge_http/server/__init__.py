@@ -3,7 +3,6 @@
 process.py         the lifecycle of an edge and its listeners
 http_server.py     serves connections, drains and stops
 connection.py      the limits of one connection before there is a request
-address_limit.py   the number of connections of each address
 http_router.py     the routing table; turns failures into OpenAI errors
 router_metrics.py  metrics of the links to several routers
 """

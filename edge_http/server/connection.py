@@ -1,7 +1,8 @@
 """One HTTP connection and its limits before there is a request.
 
 aiohttp limits the request line and each header, and closes idle connections. This module adds the limits that it lacks:
-the number of connections, the duration and total size of a request's head, and the detection of peers that vanished.
+the number of connections, the duration and total size of a request's head, the size of pipelined requests, and the
+detection of peers that vanished.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from typing import Any, Final, cast
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
 from edge_http.openai.response_formatters import encode_json
-from edge_http.server.address_limit import AddressLimit
-from edge_http.wire.client_address import Address
 from edge_http.wire.headers import unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
 from edge_http.wire.large_body import RESPONSE_SECONDS
 from edge_http.wire.request_record import log_refused_connection
 from edge_http.wire.sse import WrittenResponse
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
+from kvloom.limits.address_limit import AddressLimit
+from kvloom.limits.byte_budget import ByteLease
+from kvloom.limits.client_address import Address
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 log = structlog.get_logger()
@@ -36,6 +39,10 @@ MAX_HEADERS: Final = 100
 SILENT_PEER_SECONDS: Final = 30
 """A peer that acknowledges neither data nor keep-alive probes for about this long is considered gone."""
 RETRY_SECONDS: Final = 2.0
+MAX_PIPELINED_BYTES: Final = 64 * 2**10
+"""What requests may hold that wait behind another one of their connection, before no more is read."""
+REQUEST_BYTES: Final = 2048
+"""What a request holds besides its body."""
 _CODING_FAULTS: Final = ("nvalid `Transfer-Encoding`", "Duplicate 'Transfer-Encoding'")
 """What aiohttp's parser says of transfer codings that it refuses by itself."""
 ROUTE: Final = "connection"
@@ -43,7 +50,7 @@ ROUTE: Final = "connection"
 
 
 class Connection(web.RequestHandler):
-    __slots__ = ("_address_limit", "_counted_address", "_edge", "_head_timer", "_num_head_bytes")
+    __slots__ = ("_address_limit", "_counted_address", "_edge", "_head_timer", "_num_head_bytes", "_pipelined")
 
     def __init__(self, manager: web.Server, edge: Edge, address_limit: AddressLimit) -> None:
         super().__init__(
@@ -64,6 +71,8 @@ class Connection(web.RequestHandler):
         """Runs while the connection waits for a request's head."""
         self._num_head_bytes = 0
         """The number of bytes of an incomplete head."""
+        self._pipelined: ByteLease | None = None
+        """What requests behind the one that is being handled may hold; None if there have been none."""
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
@@ -98,6 +107,8 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         num_requests = self._request_count
         super().data_received(data)
+        if self._request_in_progress and self._messages:
+            self._bound_pipelined()
         if self._request_count != num_requests:
             self._stop_head_timer()
         elif self._awaits_head and data:
@@ -112,6 +123,8 @@ class Connection(web.RequestHandler):
             self._address_limit.close(self._counted_address)
             self._counted_address = None
         self._stop_head_timer()
+        if self._pipelined is not None:
+            self._pipelined.give_back()
         super().connection_lost(exc)
 
     # -- aiohttp ------------------------------------------------------------------------------------------------------
@@ -146,6 +159,8 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Limit how long a client that does not read its response can keep it in memory."""
+        if self._pipelined is not None:  # the requests that wait are fewer since it was last counted
+            self._pipelined.resize(min(self._pipelined_bytes(), self._pipelined.num_bytes))
         if isinstance(resp, WrittenResponse):
             return await super().finish_response(request, resp, start_time)  # it has been written already
         try:
@@ -155,6 +170,39 @@ class Connection(web.RequestHandler):
             if self.transport is not None:
                 cast(asyncio.Transport, self.transport).abort()
             return resp, True
+
+    # -- pipelined requests -------------------------------------------------------------------------------------------
+
+    def _bound_pipelined(self) -> None:
+        """Requests wait behind the one that is being handled. Nothing more is read while they hold much; those that are
+        too much for the process or for their address are dropped, and the connection ends after the current answer."""
+        if self._pipelined is None:
+            peer = self.transport.get_extra_info("peername") if self.transport is not None else None
+            self._pipelined = self._edge.pipelined.lease(str(peer[0]) if isinstance(peer, tuple) else "")
+        held_bytes = self._pipelined_bytes()
+        try:
+            self._pipelined.resize(held_bytes)
+        except KvloomError as error:
+            self._messages.clear()
+            self._pipelined.resize(0)
+            self.close()
+            self._edge.metrics.on_response(ROUTE, error.kind.http_status)
+            log_refused_connection(self._edge.access_log, error.kind.http_status, error)
+            return
+        if held_bytes > MAX_PIPELINED_BYTES and not self._buffer_paused:
+            self._pause_reading_for_buffer()
+
+    def _pipelined_bytes(self) -> int:
+        return sum(REQUEST_BYTES + _num_buffered(payload) for _, payload in self._messages)
+
+    def _resume_reading_if_drained(self) -> None:
+        """aiohttp calls this when it has taken a request out of the queue while reading is paused."""
+        if self._pipelined is not None:
+            held_bytes = self._pipelined_bytes()
+            if held_bytes > MAX_PIPELINED_BYTES:
+                return
+            self._pipelined.resize(held_bytes)
+        super()._resume_reading_if_drained()
 
     # -- heads --------------------------------------------------------------------------------------------------------
 
@@ -199,6 +247,10 @@ class Connection(web.RequestHandler):
 
 def _head_too_large() -> KvloomError:
     return KvloomError(ErrorReason.ERROR_REASON_REQUEST_TOO_LARGE, "The request line or a header is too long.")
+
+
+def _num_buffered(payload: Any) -> int:
+    return payload.total_bytes if isinstance(payload, StreamReader) else 0
 
 
 def _watch_peer(peer: socket.socket | None) -> None:

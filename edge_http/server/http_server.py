@@ -16,9 +16,9 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
-from edge_http.server.address_limit import AddressLimit
 from edge_http.server.connection import Connection
 from edge_http.server.http_router import HttpRouter
+from kvloom.limits.address_limit import AddressLimit
 from kvloom.process.service import StartError
 
 log = structlog.get_logger()

@@ -23,6 +23,7 @@ from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
+from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -107,7 +108,10 @@ async def serve_edge(
         targets = TargetList(metrics_registry(config, trust), announcement.target)
         edge.list_targets = targets.read
         on_ready(address, own_address, peer_address if trust.has_secret else "")
-        async with following(*filter(None, (tls, callers.api_keys, announcement))):
+        memory = MemoryWatch(
+            "edge", config.edge.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.is_idle
+        )
+        async with following(memory, announcement, *filter(None, (tls, callers.api_keys))):
             await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:

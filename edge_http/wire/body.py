@@ -7,9 +7,9 @@ import asyncio
 import xxhash
 from aiohttp import web
 
-from edge_http.wire.byte_budget import ByteLease
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError, invalid_argument, request_timeout
+from kvloom.limits.byte_budget import ByteLease
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
 

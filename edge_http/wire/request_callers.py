@@ -8,8 +8,8 @@ from typing import Final
 
 from aiohttp import web
 
-from edge_http.wire.client_address import client_address, networks_of
 from kvloom.callers import Callers, bare_credential
+from kvloom.limits.client_address import client_address, networks_of
 
 API_KEY: Final = "x-api-key"
 _CALLER_KEY: Final = web.RequestKey("caller", str)

@@ -6,7 +6,6 @@ Services only: the SDK does not import this module (it needs the `services` extr
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import signal
 import sys
@@ -16,11 +15,11 @@ from typing import Any, Final, Protocol
 import grpc
 import msgspec
 import uvloop
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from kvloom.config import ConfigError
+from kvloom.process.freed_memory import return_freed_memory
 from kvloom.trust.fabric_trust import NO_SECRET
 from kvloom.trust.secret import SecretError
 
@@ -96,9 +95,7 @@ def settle_memory() -> None:
     """Exempt everything that is loaded now from garbage collection, and collect the rest less often: cycles are rare
     here, and no token leaves during a collection. Memory that loading has freed is returned to the system."""
     gc.collect()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:  # glibc would otherwise keep 15 MB of a tokenizer for a while
-        malloc_trim(0)
+    return_freed_memory()  # 15 MB of a tokenizer would otherwise be kept for a while
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 10, 200)
 
@@ -165,17 +162,6 @@ def bind(server: grpc.aio.Server, host: str, port: int, add_port: AddPort = NO_S
     if bound == 0:
         raise StartError(message)
     return f"{host}:{bound}"
-
-
-def add_health_and_reflection(
-    server: grpc.aio.Server, service_names: Sequence[str], *, with_reflection: bool
-) -> HealthServicer:
-    """Serve grpc.health.v1 and, if wanted, reflection. The status is NOT_SERVING until `set_serving` changes it."""
-    health = HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    if with_reflection:
-        reflection.enable_server_reflection([*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
-    return health
 
 
 async def set_serving(health: HealthServicer, service_names: Sequence[str], serving: bool) -> None:

@@ -75,7 +75,7 @@ async def following(*watchers: Watcher) -> AsyncIterator[None]:
 
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a watched file is not followed any more", watcher=task.get_name(), exc_info=error)
+        log.error("a watcher has failed", watcher=task.get_name(), exc_info=error)
 
 
 def _version(path: Path) -> _Version | None:

@@ -139,6 +139,13 @@ class PieceCache:
             if not number % BLOCKS_PER_TURN:
                 yield
 
+    def clear(self) -> None:
+        """Forget everything, to free the memory."""
+        self._blocks.clear()
+        self._num_bytes = 0
+        self._words.clear()
+        self._others.clear()
+
     def note(self, block: str, ids: bytes) -> None:
         """Add a block, and evict the least recently used ones if the cache is full."""
         if block in self._blocks:

@@ -93,6 +93,10 @@ class ModelTokenizer:
         """By id: the text that a token adds; None where its bytes are not whole characters, "" for special tokens."""
         return self._token_bytes.texts
 
+    def release_caches(self) -> None:
+        """Free the memory of texts that were tokenized before. Call this on the event loop."""
+        self._pieces.clear()
+
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt text of a conversation. Raises KvloomError (INVALID_ARGUMENT)."""
         if self._template is None:

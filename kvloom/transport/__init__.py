@@ -2,6 +2,7 @@
 
 channel_options.py  the options of gRPC channels to routers
 grpc_settings.py    settings that gRPC reads from the environment when it is imported
+standard_services.py  health checks and reflection, beside a server's own service
 checked_server.py   answers malformed messages with INVALID_ARGUMENT
 grpc_errors.py      errors of the catalogue as gRPC statuses, and back
 frame_writer.py     writes the pending messages of a stream, merged into one

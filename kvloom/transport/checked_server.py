@@ -5,6 +5,7 @@ gRPC itself answers them with UNKNOWN and the name of a Python class, and logs a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -18,8 +19,8 @@ _Behaviour = Callable[[Any, Any], Coroutine[Any, Any, Any]]
 
 
 class CheckedServer:
-    """Is given to the generated `add_...Servicer_to_server` in place of the server. All methods of the servicer must be
-    coroutine functions."""
+    """Is given to the generated `add_...Servicer_to_server` in place of the server. The methods of the
+    servicer must be coroutine functions; bidirectional ones may be asynchronous generators."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server: Any = server  # the published type stubs do not know all methods
@@ -60,15 +61,20 @@ def _parsing(behaviour: _Behaviour, parse: Callable[[bytes], Any]) -> _Behaviour
             request = parse(raw)
         except DecodeError:
             await _refuse(context)
+        del raw  # the request may run for minutes
         return await behaviour(request, context)
 
     return checked
 
 
-def _catching(behaviour: _Behaviour) -> _Behaviour:
+def _catching(behaviour: Any) -> _Behaviour:
     async def checked(requests: Any, context: Any) -> Any:
         try:
-            return await behaviour(requests, context)
+            if inspect.isasyncgenfunction(behaviour):
+                async for response in behaviour(requests, context):
+                    await context.write(response)
+            else:
+                await behaviour(requests, context)
         except DecodeError:
             await _refuse(context)
 

@@ -56,6 +56,10 @@ async def addresses(world: RouterWorld) -> AsyncIterator[dict[str, str]]:
         ("Shard", "Connect", True),
         ("Safety", "CheckPrompt", False),
         ("Safety", "Screen", True),
+        ("Router", "/grpc.health.v1.Health/Check", False),
+        ("Router", "/grpc.health.v1.Health/Watch", False),
+        ("Shard", "/grpc.health.v1.Health/Check", False),
+        ("Router", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", True),
     ],
 )
 async def test_a_malformed_message_is_the_callers_error(
@@ -63,7 +67,7 @@ async def test_a_malformed_message_is_the_callers_error(
 ) -> None:
     """It was UNKNOWN with the name of a Python class: callers retried, and operators looked for a bug of ours."""
     async with grpc.aio.insecure_channel(addresses[service]) as channel:
-        path = f"/kvloom.v1.{service}Service/{method}"
+        path = f"/kvloom.v1.{service}Service/{method}" if method[0] != "/" else method
         if is_stream:
             call = channel.stream_stream(path)()
             await call.write(MALFORMED)

@@ -20,8 +20,9 @@ from edge_http.server.http_server import EdgeServer
 from kvloom.access.listener_tls import ListenerTls
 from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.config import ConfigError, EdgeConfig, TlsConfig
-from kvloom.process.service import add_health_and_reflection, set_serving
+from kvloom.process.service import set_serving
 from kvloom.process.watched_files import following
+from kvloom.transport.standard_services import add_health_and_reflection
 from tests.fakes.certificates import Authority
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer

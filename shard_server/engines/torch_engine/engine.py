@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from kvloom.config import ShardConfig
+from kvloom.process.freed_memory import return_freed_memory
 from shard_server.engines.base import Capability, EngineError, EngineInfo, EngineRequest, StepOutput
 from shard_server.engines.torch_engine.block_pool import BlockPool
 from shard_server.engines.torch_engine.core_share import available_cores
-from shard_server.engines.torch_engine.memory import forget_code, return_freed_memory
+from shard_server.engines.torch_engine.memory import forget_code
 from shard_server.engines.torch_engine.model_runner import ModelRunner
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS
 from shard_server.engines.torch_engine.scheduler import Scheduler

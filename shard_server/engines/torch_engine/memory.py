@@ -57,13 +57,6 @@ def available_memory_bytes() -> int:
     return available
 
 
-def return_freed_memory() -> None:
-    """Return freed memory to the system: converting weights leaves holes that the allocator would keep (a third of the
-    built-in model's memory). Does nothing if the C library has no such call."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def forget_code() -> None:
     """Remove the code of loaded libraries from this process's resident memory: most of it ran only at the start (51 MiB
     of LLVM, 70 of torch). Code that runs again is read again from the page cache."""

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+from kvloom.process.freed_memory import return_freed_memory
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.arithmetic import Wanted, choose_arithmetic
 from shard_server.engines.torch_engine.checkpoint.weights import OnProgress, load_weights
 from shard_server.engines.torch_engine.config import LlamaConfig, load_config
 from shard_server.engines.torch_engine.kv_cache import KvCache, default_num_blocks
-from shard_server.engines.torch_engine.memory import check_memory, return_freed_memory
+from shard_server.engines.torch_engine.memory import check_memory
 from shard_server.engines.torch_engine.model import LlamaModel
 from shard_server.engines.torch_engine.operators.attention import Extent
 

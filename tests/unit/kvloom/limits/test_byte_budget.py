@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_http.wire.byte_budget import ByteBudget
 from kvloom.errors import KvloomError
+from kvloom.limits.byte_budget import ByteBudget
 
 
 def refusal(budget: ByteBudget, caller: str, num_bytes: int) -> str:

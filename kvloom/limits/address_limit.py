@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Final
 
-from edge_http.wire.client_address import Address, is_in, networks_of, parsed_address
-from edge_http.wire.keyed_counts import KeyedCounts
+from kvloom.limits.client_address import Address, is_in, networks_of, parsed_address
+from kvloom.limits.keyed_counts import KeyedCounts
 
 SUBSCRIBER_BITS: Final = 64
 """A subscriber of an IPv6 provider has at least a network of this prefix length, and so any number of addresses."""
