@@ -1,5 +1,5 @@
-"""Loads malformed files in a process with bounded memory, so that a crash, a hang and gigabytes are findings and not the
-end of the run.
+"""Loads malformed files in a process with bounded memory: a crash, a hang and gigabytes are findings, and not the end
+of the run.
 
 Started as `python -m tests.fuzz.loader_process`, it reads a line of JSON per file from stdin, {"loader", "path"}, and
 answers with {"error": class and message, or null, "seconds"}.
@@ -21,49 +21,76 @@ MAX_EXTRA_BYTES: Final = 768 * 2**20
 """More address space than this, beyond what the libraries took, is refused to the process."""
 MAX_SECONDS: Final = 2.0
 """Of CPU time, for one file: a second, with a margin for busy machines."""
-REPLY_SECONDS: Final = 20.0
+REPLY_SECONDS: Final = 60.0
+"""The first file of a kind waits for its libraries, which a busy machine loads slowly."""
 
 
-def loaders() -> dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...]]]:
-    """By name: the loader, and the errors that it documents."""
-    from kvloom.access.api_keys import read_api_keys
-    from kvloom.config import ConfigError
-    from kvloom.config import load_config as load_kvloom_config
-    from kvloom.text.tokenizer import ModelTokenizer
-    from safety_svc.policy import PolicyError, load_policy
-    from shard_server.engines.base import EngineError
-    from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
-    from shard_server.engines.torch_engine.checkpoint.weights import load_weights
-    from shard_server.engines.torch_engine.config import load_config
+Loader = tuple[Callable[[Path], object], type[Exception]]
+"""What loads a file, and the error that it documents."""
 
-    def gguf(path: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=path.parent) as out:
-            convert_gguf(path, Path(out))
 
-    return {
-        "gguf": (gguf, (EngineError,)),
-        "safetensors": (lambda path: load_weights(path.parent, load_config(path.parent)), (EngineError,)),
-        "model_config": (lambda path: load_config(path.parent), (EngineError,)),
-        "tokenizer": (lambda path: ModelTokenizer.load(path.parent).close(), (ValueError,)),
-        "policy": (load_policy, (PolicyError,)),
-        "kvloom_config": (load_kvloom_config, (ConfigError,)),
-        "api_keys": (read_api_keys, (ConfigError,)),
-    }
+def loader_of(name: str) -> Loader:
+    """Each imports only what it needs: torch takes seconds."""
+    match name:
+        case "gguf":
+            from shard_server.engines.base import EngineError
+            from shard_server.engines.torch_engine.checkpoint.gguf_conversion import convert_gguf
+
+            def convert(path: Path) -> None:
+                with tempfile.TemporaryDirectory(dir=path.parent) as out:
+                    convert_gguf(path, Path(out))
+
+            return convert, EngineError
+        case "safetensors":
+            from shard_server.engines.base import EngineError
+            from shard_server.engines.torch_engine.checkpoint.weights import load_weights
+            from shard_server.engines.torch_engine.config import load_config
+
+            return (lambda path: load_weights(path.parent, load_config(path.parent))), EngineError
+        case "model_config":
+            from shard_server.engines.base import EngineError
+            from shard_server.engines.torch_engine.config import load_config
+
+            return (lambda path: load_config(path.parent)), EngineError
+        case "tokenizer":
+            from kvloom.text.tokenizer import ModelTokenizer
+
+            return (lambda path: ModelTokenizer.load(path.parent).close()), ValueError
+        case "policy":
+            from safety_svc.policy import PolicyError, load_policy
+
+            return load_policy, PolicyError
+        case "kvloom_config":
+            from kvloom.config import ConfigError
+            from kvloom.config import load_config as load_kvloom_config
+
+            return load_kvloom_config, ConfigError
+        case "api_keys":
+            from kvloom.access.api_keys import read_api_keys
+            from kvloom.config import ConfigError
+
+            return read_api_keys, ConfigError
+        case _:
+            raise KeyError(name)
 
 
 def serve() -> None:
-    known = loaders()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = _address_space_bytes() + MAX_EXTRA_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    known: dict[str, Loader] = {}
     for line in sys.stdin:
         order = json.loads(line)
-        load, errors = known[order["loader"]]
+        name = order["loader"]
+        if name not in known:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            known[name] = loader_of(name)
+            limit = _address_space_bytes() + MAX_EXTRA_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        load, documented = known[name]
         begin = time.process_time()
         fault: dict[str, Any] | None = None
         try:
             load(Path(order["path"]))
-        except errors as error:
+        except documented as error:
             fault = {"documented": True, "kind": type(error).__name__, "message": str(error)}
         except BaseException as error:  # also the panics of Rust libraries
             fault = {"documented": False, "kind": type(error).__name__, "message": str(error)[:500]}

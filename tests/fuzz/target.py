@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from tests.fuzz.log_watch import LogWatch
 
-EXAMPLE_SECONDS: Final = 30.0
+EXAMPLE_SECONDS: Final = 90.0
 """An example that takes longer hangs."""
 INTERNALS: Final = re.compile(r"Traceback|File \"|\b[A-Z]\w*(?:Error|Exception)\b|<class |object at 0x|\.py\b|panicked")
 """What a message to a client or an operator must not have: names of classes and places in the code."""

@@ -135,12 +135,15 @@ def render(source: str) -> None:
         template = ChatTemplate(source, {"bos_token": "<s>"})
     except ValueError:
         return
+    refusal = None
+    rendered = ""
     try:
         rendered = template.render(MESSAGES)
     except KvloomError as error:
-        assert error.kind.http_status == 400
-        assert len(error.message) < 2000, error.message[:200]
-        return
+        refusal = error
+    if refusal is not None:
+        assert refusal.kind.http_status == 400
+        assert len(refusal.message) < 2000, refusal.message[:200]
     assert len(rendered) <= MAX_RENDERED_CHARS
     assert "<class" not in rendered
 

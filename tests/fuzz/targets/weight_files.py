@@ -12,7 +12,7 @@ import struct
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hypothesis import strategies as st
 
