@@ -148,4 +148,4 @@ def render(source: str) -> None:
     assert "<class" not in rendered
 
 
-TARGET = Target("chat_templates", INPUTS, open_templates, suite_examples=40)
+TARGET = Target("chat_templates", INPUTS, open_templates, suite_examples=25)

@@ -146,4 +146,4 @@ async def open_edge(_watch: LogWatch) -> AsyncIterator[Check]:
             raise AssertionError("the edge closed the connection without an answer") from error
 
 
-TARGET = Target("http_bodies", inputs(), open_edge, suite_examples=150)
+TARGET = Target("http_bodies", inputs(), open_edge, suite_examples=80)

@@ -169,4 +169,4 @@ def check_response(response: Response) -> None:
         check_message(error["message"])
 
 
-TARGET = Target("http_requests", INPUTS, open_edge, suite_examples=80)
+TARGET = Target("http_requests", INPUTS, open_edge, suite_examples=40)

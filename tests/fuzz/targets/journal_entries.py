@@ -153,4 +153,4 @@ async def check_response(journal: ResumeJournal, sealer: Any, value: Any) -> Non
         AnswerState(row.response.n, len(row.response.prompt_sizes)).apply_all(row.snapshot, [])
 
 
-TARGET = Target("journal_entries", INPUTS, open_journal, suite_examples=150)
+TARGET = Target("journal_entries", INPUTS, open_journal, suite_examples=80)

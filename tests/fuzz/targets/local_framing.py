@@ -46,5 +46,5 @@ async def open_socket(_watch: LogWatch) -> AsyncIterator[Check]:
 
 
 TARGET = Target(
-    "local_framing", st.fixed_dictionaries({"frames": FRAMES, "edits": EDITS}), open_socket, suite_examples=100
+    "local_framing", st.fixed_dictionaries({"frames": FRAMES, "edits": EDITS}), open_socket, suite_examples=50
 )

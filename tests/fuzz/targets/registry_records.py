@@ -129,4 +129,4 @@ async def _store(client: Any, raw: bytes, kind: str) -> None:
             await client.set(name, raw)
 
 
-TARGET = Target("registry_records", INPUTS, open_registry, suite_examples=150)
+TARGET = Target("registry_records", INPUTS, open_registry, suite_examples=60)

@@ -95,5 +95,5 @@ TARGET = Target(
         }
     ),
     open_router,
-    suite_examples=60,
+    suite_examples=30,
 )

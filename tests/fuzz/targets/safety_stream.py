@@ -93,5 +93,5 @@ TARGET = Target(
         {"over": st.sampled_from(["grpc", "local"]), "frames": histories(ScreenRequest, FRAMES, FRAMES)}
     ),
     open_safety,
-    suite_examples=80,
+    suite_examples=40,
 )

@@ -91,5 +91,5 @@ TARGET = Target(
         {"over": st.sampled_from(["grpc", "local"]), "frames": histories(ShardServiceConnectRequest, FIRST, LATER)}
     ),
     open_shard,
-    suite_examples=60,
+    suite_examples=30,
 )

@@ -201,4 +201,4 @@ def write_files(folder: Path, name: str, content: bytes) -> Path:
     return folder / name
 
 
-TARGET = Target("text_files", inputs(), open_files, suite_examples=120)
+TARGET = Target("text_files", inputs(), open_files, suite_examples=60)

@@ -99,4 +99,4 @@ async def open_files(_watch: LogWatch) -> AsyncIterator[Check]:
             await process.close()
 
 
-TARGET = Target("weight_files", INPUTS, open_files, suite_examples=80)
+TARGET = Target("weight_files", INPUTS, open_files, suite_examples=30)
