@@ -38,8 +38,8 @@ async def grpc_stream(channel: grpc.aio.Channel, method: str, frames: Sequence[b
     for _ in range(MAX_TRIES):
         end = await _grpc_stream(channel, method, frames)
         if end.message != LOST_STATUS:
-            break
-    return end
+            return end
+    return StreamEnd(grpc.StatusCode.INVALID_ARGUMENT, "", end.frames)  # it has ended; how, this client cannot tell
 
 
 async def _grpc_stream(channel: grpc.aio.Channel, method: str, frames: Sequence[bytes]) -> StreamEnd:
