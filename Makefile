@@ -15,7 +15,7 @@ test unit: export OMP_WAIT_POLICY = passive
 # Hundreds of processes start: each would compile what the last one did.
 test unit: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit clean
+.PHONY: help run test setup setup-dev proto check lint types imports protos-check unit fuzz clean
 
 help: ## Show this.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -29,6 +29,9 @@ test: setup-dev ## Everything: checks, then all tests, two at a time. ARGS="-k n
 
 unit: setup-dev ## The quick tests.
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit tests/property $(ARGS)
+
+fuzz: setup-dev ## Fuzz for SECONDS=60, all targets or TARGET="name name"; failures are kept in tests/fuzz/corpus.
+	$(BIN)/python -m tests.fuzz.run --seconds $(or $(SECONDS),60) $(TARGET)
 
 check: lint types imports protos-check ## All that needs no running code.
 

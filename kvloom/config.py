@@ -532,7 +532,7 @@ def load_config(path: Path | None) -> KvloomConfig:
         if path.suffix == ".json":
             return msgspec.json.decode(raw, type=KvloomConfig)
         return msgspec.toml.decode(raw, type=KvloomConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"The configuration file {path} is not valid: {error}") from error
 
 

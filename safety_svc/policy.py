@@ -156,7 +156,7 @@ def load_policy(path: Path) -> Policy:
         raise PolicyError(f"{path}: the file is larger than {MAX_POLICY_BYTES} bytes")
     try:
         fields = msgspec.toml.decode(raw, type=PolicyFields)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: {error}") from error
     names: set[str] = set()
     for rule in fields.rules:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import redis.asyncio.retry
@@ -20,7 +20,16 @@ import redis.backoff
 import redis.exceptions
 import structlog
 
-from edge_http.resume.records import ProgressDelta, decode_entry
+from edge_http.resume.records import (
+    ProgressDelta,
+    RequestsRecord,
+    ResponseRecord,
+    can_continue,
+    decode_delta,
+    decode_entry,
+    decode_requests,
+    decode_response,
+)
 from kvloom.discovery.redis_client import redis_client
 from kvloom.trust.seal import PLAIN, Sealer, SealError
 
@@ -36,6 +45,10 @@ _FIELD: Final = b"e"
 _RESPONSE: Final = b"e"
 _REQUESTS: Final = b"r"
 _SNAPSHOT: Final = b"p"
+_UNUSABLE: Final = (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading a foreign value may raise."""
+
+T = TypeVar("T")
 
 
 class EdgeRecord(msgspec.Struct, frozen=True):
@@ -62,10 +75,10 @@ class JournalBatch(msgspec.Struct):
 class ResponseRow(msgspec.Struct):
     """The hash of a response."""
 
-    response: bytes
-    requests: bytes | None
+    response: ResponseRecord
+    requests: RequestsRecord | None
     """None if the response has ended, or if its requests were too large to keep."""
-    snapshot: bytes | None
+    snapshot: ProgressDelta | None
     """None if the response has ended."""
 
 
@@ -132,7 +145,7 @@ class ResumeJournal:
         """None for a record that cannot be used."""
         try:
             return msgspec.json.decode(self._sealer.verified(self._edge_key(tag), value), type=EdgeRecord)
-        except (SealError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNUSABLE as error:
             log.warning("the record of an edge is ignored", edge_tag=tag, cause=str(error)[:200])
             return None
 
@@ -175,14 +188,21 @@ class ResumeJournal:
         key = self._response_key(tag, response_id)
         values: Any = await self.redis.hmget(key, (_RESPONSE, _REQUESTS, _SNAPSHOT))
         try:
-            response, requests, snapshot = (
-                None if value is None else self._sealer.decrypted(_field_of(key, name), value)
-                for name, value in zip((_RESPONSE, _REQUESTS, _SNAPSHOT), values, strict=True)
-            )
-        except SealError as error:
-            log.warning("a response in the journal is ignored", response_id=response_id, cause=str(error))
+            response = self._opened(key, _RESPONSE, values[0], decode_response)
+            requests = self._opened(key, _REQUESTS, values[1], decode_requests)
+            snapshot = self._opened(key, _SNAPSHOT, values[2], decode_delta)
+        except _UNUSABLE as error:
+            log.warning("a response in the journal is ignored", response_id=response_id, cause=str(error)[:200])
             return None
-        return None if response is None else ResponseRow(response, requests, snapshot)
+        if response is None:
+            return None
+        if requests is not None and not can_continue(response, requests):
+            log.warning("a response in the journal is ignored", response_id=response_id, cause="other requests")
+            return None
+        return ResponseRow(response, requests, snapshot)
+
+    def _opened(self, key: str, field: bytes, value: bytes | None, decode: Callable[[bytes], T]) -> T | None:
+        return None if value is None else decode(self._sealer.decrypted(_field_of(key, field), value))
 
     def _encrypted(self, key: str, field: bytes, content: bytes) -> bytes:
         return self._sealer.encrypt(_field_of(key, field), content)
@@ -196,9 +216,10 @@ class ResumeJournal:
             for row_id, fields in rows:
                 after_row = row_id.decode()
                 try:
-                    found += decode_entry(self._sealer.decrypted(self._journal_key(tag), fields[_FIELD]))
-                except SealError as error:  # what it held is then missing, which readers notice
-                    log.warning("an entry of a journal is ignored", edge_tag=tag, cause=str(error))
+                    found += decode_entry(self._sealer.decrypted(self._journal_key(tag), fields.get(_FIELD, b"")))
+                except _UNUSABLE as error:
+                    # What it held is then missing, which readers notice.
+                    log.warning("an entry of a journal is ignored", edge_tag=tag, cause=str(error)[:200])
             if len(rows) < _ENTRIES_PER_READ:
                 return found, after_row
 

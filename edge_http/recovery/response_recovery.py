@@ -23,9 +23,6 @@ from edge_http.recovery.takeover import formatter_of, take_over
 from edge_http.resume.records import (
     AnswerState,
     ResponseRecord,
-    decode_delta,
-    decode_requests,
-    decode_response,
     event_data,
 )
 from edge_http.resume.remote_responses import FoundResponse
@@ -81,11 +78,12 @@ class ResponseRecovery:
     ) -> FoundResponse | None:
         """Continue or replay a response. `claim` is that of the edge that has died. Returns None if another edge was
         faster."""
-        row, response, source = await self._row(response_id, claim)
+        row, source = await self._row(response_id, claim)
+        response = row.response
         if not hmac.compare_digest(response.caller, caller):
             raise not_kept()
         if row.snapshot is None:
-            return await self._replay(request, response, await self._state(source, response, row), after)
+            return await self._replay(request, response, await self._state(source, row), after)
         stream = self._edge.resume.find(response_id, caller)
         if stream is not None:  # it was taken over for another client meanwhile
             return stream
@@ -137,23 +135,24 @@ class ResponseRecovery:
     async def _take_claimed(
         self, response_id: str, claim: Claim, permit: AdmissionPermit, after: int
     ) -> ResumableStream | AnswerState:
-        row, response, source = await self._row(response_id, claim)
-        state = await self._state(source, response, row)
+        row, source = await self._row(response_id, claim)
+        response = row.response
+        state = await self._state(source, row)
         if state.ended or row.snapshot is None:
             return state
         if row.requests is None or not state.is_whole or after > state.num_events:
             raise _rest_is_lost()
         link_ids = await self._journal.link_ids({source, claim.holder})
-        stream = take_over(self._edge, permit, response, decode_requests(row.requests), state, link_ids)
+        stream = take_over(self._edge, permit, response, row.requests, state, link_ids)
         self._edge.metrics.on_taken_over()
         log.info("a response continues at this edge", response_id=response_id, num_events=state.num_events)
         return stream
 
     # -- reading the journal ------------------------------------------------------------------------------------------
 
-    async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow, ResponseRecord, str]:
-        """Returns the response's row, its record, and the tag of the edge that wrote them: the edge that took the
-        response over may not have written any yet."""
+    async def _row(self, response_id: str, claim: Claim) -> tuple[ResponseRow, str]:
+        """Returns the response's row, and the tag of the edge that wrote it: the edge that took the response over may
+        not have written any yet."""
         source = claim.holder
         row = await self._journal.read_response(source, response_id)
         if row is None and claim.source != source:
@@ -161,12 +160,13 @@ class ResponseRecovery:
             row = await self._journal.read_response(source, response_id)
         if row is None:
             raise not_kept()
-        return row, decode_response(row.response), source
+        return row, source
 
-    async def _state(self, tag: str, response: ResponseRecord, row: ResponseRow) -> AnswerState:
+    async def _state(self, tag: str, row: ResponseRow) -> AnswerState:
+        response = row.response
         state = AnswerState(len(response.prompt_sizes) * response.n, len(response.prompt_sizes))
         journal = await self._journals.deltas_of(tag, response.number)
-        state.apply_all(None if row.snapshot is None else decode_delta(row.snapshot), journal)
+        state.apply_all(row.snapshot, journal)
         return state
 
     async def _replay(

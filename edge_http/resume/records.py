@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Annotated, Final
 
 import msgspec
+from google.protobuf.message import DecodeError, Message
+from msgspec import Meta
 
-from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart
+from kvloom.v1.generation_pb2 import SamplingParams, SequenceFinish, SequenceStart, StopConditions
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+"""What is read may be of another version, or foreign: it is checked before it is used."""
+_TOKEN_BYTES: Final = 4
+MAX_CHOICES: Final = 1024
+"""Of one prompt, and the largest number of prompts: above what requests may have."""
 
 RAW_EVENT = 0
 """The kind of an event that is stored in full. Other kinds are 1 + a choice's index: of these events only the choice's
@@ -21,7 +30,7 @@ text is stored, as a JSON string."""
 
 
 class ResponseRecord(msgspec.Struct, array_like=True):
-    number: int
+    number: Count
     """Identifies the response in its edge's journal."""
     operation: str
     id: str
@@ -32,8 +41,8 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     with_details: bool
     with_explanation: bool
     headers: dict[str, str]
-    n: int
-    prompt_sizes: list[int]
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+    prompt_sizes: Annotated[list[Count], Meta(min_length=1, max_length=MAX_CHOICES)]
     """Tokens in each prompt. Choices are numbered across all prompts: prompt * n + choice."""
     caller: bytes
     idempotency_key: str
@@ -65,11 +74,11 @@ class RequestsRecord(msgspec.Struct, array_like=True):
 
 
 class ChoiceProgressDelta(msgspec.Struct, array_like=True):
-    index: int
-    first_token: int
+    index: Count
+    first_token: Count
     token_ids: bytes
     """The tokens after the first `first_token` ones, four bytes each."""
-    num_chars: int
+    num_chars: Count
     """Characters in the text of all tokens up to here."""
 
 
@@ -77,20 +86,20 @@ class AttemptRecord(msgspec.Struct, array_like=True):
     """See kvloom.router_link.tracked_request.Assignment."""
 
     link_id: str
-    first_token: int
-    num_tokens: int | None
+    first_token: Count
+    num_tokens: Count | None
 
 
 class ProgressDelta(msgspec.Struct, array_like=True):
     """The progress of one response since an earlier one."""
 
-    number: int
-    num_events_before: int
-    events: list[tuple[int, bytes]]
+    number: Count
+    num_events_before: Count
+    events: list[tuple[Count, bytes]]
     choices: list[ChoiceProgressDelta]
-    starts: list[tuple[int, bytes]]
-    finishes: list[tuple[int, bytes]]
-    attempts: list[tuple[int, list[AttemptRecord]]]
+    starts: list[tuple[Count, bytes]]
+    finishes: list[tuple[Count, bytes]]
+    attempts: list[tuple[Count, list[AttemptRecord]]]
     """By prompt; includes all attempts of a prompt whenever there is a new one."""
     ended: bool
 
@@ -119,14 +128,31 @@ class AnswerState:
         """No tokens are missing."""
 
     def apply_all(self, snapshot: ProgressDelta | None, journal: Sequence[ProgressDelta]) -> None:
-        """The journal may begin before or after the snapshot, and may repeat deltas."""
-        if snapshot is not None:
+        """The journal may begin before or after the snapshot, and may repeat deltas. What cannot be of this answer is
+        left out, and the answer is then not whole."""
+        if snapshot is not None and self._fits(snapshot):
             self._apply_progress(snapshot)
         for delta in journal:
-            self._apply_progress(delta)
-            self._apply_events(delta.num_events_before, delta.events)
+            if self._fits(delta):
+                self._apply_progress(delta)
+                self._apply_events(delta.num_events_before, delta.events)
         if snapshot is not None:
             self._apply_events(snapshot.num_events_before, [])
+
+    def _fits(self, delta: ProgressDelta) -> bool:
+        num_choices = len(self.token_ids)
+        indexes = [choice.index for choice in delta.choices]
+        indexes += [index for index, _ in (*delta.starts, *delta.finishes)]
+        fits = (
+            max(indexes, default=0) < num_choices
+            and max((kind for kind, _ in delta.events), default=0) <= num_choices
+            and max((prompt for prompt, _ in delta.attempts), default=0) < len(self.attempts)
+            and all(len(choice.token_ids) % _TOKEN_BYTES == 0 for choice in delta.choices)
+            and all(_is_message(SequenceStart, start) for _, start in delta.starts)
+            and all(_is_message(SequenceFinish, finish) for _, finish in delta.finishes)
+        )
+        self.is_whole = self.is_whole and fits
+        return fits
 
     def _apply_progress(self, delta: ProgressDelta) -> None:
         for choice in delta.choices:
@@ -156,6 +182,24 @@ class AnswerState:
             return
         known.extend(token_ids[len(known) - delta.first_token :])
         self.num_chars[delta.index] = max(self.num_chars[delta.index], delta.num_chars)
+
+
+def can_continue(response: ResponseRecord, requests: RequestsRecord) -> bool:
+    """Whether the requests can be those of the response."""
+    return len(requests.requests) == len(response.prompt_sizes) and all(
+        len(request.prompt_token_ids) % _TOKEN_BYTES == 0
+        and _is_message(SamplingParams, request.sampling)
+        and _is_message(StopConditions, request.stop)
+        for request in requests.requests
+    )
+
+
+def _is_message(kind: type[Message], raw: bytes) -> bool:
+    try:
+        kind.FromString(raw)
+    except DecodeError:
+        return False
+    return True
 
 
 def event_data(events: Sequence[tuple[int, bytes]], prefixes: Sequence[bytes], suffix: bytes) -> list[bytes]:

@@ -25,6 +25,7 @@ from kvloom.text.chat_message import ChatMessage
 
 MAX_RENDERED_CHARS: Final = 16 * 2**20
 _MAX_INDENT: Final = 16
+_MAX_REASON_CHARS: Final = 500
 _ROLE: Final = re.compile(r"[a-z][a-z_]{0,31}")
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -55,8 +56,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             # Jinja's own globals are a chain of maps, which each rendering would walk through to copy them.
             self._template.globals = dict(self._template.globals)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"The chat template does not compile: {error}") from error
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
+            raise ValueError(f"The chat template does not compile: {str(error)[:_MAX_REASON_CHARS]}") from error
         self._start = environment.start
         self._named_tokens = dict(named_tokens)
 
@@ -66,12 +67,12 @@ class ChatTemplate:
         template. Raises ValueError."""
         config = read_json(model_dir / "tokenizer_config.json")
         separate = model_dir / "chat_template.jinja"
-        source = separate.read_text("utf-8") if separate.is_file() else config.get("chat_template")
-        if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if not source:
-            return None
-        return cls(source, named_tokens(config))
+        path = separate if separate.is_file() else model_dir / "tokenizer_config.json"
+        try:
+            source = separate.read_text("utf-8") if path is separate else _default_template(config.get("chat_template"))
+            return cls(source, named_tokens(config)) if source else None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = MAX_RENDERED_CHARS) -> str:
         """The prompt, up to where the assistant's answer begins. Raises KvloomError (INVALID_ARGUMENT) when the
@@ -97,7 +98,8 @@ class ChatTemplate:
             message = f"The model's chat template cannot be rendered with these messages: {error}."
             raise invalid_argument(message, "messages") from error
         except jinja2.TemplateError as error:
-            raise invalid_argument(f"The model's chat template rejects these messages: {error}", "messages") from error
+            reason = str(error)[:_MAX_REASON_CHARS]
+            raise invalid_argument(f"The model's chat template rejects these messages: {reason}", "messages") from error
         except Exception as error:
             # A template may do anything with its input, so any other exception is caused by the messages.
             raise invalid_argument("The model's chat template cannot render these messages.", "messages") from error
@@ -112,6 +114,16 @@ class ChatTemplate:
                 raise invalid_argument(f"The rendered messages are longer than {max_chars} characters.", "messages")
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _default_template(value: Any) -> str | None:
+    """The template in tokenizer_config.json: a text, or one of several that have names. Raises ValueError."""
+    if isinstance(value, list):
+        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        value = named[-1].get("template") if named else None
+    if value is not None and not isinstance(value, str):
+        raise ValueError("chat_template is no text.")
+    return value
 
 
 def named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -131,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: The file is not a JSON object.")  # noqa: TRY004  (the file's content is wrong)

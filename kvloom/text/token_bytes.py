@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "▁"
+MAX_TOKENS: Final = 2**22
+"""The tables have an entry per id. The largest vocabularies have a quarter of a million tokens."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -53,7 +55,10 @@ class TokenBytes:
         kinds = _decoder_kinds(description.get("decoder"))
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
-        table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= MAX_TOKENS:
+            raise ValueError(f"A token has the id {largest}; ids must be below {MAX_TOKENS}.")
+        table = [b""] * (largest + 1)
         alphabet = byte_level_alphabet()
         for piece, token_id in vocabulary.items():
             if token_id in added:

@@ -4,9 +4,10 @@ prompts."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,6 +27,7 @@ __all__ = ["ChatMessage", "ModelTokenizer"]
 
 T = TypeVar("T")
 
+_MAX_MESSAGE_CHARS: Final = 500
 ENCODE_THREADS: Final = 2
 MAX_PENDING_ENCODES: Final = 1024
 MAX_INLINE_CHARS: Final = 1024
@@ -69,13 +71,13 @@ class ModelTokenizer:
         """Load from a directory with tokenizer.json and, optionally, tokenizer_config.json, chat_template.jinja,
         generation_config.json and config.json. Raises ValueError that names the file which cannot be used."""
         path = model_dir / "tokenizer.json"
-        try:
+        with _naming(path):
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path}: {error}") from error
         template = ChatTemplate.load(model_dir)
-        loaded = cls(tokenizer, template=template, eos_token_ids=_eos_token_ids(model_dir, tokenizer))
-        len(loaded.token_texts)  # builds the tables now, not on the event loop during the first request
+        eos_token_ids = _eos_token_ids(model_dir, tokenizer)
+        with _naming(path):
+            loaded = cls(tokenizer, template=template, eos_token_ids=eos_token_ids)
+            len(loaded.token_texts)  # builds the tables now, not on the event loop during the first request
         return loaded
 
     @property
@@ -186,13 +188,27 @@ class ModelTokenizer:
             return self._aliased
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises ValueError that names the file, for whatever goes wrong with it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and panics, which are none
+        raise ValueError(f"{path}: {str(error)[:_MAX_MESSAGE_CHARS]}") from error
+
+
 def _eos_token_ids(model_dir: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """generation_config.json has precedence over config.json. The tokenizer's own eos_token is always included."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value: Any = read_json(model_dir / name).get("eos_token_id")
         if value is not None:
-            found.update(value if isinstance(value, list) else [value])
+            token_ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(token_id, int) for token_id in token_ids):
+                raise ValueError(f"{model_dir / name}: eos_token_id must be an integer or a list of integers.")
+            found.update(token_ids)
             break
     eos_token = named_tokens(read_json(model_dir / "tokenizer_config.json")).get("eos_token")
     eos_id = tokenizer.token_to_id(eos_token) if eos_token else None

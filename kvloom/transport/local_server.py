@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from kvloom.transport.checked_server import malformed_message
+from kvloom.transport.grpc_errors import to_grpc_status
 from kvloom.transport.local_socket import local_socket_name
 from kvloom.transport.local_stream import LocalStream
 
@@ -97,6 +99,9 @@ class LocalServer(Generic[In]):
             stream.end()
         except grpc.aio.AbortError:
             pass  # it has ended
+        except DecodeError:
+            with contextlib.suppress(grpc.aio.AbortError):
+                await stream.abort_with_status(to_grpc_status(malformed_message()))
         except asyncio.CancelledError:
             if not stream.closed.done():
                 raise

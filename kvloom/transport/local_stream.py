@@ -53,8 +53,10 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
     """One end of a stream, which reads `In` and writes `Out`. There may be one reader and one writer at a time."""
 
     def __init__(self, in_type: type[In], on_open: Callable[[LocalStream[In, Out]], None] | None = None) -> None:
+        """`on_open` is given by a server only."""
         self._parse = in_type.FromString
         self._on_open = on_open
+        self._is_server = on_open is not None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._unparsed = bytearray()
@@ -77,11 +79,12 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
     # -- the methods of gRPC's calls and contexts ---------------------------------------------------------------------
 
     async def read(self) -> In | None:
-        """The next message; None when the peer has ended the stream cleanly. Raises AioRpcError."""
+        """The next message; None when the peer has ended the stream cleanly. Raises AioRpcError, and on a server
+        DecodeError for a malformed message."""
         while not self._frames:
             if self._status is not None:
                 # On a server a broken stream reads as ended, as in gRPC; its handler is cancelled as well.
-                if self._status.code and self._on_open is None:
+                if self._status.code and not self._is_server:
                     raise self._error()
                 return None
             self._reader = self._loop.create_future()
@@ -97,12 +100,14 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         try:
             return self._parse(frame)
         except DecodeError as error:
+            if self._is_server:
+                raise  # as from gRPC's streams: the client is told
             self._break("A frame could not be parsed.")
             raise self._error() from error
 
     async def deliver(self, on_message: Callable[[In], None]) -> None:
         """Call `on_message` with each message as soon as it arrives, until the peer has ended the stream cleanly.
-        Replaces `read`, and wakes no task per message. Raises AioRpcError, and what `on_message` raises; nothing is
+        Replaces `read`, and wakes no task per message. Raises as `read` does, and what `on_message` raises; nothing is
         delivered after that."""
         over = self._reader = self._loop.create_future()
         self._on_message = on_message
@@ -120,7 +125,7 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
                 over.result()
         finally:
             self._on_message = self._reader = None
-        if self._status is not None and self._status.code and self._on_open is None:
+        if self._status is not None and self._status.code and not self._is_server:
             raise self._error()
 
     async def write(self, message: Out) -> None:
@@ -214,7 +219,8 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
         while size - position >= HEAD.size:
             length, kind = HEAD.unpack_from(data, position)
             if length > MAX_MESSAGE_BYTES:
-                self._break("A frame is too large.")
+                message = f"A frame is larger than {MAX_MESSAGE_BYTES} bytes."
+                self.end(status_of(grpc.StatusCode.RESOURCE_EXHAUSTED, message))
                 return
             end = position + HEAD.size + length
             if end > size:
@@ -240,8 +246,11 @@ class LocalStream(asyncio.Protocol, Generic[In, Out]):
             return
         try:
             message = self._parse(payload)
-        except DecodeError:
-            self._break("A frame could not be parsed.")
+        except DecodeError as error:
+            if self._is_server:
+                over.set_exception(error)
+            else:
+                self._break("A frame could not be parsed.")
             return
         try:
             on_message(message)

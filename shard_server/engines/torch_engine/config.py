@@ -16,6 +16,10 @@ _DEFAULT_SLIDING_WINDOW = 4096
 """The window if a file leaves it out; a model without a window says null."""
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """Qwen's number of leading layers without a window, if a file does not say."""
+_MAX_SIZE = 2**27
+_MAX_SIZES = {"num_hidden_layers": 4096, "hidden_size": 2**20, "vocab_size": 2**24}
+"""What is larger is a mistake, and would take the memory of the machine before a weight is read."""
+_MAX_MESSAGE_CHARS = 500
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -72,8 +76,8 @@ def load_config(model_dir: Path) -> LlamaConfig:
         config = _parse(content, generation)
     except KeyError as error:
         raise EngineError(f"{path}: {error} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"{path}: {error}") from error
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"{path}: {str(error)[:_MAX_MESSAGE_CHARS]}") from error
     return config
 
 
@@ -82,7 +86,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise EngineError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise EngineError(f"{path}: must hold a JSON object")
@@ -172,8 +176,10 @@ def _positive(content: dict[str, Any], key: str, default: int | None = None) -> 
         if default is None:
             raise KeyError(key)
         value = default
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} must be a positive integer, not {value!r}")
+    if value > _MAX_SIZES.get(key, _MAX_SIZE):
+        raise ValueError(f"{key} is larger than that of any model: {value}")
     return value
 
 
@@ -197,4 +203,7 @@ def _parse_rope_scaling(content: dict[str, Any]) -> RopeScaling | None:
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:
     if value is None:
         return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+    token_ids = [value] if isinstance(value, int) else value
+    if not isinstance(token_ids, list) or not all(isinstance(token_id, int) for token_id in token_ids):
+        raise ValueError("eos_token_id must be an integer or a list of integers")
+    return frozenset(token_ids)

@@ -16,6 +16,7 @@ import gguf
 
 from shard_server.engines.base import EngineError
 from shard_server.engines.torch_engine.checkpoint.gguf_config import ARCHITECTURES, GgufFields, model_config
+from shard_server.engines.torch_engine.checkpoint.gguf_header import check_gguf_header
 from shard_server.engines.torch_engine.checkpoint.gguf_tokenizer import build_tokenizer, end_of_sequence_ids
 from shard_server.engines.torch_engine.checkpoint.gguf_weights import convert_weights
 
@@ -39,7 +40,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path, on_progress: Callable[[str], No
         config = model_config(fields, reader)
     except KeyError as error:
         raise EngineError(f"{gguf_path}: metadata {error} is missing") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise EngineError(f"{gguf_path}: unusable metadata: {error}") from error
     out_dir.mkdir(parents=True, exist_ok=True)
     report("building the tokenizer")
@@ -64,6 +65,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _open(gguf_path: Path) -> GGUFReader:
     try:
+        check_gguf_header(gguf_path)
         return gguf.GGUFReader(gguf_path)
     except OSError as error:
         raise EngineError(f"{gguf_path}: {error.strerror or error}") from error
