@@ -20,6 +20,7 @@ from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
+from kvloom.parsers.output_parser import ParserSpec
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
@@ -40,6 +41,8 @@ class ServedModel:
     created: int
     """Unix time, for the OpenAI model object."""
     system_fingerprint: str
+    output: ParserSpec | None = None
+    """How the model writes tool calls and reasoning; None: all that it writes is text."""
 
 
 class LossReports(Protocol):

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from edge_http.edge import Edge
-from edge_http.openai.response_formatters import encode_json
+from edge_http.formatting.json_bytes import encode_json
 from edge_http.server.address_limit import AddressLimit
 from edge_http.wire.client_address import Address
 from edge_http.wire.headers import unsupported_transfer_coding
