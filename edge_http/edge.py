@@ -20,7 +20,7 @@ from edge_http.wire.sse import WriteCoalescer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
 from kvloom.errors import KvloomError
-from kvloom.parsers.output_parser import ParserSpec
+from kvloom.parsers.spec import ParserSpec
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment

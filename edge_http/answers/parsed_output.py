@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edge_http.formatting.response_formatter import Finish
 from kvloom.parsers.events import Event, ReasoningDelta
-from kvloom.parsers.output_parser import OutputParser
+from kvloom.parsers.spec import OutputParser
 
 
 class ParsedOutput:

@@ -12,7 +12,8 @@ from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter
 from kvloom.conversation.tools import Tool
-from kvloom.parsers.output_parser import ParserSpec, ToolSchema, make_parser
+from kvloom.parsers.output_parser import make_parser
+from kvloom.parsers.spec import ParserSpec, ToolSchema
 from kvloom.text.tokenizer import ModelTokenizer
 
 

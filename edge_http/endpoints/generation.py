@@ -26,6 +26,7 @@ from edge_http.openai.sampling import (
 from edge_http.openai.tools import tools_of
 from edge_http.wire.body import digest_of, read_json_body
 from edge_http.wire.headers import session_key
+from kvloom.conversation.model_output import prompted
 from kvloom.conversation.tool_plan import plan_tools
 from kvloom.errors import invalid_argument
 
@@ -68,7 +69,7 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
     messages = chat_messages(body.messages)
     window = edge.window(model.name)
-    prompt = await chat_prompt(messages, plan.tools, _template_options(body), model.tokenizer, window)
+    prompt, rendered = await chat_prompt(messages, plan.tools, _template_options(body), model.tokenizer, window)
     return GenerationJob(
         operation="chat",
         id_prefix="chatcmpl-",
@@ -84,7 +85,9 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
         session_key=session_key(request, body.prompt_cache_key),
         tier=tier_of(body),
         body_digest=digest_of(raw),
-        shape=shape_of("chat", plan.parser, plan.tools, has_legacy_functions=given.has_legacy_functions),
+        shape=shape_of(
+            "chat", prompted(plan.parser, rendered), plan.tools, has_legacy_functions=given.has_legacy_functions
+        ),
         guide_field="" if guide is None else guide.field,
     )
 

@@ -32,12 +32,13 @@ async def chat_prompt(
     tokenizer: ModelTokenizer,
     max_model_len: int = 0,
     field: str = "messages",
-) -> Prompt:
+) -> tuple[Prompt, str]:
     """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known.
-    Raises KvloomError."""
+    Returns the prompt and its rendered text. Raises KvloomError."""
     text = screened_text(messages, tools)
     check_text_size(len(text), max_model_len, field)
-    return Prompt(await conversation_prompt(tokenizer, messages, tools, template_options), text, field)
+    token_ids, rendered = await conversation_prompt(tokenizer, messages, tools, template_options)
+    return Prompt(token_ids, text, field), rendered
 
 
 async def completion_prompts(

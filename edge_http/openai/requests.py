@@ -31,7 +31,7 @@ class FunctionBody(Body, kw_only=True):
 
     name: str
     description: str | None = None
-    parameters: msgspec.Raw | None = None
+    parameters: msgspec.Raw = msgspec.Raw()
     """A JSON Schema of type object."""
     strict: bool | None = None
 
@@ -39,7 +39,7 @@ class FunctionBody(Body, kw_only=True):
 class ToolBody(Body, kw_only=True):
     type: str
     function: FunctionBody | None = None
-    custom: msgspec.Raw | None = None
+    custom: msgspec.Raw = msgspec.Raw()
 
 
 class NamedFunction(Body, kw_only=True):

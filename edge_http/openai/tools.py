@@ -46,7 +46,7 @@ def tools_of(body: ChatBody) -> ChatTools:
 def function_tool(function: FunctionBody, at: str) -> Tool:
     """`at` leads to the function in the body, e.g. "tools[0].function."."""
     parameters = function.parameters
-    if parameters is not None and bytes(parameters) not in (b"", b"null"):
+    if bytes(parameters) not in (b"", b"null"):
         schema = msgspec.json.decode(parameters)
         if not isinstance(schema, dict):
             raise invalid_argument(f"{at}parameters must be a JSON schema.", f"{at}parameters")

@@ -22,6 +22,7 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
+from kvloom.conversation.model_output import model_output
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -142,4 +143,5 @@ def load_model(config: KvloomConfig) -> ServedModel:
 
 def served_model(config: KvloomConfig, tokenizer: ModelTokenizer) -> ServedModel:
     fingerprint = xxhash.xxh3_64_hexdigest(f"{VERSION}\0{config.model.name}".encode())[:10]
-    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}")
+    output = model_output(config.model, tokenizer)
+    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}", output)

@@ -18,14 +18,13 @@ async def conversation_prompt(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] | None = None,
-) -> array[int]:
-    """The token ids. `options`: further variables of the chat template, e.g. {"enable_thinking": False}. Raises
-    KvloomError."""
+) -> tuple[array[int], str]:
+    """The (token ids, rendered text). `options`: further variables of the chat template, e.g. {"enable_thinking":
+    False}. Raises KvloomError."""
     template = tokenizer.template
     if template is not None and not template.knows_tools and (tools or _has_calls(messages)):
         messages, tools = plain_messages(messages, tools), ()
-    token_ids, _ = await tokenizer.encode_chat(messages, [tool.as_function() for tool in tools], options)
-    return token_ids
+    return await tokenizer.encode_chat(messages, [tool.as_function() for tool in tools], options)
 
 
 def screened_text(messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvloom.conversation.call_guide import call_guide
 from kvloom.conversation.tools import AUTO, Tool, ToolChoice
-from kvloom.parsers.output_parser import ParserSpec
+from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.generation_pb2 import Guide
 
 
@@ -29,7 +29,7 @@ def plan_tools(
 ) -> ToolPlan:
     """`model` says how the model writes calls and reasoning when it is free to. `is_parallel`: several calls are
     wanted, where a call is certain. The tools and the choice have been checked."""
-    reasoning = None if model is None or model.reasoning is None else dataclasses.replace(model, tools=None)
+    reasoning = dataclasses.replace(model, tools=None) if model is not None and model.reasoning else None
     if not tools or choice.mode == "none":
         return ToolPlan(parser=reasoning)
     if choice.mode == "auto":

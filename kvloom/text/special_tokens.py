@@ -37,6 +37,10 @@ class SpecialStrings:
         self._first = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else r"(?!)")
         self._prefixes = frozenset(text[:length] for text in self._strings for length in range(1, len(text)))
 
+    @property
+    def strings(self) -> Sequence[str]:
+        return self._strings
+
     def mark(self, contents: Sequence[str]) -> tuple[list[str], str]:
         """The contents with every special string broken up by a mark after its first character, and the mark.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -94,6 +94,17 @@ class ModelTokenizer:
     def token_texts(self) -> Sequence[str | None]:
         """By id: the text that a token adds; None where its bytes are not whole characters, "" for special tokens."""
         return self._token_bytes.texts
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The strings that the tokenizer parses as special tokens."""
+        return self._special_strings.strings
+
+    def special_token_ids(self, strings: Iterable[str]) -> list[int]:
+        """The ids of those of the strings that are special tokens."""
+        known = frozenset(self._special_strings.strings)
+        ids = [self._tokenizer.token_to_id(text) for text in strings if text in known]
+        return sorted({token_id for token_id in ids if token_id is not None})
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt text of a conversation. Raises KvloomError (INVALID_ARGUMENT)."""
