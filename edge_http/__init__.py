@@ -5,6 +5,7 @@ server/        the HTTP server: connections, the routing table, start and stop
 endpoints/     one handler per path
 edge.py        what all handlers share: configuration, link, models, admission
 submission.py  one answer from its submission to a router until its end
+formatting/    what the response formats of all APIs have in common
 openai/        OpenAI's request and response formats: parsing, checks, prompts, formatters
 wire/          bytes on the connection: bodies, headers, JSON, server-sent events
 answers/       receives an answer's tokens and turns them into a response

@@ -22,6 +22,7 @@ from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteBudget, memory_error
 from kvloom.limits.keyed_counts import KeyedCounts
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
+from kvloom.parsers.spec import ParserSpec
 from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.router_link.link import RouterLink
 from kvloom.router_link.tracked_request import Assignment
@@ -42,6 +43,8 @@ class ServedModel:
     created: int
     """Unix time, for the OpenAI model object."""
     system_fingerprint: str
+    output: ParserSpec | None = None
+    """How the model writes tool calls and reasoning; None: all that it writes is text."""
 
 
 class LossReports(Protocol):

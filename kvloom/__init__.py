@@ -16,6 +16,7 @@ limits/          bounds on what a process holds, and a share of it for each call
 callers.py       who sends a request, and so who is isolated from whom
 router_link/     the client side of the data plane: requests multiplexed over one stream per router
 replay/          events kept of a response, so that its client can resume it
+parsers/         a model's output becomes text, reasoning and tool calls
 text/            tokenizers, chat templates, detokenizing, block hashes
 transport/       streams between processes: gRPC, and Unix sockets on one machine
 trust/           the secret that the processes of a fabric share, and what proves that they know it

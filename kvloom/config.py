@@ -43,6 +43,11 @@ class ModelConfig(Section):
     sha256: str = ""
     """The checksum of the model's files (`kvloom models add` prints it), checked before they are loaded. Empty: it is
     not checked."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls: the name of a family (docs/tool-calls.md), "none", or "auto": what its chat
+    template shows."""
+    reasoning_parser: str = "auto"
+    """How the model writes its reasoning, likewise."""
 
 
 class ResumeConfig(Section):

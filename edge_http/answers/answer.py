@@ -14,6 +14,9 @@ from typing import Any, Final
 
 import structlog
 
+from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.formatting.response_formatter import Finish
+from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.process.request_context import RequestContext
 from kvloom.v1 import generation_pb2
@@ -33,6 +36,7 @@ class Answer(abc.ABC):
     """The base of streamed and collected answers. Choices are numbered across all prompts: prompt * n + choice."""
 
     __slots__ = (
+        "_parsed",
         "_prompt_sizes",
         "ended",
         "error",
@@ -46,8 +50,10 @@ class Answer(abc.ABC):
         "starts",
     )
 
-    def __init__(self, prompt_sizes: Sequence[int], n: int) -> None:
+    def __init__(self, prompt_sizes: Sequence[int], n: int, parsed: Sequence[ParsedOutput] = ()) -> None:
+        """`parsed`: for each choice, its output taken apart; empty: all output is text."""
         self._prompt_sizes = prompt_sizes
+        self._parsed = parsed
         self.num_choices = len(prompt_sizes) * n
         self.num_open = self.num_choices
         """The number of choices that have not finished; cancelling affects only these."""
@@ -92,7 +98,7 @@ class Answer(abc.ABC):
             if error is not None:
                 self.fail(error)
                 return
-            self._add_finish(index, FINISH_REASONS[finish.reason])
+            self._add_finish(index, Finish(FINISH_REASONS[finish.reason], finish.stop_string))
             if not self.num_open and not self.ended.done():
                 self._complete()
                 self.ended.set_result(None)
@@ -107,18 +113,15 @@ class Answer(abc.ABC):
             self.error = error
             self.ended.set_result(None)
 
-    def usage(self) -> dict[str, Any]:
-        """Returns OpenAI's usage object. A prompt counts once, however many choices it has."""
+    def usage(self) -> Usage:
         n = self.num_choices // len(self._prompt_sizes)
         first_of_prompts = [self.finishes[i] for i in range(0, self.num_choices, n)]
-        num_prompt_tokens = sum(self._prompt_sizes)
-        num_output_tokens = sum(finish.num_output_tokens for finish in self.finishes.values())
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_output_tokens,
-            "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached_tokens for finish in first_of_prompts)},
-        }
+        return Usage(
+            num_prompt_tokens=sum(self._prompt_sizes),
+            num_output_tokens=sum(finish.num_output_tokens for finish in self.finishes.values()),
+            num_cached_tokens=sum(finish.num_cached_tokens for finish in first_of_prompts),
+            num_reasoning_tokens=sum(one.num_reasoning_tokens for one in self._parsed) if self._parsed else None,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -159,7 +162,7 @@ class Answer(abc.ABC):
     ) -> None: ...
 
     @abc.abstractmethod
-    def _add_finish(self, index: int, finish_reason: str) -> None: ...
+    def _add_finish(self, index: int, finish: Finish) -> None: ...
 
     @abc.abstractmethod
     def _complete(self) -> None: ...

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from edge_http.answers.answer import Answer
-from edge_http.openai.response_formatters import Buffer, CollectedChoice, ResponseFormatter
+from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.formatting.collected_choice import CollectedChoice, PartKind
+from edge_http.formatting.json_bytes import Buffer
+from edge_http.formatting.response_formatter import Finish, ResponseFormatter
 from kvloom.errors import KvloomError
 from kvloom.limits.byte_budget import ByteLease
+from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
@@ -22,10 +26,16 @@ class CollectedAnswer(Answer):
     __slots__ = ("_choices", "_formatter", "_lease", "_max_bytes", "_num_checked_bytes", "num_bytes")
 
     def __init__(
-        self, prompt_sizes: Sequence[int], n: int, formatter: ResponseFormatter, max_bytes: int, lease: ByteLease
+        self,
+        prompt_sizes: Sequence[int],
+        n: int,
+        formatter: ResponseFormatter,
+        max_bytes: int,
+        lease: ByteLease,
+        parsed: Sequence[ParsedOutput] = (),
     ) -> None:
         """`lease` is the answer's part of the memory of all answers."""
-        super().__init__(prompt_sizes, n)
+        super().__init__(prompt_sizes, n, parsed)
         self._formatter = formatter
         self._max_bytes = max_bytes
         self._lease = lease
@@ -48,7 +58,10 @@ class CollectedAnswer(Answer):
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._note_first_token()
         choice = self._choices[index]
-        self.num_bytes += choice.add_text(delta)
+        if self._parsed:
+            self._add_output(index, self._parsed[index].feed(delta, len(token_ids)))
+        elif delta:
+            self.num_bytes += choice.add(PartKind.TEXT, delta)
         if logprobs:
             self.num_bytes += choice.add_logprobs(self._formatter.logprobs(index, token_ids, logprobs))
         if self.num_bytes > self._num_checked_bytes:
@@ -69,8 +82,28 @@ class CollectedAnswer(Answer):
         self._choices = []
         self.fail(error)
 
-    def _add_finish(self, index: int, finish_reason: str) -> None:
-        self._choices[index].finish_reason = finish_reason
+    def _add_output(self, index: int, events: Sequence[Event]) -> None:
+        choice = self._choices[index]
+        for event in events:
+            match event:
+                case TextDelta():
+                    self.num_bytes += choice.add(PartKind.TEXT, event.text)
+                case ReasoningDelta():
+                    self.num_bytes += choice.add(PartKind.REASONING, event.text)
+                case ToolCallStart():
+                    call_id = self._formatter.call_id(index, event.index)
+                    self.num_bytes += choice.begin_call(event.name, call_id)
+                case ToolCallArguments():
+                    self.num_bytes += choice.extend(event.text)
+                case _:
+                    pass
+
+    def _add_finish(self, index: int, finish: Finish) -> None:
+        if self._parsed:
+            self._add_output(index, self._parsed[index].finish())
+            finish = self._parsed[index].completed(finish)
+        choice = self._choices[index]
+        choice.finish_reason, choice.stop_string = finish.reason, finish.stop_string
 
     def _complete(self) -> None:
         pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from edge_http.answers.answer import FINISH_REASONS
 from edge_http.answers.streamed_answer import StreamedAnswer
+from edge_http.formatting.response_formatter import Finish
+from kvloom.parsers.events import Event, TextDelta
 from kvloom.router_link.link import ChoiceProgress
 from kvloom.v1.generation_pb2 import SequenceFinish, SequenceStart, TokenLogprobs
 
@@ -26,8 +29,11 @@ class RecordedAnswer(StreamedAnswer):
         choices: Sequence[ChoiceProgress],
         starts: Mapping[int, SequenceStart],
         finishes: Mapping[int, SequenceFinish],
+        num_events: int,
+        delivered_text: Callable[[ChoiceProgress], Iterator[str]],
     ) -> None:
-        """Continue behind what another edge has delivered."""
+        """Continue behind what another edge has delivered in `num_events` events. `delivered_text` yields the text of a
+        choice, token by token; formats and parsers that keep state have to see it again."""
         self._is_continued = True
         self.choices = list(choices)
         self.starts |= starts
@@ -35,9 +41,29 @@ class RecordedAnswer(StreamedAnswer):
         self.num_open -= len(finishes)
         for choice in choices:
             self.num_output_tokens += len(choice.token_ids)
-            if choice.index in starts or choice.token_ids or choice.is_done:
-                self._prefixes[choice.index] = self._formatter.prefixes[choice.index]
             self._formatter.skip(choice.index, choice.token_ids)
+            if choice.index in starts or choice.token_ids or choice.is_done:
+                self._begin(choice.index)
+                if self._parsed or not self._formatter.prefixes:
+                    self._repeat(choice, delivered_text(choice))
+        self._formatter.restore(num_events)
+
+    def _repeat(self, choice: ChoiceProgress, text: Iterator[str]) -> None:
+        """Bring parser and formatter to where the other edge's were; what they return has been sent."""
+        index, formatter = choice.index, self._formatter
+        formatter.opening(index, choice.num_cached_tokens or 0)
+        for piece in text:
+            events: list[Event] = [TextDelta(piece)] if piece else []
+            if self._parsed:
+                events = self._parsed[index].feed(piece, 1)
+            formatter.output(index, events)
+        if choice.is_done:
+            finish = self.finishes[index]
+            ending = Finish(FINISH_REASONS[finish.reason], finish.stop_string)
+            if self._parsed:
+                formatter.output(index, self._parsed[index].finish())
+                ending = self._parsed[index].completed(ending)
+            formatter.finish(index, ending, None)
 
     def on_start(self, index: int, start: SequenceStart) -> None:
         if not (self._is_continued and index in self.starts):

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from edge_http.answers.answer import Answer
-from edge_http.openai.response_formatters import ResponseFormatter, encode_json
+from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.formatting.json_bytes import encode_json
+from edge_http.formatting.response_formatter import Finish, ResponseFormatter
 from edge_http.wire.headers import explanation
-from edge_http.wire.sse import DONE, EventSink
+from edge_http.wire.sse import EventSink
 from kvloom.errors import KvloomError
+from kvloom.parsers.events import Event, TextDelta
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
@@ -21,10 +24,10 @@ class StreamedAnswer(Answer):
     """Sends nothing before the first update of any choice, so that a refusal can still have an HTTP error status."""
 
     __slots__ = (
+        "_begun",
         "_events",
         "_formatter",
         "_headers",
-        "_include_usage",
         "_prefixes",
         "_suffix",
         "_with_details",
@@ -39,20 +42,23 @@ class StreamedAnswer(Answer):
         events: EventSink,
         headers: Mapping[str, str],
         *,
-        include_usage: bool,
+        parsed: Sequence[ParsedOutput] = (),
         with_details: bool,
         with_explanation: bool,
     ) -> None:
-        super().__init__(prompt_sizes, n)
+        """`parsed`: for each choice, its output taken apart; empty: all output is text."""
+        super().__init__(prompt_sizes, n, parsed)
         self._formatter = formatter
         self._suffix = formatter.suffix
         self._events = events
         self._headers = headers
-        self._include_usage = include_usage
         self._with_details = with_details
         self._with_explanation = with_explanation
+        self._begun: set[int] = set()
+        """The choices whose opening was sent."""
         self._prefixes: list[bytes | None] = [None] * self.num_choices
-        """By choice: the formatter's prefix if the choice has begun; None before, and after the answer has failed."""
+        """By choice: the formatter's prefix, if the choice has begun and its output needs no parser; None before, and
+        after the answer has failed."""
 
     def on_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """The hot path: plain text for a choice that has begun."""
@@ -85,54 +91,71 @@ class StreamedAnswer(Answer):
 
     def fail(self, error: KvloomError) -> None:
         if not self.ended.done() and self._events.has_begun:
-            payload = encode_json(error.to_openai())
+            event = self._formatter.error(error)
             if error.reason == ErrorReason.ERROR_REASON_CLIENT_TOO_SLOW:
-                self._events.break_off(payload, SLOW_CLIENT_LINGER_SECONDS)
+                self._events.break_off(event, SLOW_CLIENT_LINGER_SECONDS)
             else:
-                self._events.send(b"", payload, b"")
+                self._events.send(event, b"", b"")
                 self._events.end()
         self._prefixes = [None] * self.num_choices
         super().fail(error)
 
     def _add_start(self, index: int) -> None:
-        if self._prefixes[index] is None:
+        if index not in self._begun:
             self._open(index)
 
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        if self._prefixes[index] is None:
+        if index not in self._begun:
             self._open(index)
-        formatter = self._formatter
+        prefix = self._prefixes[index]
+        if prefix is not None and not logprobs:
+            if delta and not self._events.send(prefix, encode_json(delta), self._suffix):
+                self._on_slow_reader()
+            return
+        events: list[Event] = [TextDelta(delta)] if delta else []
+        if self._parsed:
+            events = self._parsed[index].feed(delta, len(token_ids))
         if logprobs:
-            entries = formatter.logprobs(index, token_ids, logprobs)
-            self._send(formatter.delta_with_logprobs(index, delta, entries))
-        elif delta and not self._events.send(formatter.prefixes[index], encode_json(delta), self._suffix):
-            self._on_slow_reader()
+            text = "".join(event.text for event in events if isinstance(event, TextDelta))
+            events = [event for event in events if not isinstance(event, TextDelta)]
+            entries = self._formatter.logprobs(index, token_ids, logprobs)
+            self._send(self._formatter.delta_with_logprobs(index, text, entries))
+        self._send_all(self._formatter.output(index, events))
 
-    def _add_finish(self, index: int, finish_reason: str) -> None:
-        if self._prefixes[index] is None:
+    def _add_finish(self, index: int, finish: Finish) -> None:
+        if index not in self._begun:
             self._open(index)
         self._events.cork()
-        is_last_chunk = not self.num_open and not self._include_usage
+        if self._parsed:
+            self._send_all(self._formatter.output(index, self._parsed[index].finish()))
+            finish = self._parsed[index].completed(finish)
+        is_last_chunk = not self.num_open and not self._formatter.envelope.include_usage
         details = self.details() if is_last_chunk and self._with_details else None
-        self._send(self._formatter.finish(index, finish_reason, details))
+        self._send_all(self._formatter.finish(index, finish, details))
 
     def _complete(self) -> None:
-        if self._include_usage:
-            self._send(self._formatter.usage_chunk(self.usage(), self.details() if self._with_details else None))
-        self._send(DONE)
+        self._send_all(self._formatter.ending(self.usage, self.details() if self._with_details else None))
         self._events.end()
 
     def _open(self, index: int) -> None:
         """Called at the first update of a choice."""
-        self._prefixes[index] = self._formatter.prefixes[index]
+        self._begin(index)
         self._note_first_token()
         self._events.cork()  # the first token leaves together with the head
         if not self._events.has_begun:
             more = explanation(self.first_start) if self._with_explanation else {}
             self._events.begin({**self._headers, **more})
-        opening = self._formatter.opening(index)
-        if opening is not None:
-            self._send(opening)
+        start = self.starts.get(index)
+        self._send_all(self._formatter.opening(index, 0 if start is None else start.num_cached_tokens))
+
+    def _begin(self, index: int) -> None:
+        self._begun.add(index)
+        if self._formatter.prefixes and not self._parsed:
+            self._prefixes[index] = self._formatter.prefixes[index]
+
+    def _send_all(self, chunks: Sequence[bytes]) -> None:
+        for chunk in chunks:
+            self._send(chunk)
 
     def _send(self, chunk: bytes) -> None:
         if not self._events.send(chunk, b"", b""):

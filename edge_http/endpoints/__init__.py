@@ -1,5 +1,6 @@
 """The handlers of the HTTP endpoints.
 
+answering.py   from a validated request to the end of its answer, for all APIs
 generation.py  POST /v1/chat/completions and POST /v1/completions
 resume.py      resumes a stream or cancels its answer
 models.py      /v1/models

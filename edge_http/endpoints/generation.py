@@ -1,310 +1,133 @@
-"""POST /v1/chat/completions and POST /v1/completions: one request from its body to the end of its answer."""
+"""POST /v1/chat/completions and POST /v1/completions: OpenAI's requests for answers."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from edge_http.answers.collected_answer import CollectedAnswer
-from edge_http.answers.recorded_answer import RecordedAnswer
-from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.edge import AdmissionPermit, Edge, ServedModel
-from edge_http.endpoints.resume import deliver, deliver_found, find_idempotent
-from edge_http.openai.guide import guide_of
-from edge_http.openai.prompt import Prompt, chat_prompt, completion_prompts
-from edge_http.openai.requests import ChatBody, decode_chat, decode_completion
-from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, Envelope, ResponseFormatter
+from edge_http.answers.shape import shape_of
+from edge_http.edge import Edge
+from edge_http.endpoints.answering import GenerationJob, generate
+from edge_http.openai.guide import BodyGuide, guide_of
+from edge_http.openai.messages import chat_messages
+from edge_http.openai.prompt import chat_prompt, completion_prompts
+from edge_http.openai.requests import ChatBody, GenerationBody, decode_chat, decode_completion
 from edge_http.openai.sampling import (
     chat_max_tokens,
     chat_sampling,
-    check_window,
     completion_max_tokens,
     completion_sampling,
     num_choices,
     stop_conditions,
     tier_of,
 )
-from edge_http.recovery.takeover import register_for_recovery
-from edge_http.resume.records import ResponseRecord
-from edge_http.resume.response_name import ResponseName, new_response_id
-from edge_http.submission import Submission, run_resumable, run_submission
+from edge_http.openai.tools import tools_of
 from edge_http.wire.body import digest_of, read_json_body
-from edge_http.wire.headers import (
-    REQUEST_ID,
-    RESPONSE_ID,
-    RESUME,
-    explanation,
-    idempotency_key,
-    last_event_id,
-    request_id,
-    session_key,
-    traceparent,
-    wants_details,
-    wants_explanation,
-    wants_resume,
-)
-from edge_http.wire.large_body import PIECE_BYTES, write_large_body
-from edge_http.wire.request_callers import credential_digest
-from edge_http.wire.request_record import begin_answer
-from edge_http.wire.sse import EventStream
-from kvloom.errors import KvloomError
-from kvloom.router_link.link import LinkRequest
-from kvloom.v1 import router_service_pb2
-from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
-
-
-class GenerationJob(msgspec.Struct, frozen=True):
-    """A validated and tokenized request."""
-
-    operation: str
-    """The operation's OpenTelemetry name: "chat" or "text_completion"."""
-    model: ServedModel
-    prompts: Sequence[Prompt]
-    n: int
-    sampling: SamplingParams
-    stop: StopConditions
-    max_tokens_field: str
-    stream: bool
-    include_usage: bool
-    session_key: str
-    tier: router_service_pb2.Tier
-    body_digest: str
-    guide_field: str = ""
-    """The field of the body that requested guided decoding; "" when none did."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(self.prompt_sizes)
-
-    @property
-    def prompt_sizes(self) -> list[int]:
-        return [len(prompt.token_ids) for prompt in self.prompts]
+from edge_http.wire.headers import session_key
+from kvloom.conversation.model_output import prompted
+from kvloom.conversation.tool_plan import plan_tools
+from kvloom.errors import invalid_argument
 
 
 async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
     with edge.admit(edge.callers.caller_of(request)) as permit:
-        job = await _read_job(edge, request, is_chat=True)
-        envelope = _envelope(edge, job, "chatcmpl-")
-        return await _generate(edge, request, permit, job, ChatFormatter(envelope, job.model.tokenizer), envelope.id)
+        with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
+            raw = await read_json_body(request, edge.config, lease)
+            await edge.fair_yield.take(len(raw))
+            edge.check_room()
+            job = await _chat_job(edge, request, raw)
+        return await generate(edge, request, permit, job)
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
     """Serve POST /v1/completions."""
     with edge.admit(edge.callers.caller_of(request)) as permit:
-        job = await _read_job(edge, request, is_chat=False)
-        envelope = _envelope(edge, job, "cmpl-")
-        formatter = CompletionFormatter(envelope, job.model.tokenizer)
-        return await _generate(edge, request, permit, job, formatter, envelope.id)
+        with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
+            raw = await read_json_body(request, edge.config, lease)
+            await edge.fair_yield.take(len(raw))
+            edge.check_room()
+            job = await _completion_job(edge, request, raw)
+        return await generate(edge, request, permit, job)
 
 
-async def _read_job(edge: Edge, request: web.BaseRequest, *, is_chat: bool) -> GenerationJob:
-    """Read, validate and tokenize the body. Raises KvloomError."""
-    with edge.bodies.lease(edge.callers.caller_of(request)) as lease:
-        raw = await read_json_body(request, edge.config, lease)
-        await edge.fair_yield.take(len(raw))
-        edge.check_room()
-        body = decode_chat(raw, edge.config.max_messages) if is_chat else decode_completion(raw)
-        model = edge.find_model(body.model)
-        n = num_choices(body)
-        guide = guide_of(body)
-        if isinstance(body, ChatBody):
-            sampling = chat_sampling(body, guide)
-            max_tokens, max_tokens_field = chat_max_tokens(body)
-        else:
-            sampling = completion_sampling(body, guide)
-            max_tokens, max_tokens_field = completion_max_tokens(body), "max_tokens"
-        stop = stop_conditions(body, max_tokens)
-        key = session_key(request, body.prompt_cache_key)
-        window = edge.window(model.name)
-        if isinstance(body, ChatBody):
-            prompts = [await chat_prompt(body, model.tokenizer, window)]
-        else:
-            prompts = await completion_prompts(body, n, model.tokenizer, window)
-        return GenerationJob(
-            operation="chat" if is_chat else "text_completion",
-            model=model,
-            prompts=prompts,
-            n=n,
-            sampling=sampling,
-            stop=stop,
-            max_tokens_field=max_tokens_field,
-            stream=bool(body.stream),
-            include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-            session_key=key,
-            tier=tier_of(body),
-            body_digest=digest_of(raw),
-            guide_field="" if guide is None else guide.field,
-        )
-
-
-def _envelope(edge: Edge, job: GenerationJob, id_prefix: str) -> Envelope:
-    """Create the envelope. Its id starts with `id_prefix` and also names the request inside the fabric."""
-    return Envelope(
-        id=new_response_id(id_prefix, edge.tag),
-        model=job.model.name,
-        system_fingerprint=job.model.system_fingerprint,
-        num_choices=len(job.prompts) * job.n,
-        include_usage=job.include_usage,
+async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+    """Validate and tokenize a body. Raises KvloomError."""
+    body = decode_chat(raw, edge.config.max_messages)
+    model = edge.find_model(body.model)
+    n = num_choices(body)
+    given = tools_of(body)
+    plan = plan_tools(given.tools, given.choice, is_parallel=given.is_parallel, model=model.output)
+    guide = guide_of(body)
+    if plan.guide is not None:
+        if guide is not None:
+            raise invalid_argument("tool_choice demands a call, which has no room for another form.", guide.field)
+        guide = BodyGuide(plan.guide, "functions" if given.has_legacy_functions else "tools")
+    max_tokens, max_tokens_field = chat_max_tokens(body)
+    sampling, stop = chat_sampling(body, guide), stop_conditions(body, max_tokens)
+    messages = chat_messages(body.messages)
+    window = edge.window(model.name)
+    prompt, rendered = await chat_prompt(messages, plan.tools, _template_options(body), model.tokenizer, window)
+    return GenerationJob(
+        operation="chat",
+        id_prefix="chatcmpl-",
+        model=model,
+        prompts=[prompt],
+        prompt_sizes=[len(prompt.token_ids)],
+        n=n,
+        sampling=sampling,
+        stop=stop,
+        max_tokens_field=max_tokens_field,
+        stream=bool(body.stream),
+        include_usage=_includes_usage(body),
+        session_key=session_key(request, body.prompt_cache_key),
+        tier=tier_of(body),
+        body_digest=digest_of(raw),
+        shape=shape_of(
+            "chat", prompted(plan.parser, rendered), plan.tools, has_legacy_functions=given.has_legacy_functions
+        ),
+        guide_field="" if guide is None else guide.field,
     )
 
 
-async def _generate(
-    edge: Edge,
-    request: web.BaseRequest,
-    permit: AdmissionPermit,
-    job: GenerationJob,
-    formatter: ResponseFormatter,
-    name: str,
-) -> web.StreamResponse:
-    """Submit the job under `name` and deliver its answer. Raises KvloomError while nothing has been sent."""
-    window = edge.window(job.model.name)
-    if window:
-        max_tokens = job.stop.max_tokens if job.stop.HasField("max_tokens") else None
-        for prompt in job.prompts:
-            check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
-    if not job.stream:
-        return await _collect(edge, request, job, formatter, name)
-    if edge.resume.is_wanted(wants_resume(request)):
-        return await _stream_resumable(edge, request, permit, job, formatter, name)
-    events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
-    streamed = StreamedAnswer(
-        job.prompt_sizes, job.n, formatter, events, _headers(request, name), **_stream_options(request, job)
-    )
-    begin_answer(name, job.model.name, streamed)
-    try:
-        await run_submission(edge, _submission(edge, request, job, name), streamed)
-    except KvloomError:
-        if not events.has_begun:
-            raise
-    return events.response()
-
-
-async def _collect(
-    edge: Edge, request: web.BaseRequest, job: GenerationJob, formatter: ResponseFormatter, name: str
-) -> web.StreamResponse:
-    with edge.collected.lease(edge.callers.caller_of(request)) as lease:
-        collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease)
-        begin_answer(name, job.model.name, collected)
-        await run_submission(edge, _submission(edge, request, job, name), collected)
-        processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
-        more = explanation(collected.first_start) if wants_explanation(request) else {}
-        headers = {"openai-processing-ms": str(processing_ms), **more}
-        pieces = collected.body(with_details=wants_details(request))
-        if collected.num_bytes <= PIECE_BYTES:
-            return web.Response(body=b"".join(pieces), content_type="application/json", headers=headers)
-        response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id(request)})
-        response.content_type = "application/json"
-        await write_large_body(request, response, pieces, edge.fair_yield)
-        return response
-
-
-async def _stream_resumable(
-    edge: Edge,
-    request: web.BaseRequest,
-    permit: AdmissionPermit,
-    job: GenerationJob,
-    formatter: ResponseFormatter,
-    name: str,
-) -> web.StreamResponse:
-    """Deliver an answer that is made by a task of its own, which survives the loss of this connection."""
-    response = ResponseName(
-        name,
-        credential_digest(request),
-        edge.callers.caller_of(request),
-        idempotency_key(request),
-        job.operation + job.body_digest,
-    )
-    after = last_event_id(request)
-    known = find_idempotent(edge, response, after)
-    if known is not None:
-        return await deliver(edge, request, known, after or 0)
-    if response.idempotency_key:
-        known_remotely = await edge.remote_responses.find_by_key(request, response, after or 0)
-        if known_remotely is not None:
-            return await deliver_found(edge, request, known_remotely, after or 0)
-    stream = edge.resume.open(response)
-    headers = {**_headers(request, name), RESUME: f"{edge.resume.grace_seconds:g}"}
-    submission = _submission(edge, request, job, name)
-    permit.handed_over = True
-    if edge.resume.is_published:
-        answer = RecordedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
-        record = _response_record(request, job, formatter.envelope, response, headers)
-        on_submitted = register_for_recovery(edge, stream, record, answer, formatter, submission)
-        run = run_resumable(edge, submission, answer, stream, on_submitted)
-    else:
-        answer = StreamedAnswer(job.prompt_sizes, job.n, formatter, stream, headers, **_stream_options(request, job))
-        run = run_resumable(edge, submission, answer, stream)
-    begin_answer(name, job.model.name, answer)
-    edge.resume.start(stream, run, answer.fail, permit.release)
-    return await deliver(edge, request, stream, 0)
-
-
-def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:
-    return {REQUEST_ID: request_id(request), RESPONSE_ID: name}
-
-
-def _stream_options(request: web.BaseRequest, job: GenerationJob) -> dict[str, bool]:
-    """Return the options for what a streamed answer contains besides its text."""
-    return {
-        "include_usage": job.include_usage,
-        "with_details": wants_details(request),
-        "with_explanation": wants_explanation(request),
-    }
-
-
-def _submission(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str) -> Submission:
-    return Submission(
-        operation=job.operation,
-        model=job.model.name,
-        num_prompt_tokens=job.num_prompt_tokens,
-        n=job.n,
-        requests=[_link_request(edge, request, job, number, prompt, name) for number, prompt in enumerate(job.prompts)],
-        guide_field=job.guide_field,
-        timeout_seconds=edge.config.request_timeout_seconds,
+async def _completion_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> GenerationJob:
+    """Validate and tokenize a body. Raises KvloomError."""
+    body = decode_completion(raw)
+    model = edge.find_model(body.model)
+    n = num_choices(body)
+    guide = guide_of(body)
+    sampling, stop = completion_sampling(body, guide), stop_conditions(body, completion_max_tokens(body))
+    prompts = await completion_prompts(body, n, model.tokenizer, edge.window(model.name))
+    return GenerationJob(
+        operation="text_completion",
+        id_prefix="cmpl-",
+        model=model,
+        prompts=prompts,
+        prompt_sizes=[len(prompt.token_ids) for prompt in prompts],
+        n=n,
+        sampling=sampling,
+        stop=stop,
+        max_tokens_field="max_tokens",
+        stream=bool(body.stream),
+        include_usage=_includes_usage(body),
+        session_key=session_key(request, body.prompt_cache_key),
+        tier=tier_of(body),
+        body_digest=digest_of(raw),
+        shape=shape_of("completion", None, ()),
+        guide_field="" if guide is None else guide.field,
     )
 
 
-def _response_record(
-    request: web.BaseRequest, job: GenerationJob, envelope: Envelope, name: ResponseName, headers: dict[str, str]
-) -> ResponseRecord:
-    return ResponseRecord(
-        number=0,
-        operation=job.operation,
-        id=name.id,
-        created=envelope.created,
-        model=envelope.model,
-        system_fingerprint=envelope.system_fingerprint,
-        headers=headers,
-        n=job.n,
-        prompt_sizes=job.prompt_sizes,
-        caller=name.caller,
-        tenant=name.tenant,
-        idempotency_key=name.idempotency_key,
-        body_digest=name.body_digest,
-        guide_field=job.guide_field,
-        **_stream_options(request, job),
-    )
+def _includes_usage(body: GenerationBody) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def _link_request(
-    edge: Edge, request: web.BaseRequest, job: GenerationJob, number: int, prompt: Prompt, name: str
-) -> LinkRequest:
-    return LinkRequest(
-        request_id=name if len(job.prompts) == 1 else f"{name}.{number}",
-        model=job.model.name,
-        prompt_token_ids=prompt.token_ids,
-        prompt_text=prompt.text,
-        sampling=job.sampling,
-        stop=job.stop,
-        n=job.n,
-        timeout_seconds=edge.config.request_timeout_seconds,
-        tenant=edge.callers.caller_of(request),
-        traceparent=traceparent(request),
-        client_request_id=request_id(request),
-        session_key=job.session_key,
-        tier=job.tier,
-    )
+def _template_options(body: ChatBody) -> Mapping[str, Any]:
+    """The variables that the request gives to the chat template."""
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return options

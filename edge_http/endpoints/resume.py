@@ -8,6 +8,7 @@ import asyncio
 from aiohttp import web
 
 from edge_http.edge import Edge
+from edge_http.formatting.error_formats import error_format_of
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ConnectionReader, ResumableStream
 from edge_http.resume.table import not_kept, other_request
@@ -66,8 +67,8 @@ async def deliver(edge: Edge, request: web.BaseRequest, stream: ResumableStream,
         await asyncio.sleep(0)
         if edge.resume.find(stream.name.id, stream.name.caller) is not stream:
             raise not_kept()
-    events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer, after)
-    reader = ConnectionReader(events)
+    events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer, last_event_number=after)
+    reader = ConnectionReader(events, error_format_of(request.path))
     stream.attach(reader)
     try:
         await stream.follow(reader, request.writer)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from edge_http.openai.requests import ChatBody, CompletionBody, Message, message_text
+from edge_http.openai.requests import CompletionBody
 from edge_http.openai.sampling import check_text_size
-from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.conversation.prompt import conversation_prompt, screened_text
+from kvloom.conversation.tools import Tool
+from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
 MAX_CHOICES_PER_REQUEST: Final = 128
 """The limit for all prompts of one completion request together."""
-
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Maps the roles of the OpenAI API to those of chat templates."""
-_UNSUPPORTED_ROLES: Final = frozenset(("tool", "function"))
 
 
 class Prompt(NamedTuple):
@@ -27,14 +25,20 @@ class Prompt(NamedTuple):
     """The position of the prompt in the body, e.g. "messages" or "prompt[3]"."""
 
 
-async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Prompt:
+async def chat_prompt(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    template_options: Mapping[str, Any],
+    tokenizer: ModelTokenizer,
+    max_model_len: int = 0,
+    field: str = "messages",
+) -> tuple[Prompt, str]:
     """Render and tokenize a conversation. `max_model_len` is the model's window in tokens, or 0 if it is not known.
-    Raises KvloomError."""
-    messages = [_chat_message(message, i) for i, message in enumerate(body.messages)]
-    contents = [message.content for message in messages]
-    check_text_size(sum(map(len, contents)), max_model_len, "messages")
-    token_ids, _ = await tokenizer.encode_chat(messages)
-    return Prompt(token_ids, "\n".join(contents), "messages")
+    Returns the prompt and its rendered text. Raises KvloomError."""
+    text = screened_text(messages, tools)
+    check_text_size(len(text), max_model_len, field)
+    token_ids, rendered = await conversation_prompt(tokenizer, messages, tools, template_options)
+    return Prompt(token_ids, text, field), rendered
 
 
 async def completion_prompts(
@@ -63,16 +67,6 @@ async def completion_prompts(
     if lists:
         return [_token_prompt(token_ids, f"prompt[{i}]", tokenizer) for i, token_ids in enumerate(lists)]
     return [await _text_prompt(text, f"prompt[{i}]", tokenizer, max_model_len) for i, text in enumerate(texts)]
-
-
-def _chat_message(message: Message, number: int) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        field = f"messages[{number}].role"
-        if message.role in _UNSUPPORTED_ROLES:
-            raise unsupported(f"{field}: messages of role '{message.role}' are not supported.", field)
-        raise invalid_argument(f"{field} must be one of {', '.join(_ROLES)}.", field)
-    return ChatMessage(role, message_text(message, number))
 
 
 async def _text_prompt(text: str, field: str, tokenizer: ModelTokenizer, max_model_len: int) -> Prompt:

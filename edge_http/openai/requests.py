@@ -26,11 +26,69 @@ class ContentPart(Body, kw_only=True):
     text: str | None = None
 
 
+class FunctionBody(Body, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw()
+    """A JSON Schema of type object."""
+    strict: bool | None = None
+
+
+class ToolBody(Body, kw_only=True):
+    type: str
+    function: FunctionBody | None = None
+    custom: msgspec.Raw = msgspec.Raw()
+
+
+class NamedFunction(Body, kw_only=True):
+    name: str
+
+
+class AllowedTool(Body, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Body, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class ToolChoiceBody(Body, kw_only=True):
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class CalledFunction(Body, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCallBody(Body, kw_only=True):
+    """A call in an assistant's message."""
+
+    id: str
+    type: str | None = None
+    function: CalledFunction | None = None
+    index: int | None = None
+    """Clients that put streamed deltas together may leave it in; it is ignored."""
+
+
 class Message(Body, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    """Accepted as in OpenAI's API, but ignored because chat templates do not use it."""
+    """Accepted as in OpenAI's API, but used only for role "function", because chat templates do not use it."""
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """The predecessor of `tool_calls`."""
+    reasoning_content: str | None = None
+    """An extension: what the assistant thought, for templates that show it to the model again."""
+    refusal: str | None = None
 
 
 class StreamOptions(Body, kw_only=True):
@@ -96,6 +154,16 @@ class GenerationBody(Body, kw_only=True):
 
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message]
+    tools: list[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[FunctionBody] | None = None
+    """The predecessor of `tools`."""
+    function_call: str | NamedFunction | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """For models whose chat template has such a setting; "none" switches thinking off."""
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    """vLLM's extension: further variables of the chat template, e.g. {"enable_thinking": false}."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

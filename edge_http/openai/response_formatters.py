@@ -1,81 +1,29 @@
-"""OpenAI's two response formats (chat and plain completion), streamed and complete.
-
-A formatter creates the bytes of a stream's chunks from templates, so that a token costs only the encoding of its text.
-It also creates the body of a response that is not streamed.
-"""
+"""OpenAI's formats of chat and plain completions, streamed and complete."""
 
 from __future__ import annotations
 
 import abc
-import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
-import msgspec
-
+from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
+from edge_http.formatting.error_formats import OPENAI_ERRORS
+from edge_http.formatting.json_bytes import Buffer, Json, encode_json
+from edge_http.formatting.response_formatter import DATA, Envelope, Finish, ResponseFormatter, data_event
+from edge_http.formatting.usage import Usage
 from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
+from kvloom.errors import KvloomError
+from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import TokenLogprobs
 
-Json = dict[str, Any]
-Buffer = bytes | bytearray
-encode_json: Final = msgspec.json.Encoder().encode
+DONE: Final = DATA + b"[DONE]"
 
 
-class Envelope(msgspec.Struct, frozen=True):
-    """The fields that all objects of one response have in common."""
+class OpenAiFormatter(ResponseFormatter):
+    """What both formats have in common: chunks with a list of choices."""
 
-    id: str
-    model: str
-    system_fingerprint: str
-    num_choices: int
-    include_usage: bool = False
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
-
-    def fields(self, object_name: str) -> Json:
-        return {
-            "id": self.id,
-            "object": object_name,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-        }
-
-
-class CollectedChoice:
-    """One choice of a response that is not streamed, as the JSON that it becomes. That takes a tenth of the memory of
-    the objects, and its size is known at any time."""
-
-    __slots__ = ("finish_reason", "logprobs", "text")
-
-    def __init__(self) -> None:
-        self.text = bytearray()
-        """The content of a JSON string."""
-        self.logprobs: list[bytearray] = []
-        """The content of JSON arrays; empty without logprobs."""
-        self.finish_reason = ""
-
-    def add_text(self, delta: str) -> int:
-        """Append the delta. Returns the number of bytes that this added."""
-        encoded = encode_json(delta)
-        self.text += encoded[1:-1]
-        return len(encoded) - 2
-
-    def add_logprobs(self, lists: Sequence[bytes]) -> int:
-        """Append what the formatter's `logprobs` returned. Returns the number of bytes that this added."""
-        if not self.logprobs:
-            self.logprobs = [bytearray(more) for more in lists]
-        else:
-            for known, more in zip(self.logprobs, lists, strict=True):
-                known += b","
-                known += more
-        return sum(map(len, lists)) + len(lists)
-
-
-class ResponseFormatter(abc.ABC):
-    """The base of both formatters. One object formats one response."""
-
-    __slots__ = ("_envelope", "_head", "_tail", "prefixes", "suffix")
+    __slots__ = ("_head", "_tail")
 
     chunk_object: str
     body_object: str
@@ -85,64 +33,43 @@ class ResponseFormatter(abc.ABC):
     """The bytes of a chunk between a delta's text and its logprobs, and those after them."""
 
     def __init__(self, envelope: Envelope) -> None:
-        self._envelope = envelope
-        self._head = encode_json(envelope.fields(self.chunk_object))[:-1] + b',"choices":['
+        super().__init__(envelope)
+        self._head = DATA + encode_json(envelope.fields(self.chunk_object))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}' if envelope.include_usage else b"]}"
         self.prefixes = [self._delta_prefix(index) for index in range(envelope.num_choices)]
-        """For each choice, the bytes before a delta's text (a JSON string)."""
         self.suffix = self._delta_suffix() + self._tail
-        """The bytes after a delta's text."""
 
-    @property
-    def envelope(self) -> Envelope:
-        return self._envelope
-
-    @abc.abstractmethod
-    def opening(self, index: int) -> bytes | None:
-        """Return the chunk that precedes a choice's text, if the format has one."""
-
-    @abc.abstractmethod
-    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
-        """Return the contents of the arrays in the `logprobs` of these tokens. Each token must be passed once, in
-        order."""
-
-    def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
-        """Account for tokens of a choice that another edge has delivered before this one continued the response."""
-        return
+    def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
+        return [self._text(index, event.text) for event in events if isinstance(event, TextDelta)]
 
     def delta_with_logprobs(self, index: int, text: str, logprobs: Sequence[bytes]) -> bytes:
-        """Return the chunk of a delta. `logprobs` is what the method of this name returned."""
         between, end = self._around_logprobs
         pieces = [self.prefixes[index], encode_json(text), between, *self._framed(logprobs), end, self._tail]
         return b"".join(pieces)
 
-    @abc.abstractmethod
-    def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes: ...
+    def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
+        if not self._envelope.include_usage:
+            return (DONE,)
+        chunk = self._envelope.fields(self.chunk_object) | {"choices": [], "usage": usage_object(usage())}
+        return data_event(chunk | {"kvloom": details} if details else chunk), DONE
 
-    @abc.abstractmethod
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes of an element of `choices` in a body: those before the text's content, and those between the
-        text and the logprobs."""
+    def error(self, error: KvloomError) -> bytes:
+        return OPENAI_ERRORS.event(error)
 
-    def usage_chunk(self, usage: Json, details: Json | None) -> bytes:
-        chunk = self._envelope.fields(self.chunk_object) | {"choices": [], "usage": usage}
-        return encode_json(chunk | {"kvloom": details} if details else chunk)
-
-    def body(self, choices: Sequence[CollectedChoice], usage: Json, details: Json | None) -> list[Buffer]:
-        """Return the pieces of a body. The large ones are those of the choices, which are not copied."""
+    def body(self, choices: Sequence[CollectedChoice], usage: Usage, details: Json | None) -> list[Buffer]:
         pieces: list[Buffer] = [encode_json(self._envelope.fields(self.body_object))[:-1] + b',"choices":[']
         for index, choice in enumerate(choices):
-            before, between = self._around_text(index)
+            before, *content, between = self._around_text(index, choice)
             logprobs = self._framed(choice.logprobs) if choice.logprobs else [b"null"]
             end = b',"finish_reason":%b}' % encode_json(choice.finish_reason)
-            pieces += [b"," + before if index else before, choice.text, between, *logprobs, end]
-        more = {"usage": usage, "kvloom": details} if details else {"usage": usage}
-        pieces.append(b"]," + encode_json(more)[1:])
+            pieces += [b"," + bytes(before) if index else before, *content, between, *logprobs, end]
+        more = {"usage": usage_object(usage)}
+        pieces.append(b"]," + encode_json(more | {"kvloom": details} if details else more)[1:])
         return pieces
 
-    def _framed(self, lists: Sequence[Buffer]) -> list[Buffer]:
-        *frames, end = self.logprobs_frame
-        return [piece for pair in zip(frames, lists, strict=True) for piece in pair] + [end]
+    @abc.abstractmethod
+    def _around_text(self, index: int, choice: CollectedChoice) -> list[Buffer]:
+        """Return the pieces of an element of `choices` in a body, up to its logprobs."""
 
     @abc.abstractmethod
     def _delta_prefix(self, index: int) -> bytes: ...
@@ -150,38 +77,105 @@ class ResponseFormatter(abc.ABC):
     @abc.abstractmethod
     def _delta_suffix(self) -> bytes: ...
 
+    def _text(self, index: int, text: str) -> bytes:
+        return self.prefixes[index] + encode_json(text) + self.suffix
+
+    def _framed(self, lists: Sequence[Buffer]) -> list[Buffer]:
+        *frames, end = self.logprobs_frame
+        return [piece for pair in zip(frames, lists, strict=True) for piece in pair] + [end]
+
     def _chunk(self, choice: Json, details: Json | None = None) -> bytes:
         tail = self._tail if details is None else self._tail[:-1] + b',"kvloom":' + encode_json(details) + b"}"
         return self._head + encode_json(choice) + tail
 
 
-class ChatFormatter(ResponseFormatter):
+class ChatFormatter(OpenAiFormatter):
     """Formats chat.completion and chat.completion.chunk."""
 
-    __slots__ = ("_tokenizer",)
+    __slots__ = ("_has_legacy_functions", "_tokenizer")
 
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
     logprobs_frame = (b'{"content":[', b'],"refusal":null}')
     _around_logprobs = (b'},"logprobs":', b',"finish_reason":null}')
 
-    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, *, has_legacy_functions: bool = False) -> None:
+        """`has_legacy_functions`: the request had `functions` instead of `tools`, so a call is a `function_call`."""
         super().__init__(envelope)
         self._tokenizer = tokenizer
+        self._has_legacy_functions = has_legacy_functions
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
         delta = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null' % index
-        return self._head + delta + self.suffix
+        return (self._head + delta + self.suffix,)
+
+    def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
+        return [chunk for event in events if (chunk := self._event(index, event)) is not None]
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:  # noqa: ARG002
         return (chat_logprobs(self._tokenizer, token_ids, entries),)
 
-    def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes:
-        return self._chunk({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}, details)
+    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
+        reason = self._finish_reason(finish.reason)
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+        return (self._chunk(choice, details),)
 
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        before = b'{"index":%d,"message":{"role":"assistant","content":"' % index
-        return before, b'","refusal":null},"logprobs":'
+    def body(self, choices: Sequence[CollectedChoice], usage: Usage, details: Json | None) -> list[Buffer]:
+        for choice in choices:
+            choice.finish_reason = self._finish_reason(choice.finish_reason)
+        return super().body(choices, usage, details)
+
+    def _finish_reason(self, reason: str) -> str:
+        return "function_call" if reason == "tool_calls" and self._has_legacy_functions else reason
+
+    def _event(self, index: int, event: Event) -> bytes | None:
+        match event:
+            case TextDelta():
+                return self._text(index, event.text)
+            case ReasoningDelta():
+                return self._delta(index, {"reasoning_content": event.text})
+            case ToolCallStart() if self._has_legacy_functions:
+                return self._delta(index, {"function_call": {"name": event.name, "arguments": ""}})
+            case ToolCallArguments() if self._has_legacy_functions:
+                return self._delta(index, {"function_call": {"arguments": event.text}})
+            case ToolCallStart():
+                call = {
+                    "index": event.index,
+                    "id": self.call_id(index, event.index),
+                    "type": "function",
+                    "function": {"name": event.name, "arguments": ""},
+                }
+                return self._delta(index, {"tool_calls": [call]})
+            case ToolCallArguments():
+                call = {"index": event.index, "function": {"arguments": event.text}}
+                return self._delta(index, {"tool_calls": [call]})
+        return None
+
+    def _delta(self, index: int, delta: Json) -> bytes:
+        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def _around_text(self, index: int, choice: CollectedChoice) -> list[Buffer]:
+        calls = choice.of_kind(PartKind.TOOL_CALL)
+        text = choice.joined(PartKind.TEXT)
+        has_content = bool(text) or not calls
+        pieces: list[Buffer] = [b'{"index":%d,"message":{"role":"assistant","content":' % index]
+        pieces += [b'"', text, b'"'] if has_content else [b"null"]
+        pieces.append(b',"refusal":null')
+        reasoning = choice.joined(PartKind.REASONING)
+        if reasoning:
+            pieces += [b',"reasoning_content":"', reasoning, b'"']
+        if calls:
+            pieces += self._calls(calls)
+        return [*pieces, b'},"logprobs":']
+
+    def _calls(self, calls: Sequence[Part]) -> list[Buffer]:
+        if self._has_legacy_functions:
+            return [b',"function_call":', *_function(calls[0])]
+        pieces: list[Buffer] = [b',"tool_calls":[']
+        for number, call in enumerate(calls):
+            head = b',{"id":%b,"type":"function","function":' % encode_json(call.call_id)
+            pieces += [head if number else head[1:], *_function(call), b"}"]
+        return [*pieces, b"]"]
 
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"delta":{"content":' % index
@@ -190,7 +184,7 @@ class ChatFormatter(ResponseFormatter):
         return b'},"logprobs":null,"finish_reason":null}'
 
 
-class CompletionFormatter(ResponseFormatter):
+class CompletionFormatter(OpenAiFormatter):
     """Formats text_completion, which is the object of bodies and of chunks."""
 
     __slots__ = ("_logprobs",)
@@ -204,8 +198,8 @@ class CompletionFormatter(ResponseFormatter):
         super().__init__(envelope)
         self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(envelope.num_choices)]
 
-    def opening(self, index: int) -> bytes | None:  # noqa: ARG002
-        return None
+    def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
+        return ()
 
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
         return [encode_json(values)[1:-1] for values in self._logprobs[index].push(token_ids, entries).values()]
@@ -213,14 +207,31 @@ class CompletionFormatter(ResponseFormatter):
     def skip(self, index: int, token_ids: Sequence[int]) -> None:
         self._logprobs[index].skip(token_ids)
 
-    def finish(self, index: int, finish_reason: str, details: Json | None) -> bytes:
-        return self._chunk({"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}, details)
+    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
+        return (self._chunk({"index": index, "text": "", "logprobs": None, "finish_reason": finish.reason}, details),)
 
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        return b'{"index":%d,"text":"' % index, b'","logprobs":'
+    def _around_text(self, index: int, choice: CollectedChoice) -> list[Buffer]:
+        return [b'{"index":%d,"text":"' % index, choice.joined(PartKind.TEXT), b'","logprobs":']
 
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"text":' % index
 
     def _delta_suffix(self) -> bytes:
         return b',"logprobs":null,"finish_reason":null}'
+
+
+def usage_object(usage: Usage) -> Json:
+    """OpenAI's `usage` of completions."""
+    shown: Json = {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+    if usage.num_reasoning_tokens is not None:
+        shown["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
+    return shown
+
+
+def _function(call: Part) -> list[Buffer]:
+    return [b'{"name":%b,"arguments":"' % encode_json(call.name), call.content, b'"}']

@@ -24,15 +24,9 @@ _BOTH: Final[Harmless] = {
 CHAT: Final[Harmless] = {
     **_BOTH,
     "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
     "modalities": (["text"], []),
     "moderation": (),
-    "parallel_tool_calls": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -47,10 +41,6 @@ COMPLETION: Final[Harmless] = {
 MESSAGE: Final[Harmless] = {
     "annotations": ([],),
     "audio": (),
-    "function_call": (),
-    "refusal": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 CONTENT_PART: Final[Harmless] = {

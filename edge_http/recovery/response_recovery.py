@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from edge_http.edge import AdmissionPermit, Edge
 from edge_http.recovery.claims import Claim, ResumeClaims
 from edge_http.recovery.journal import JournalCache, ResponseRow, ResumeJournal
-from edge_http.recovery.takeover import formatter_of, take_over
+from edge_http.recovery.takeover import recorded_formatter, take_over
 from edge_http.resume.records import (
     AnswerState,
     ResponseRecord,
@@ -181,9 +181,11 @@ class ResponseRecovery:
         if after < num_before:
             message = f"Events {after + 1} to {num_before} of this response are no longer kept."
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
-        formatter = formatter_of(response, self._edge.find_model(response.model))
+        formatter = recorded_formatter(response, self._edge.find_model(response.model))
         missed = event_data(state.events[after - num_before :], formatter.prefixes, formatter.suffix)
-        events = EventStream(request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer, after)
+        events = EventStream(
+            request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer, last_event_number=after
+        )
         events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})
         await _write(events, request, missed)
         events.end()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Final, cast
 
+import msgspec
+
 from edge_http.answers.recorded_answer import RecordedAnswer
+from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
-from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, Envelope, ResponseFormatter
+from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.resume.publication import Publication, packed
 from edge_http.resume.records import (
     AnswerState,
@@ -25,6 +29,8 @@ from edge_http.submission import Submission, run_resumable
 from edge_http.wire.headers import explanation
 from kvloom.router_link.group import with_seed
 from kvloom.router_link.link import ChoiceProgress, LinkRequest
+from kvloom.text.detokenizer import IncrementalDetokenizer
+from kvloom.text.tokenizer import ModelTokenizer
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
 
 LEAST_SECONDS: Final = 0.001
@@ -72,7 +78,9 @@ def take_over(
 ) -> ResumableStream:
     """Continue another edge's response from `state`, which covers everything that its client can have. The stream has
     no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
-    formatter = formatter_of(response, edge.find_model(response.model))
+    model = edge.find_model(response.model)
+    shape = recorded_shape(response)
+    formatter = recorded_formatter(response, model)
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.tenant, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
@@ -84,11 +92,17 @@ def take_over(
         formatter,
         stream,
         response.headers,
-        include_usage=response.include_usage,
+        parsed=parsed_outputs(shape, len(response.prompt_sizes) * response.n),
         with_details=response.with_details,
         with_explanation=response.with_explanation,
     )
-    answer.restore(_progress(state, range(len(state.token_ids)), 0), state.starts, state.finishes)
+    answer.restore(
+        _progress(state, range(len(state.token_ids)), 0),
+        state.starts,
+        state.finishes,
+        state.num_events,
+        functools.partial(_delivered_text, model.tokenizer),
+    )
     attempts = _settle(edge, response, requests, state, link_ids)
     timeout_seconds = max(requests.deadline_unix_seconds - time.time(), LEAST_SECONDS)
     submission = Submission(
@@ -114,7 +128,13 @@ def take_over(
     return stream
 
 
-def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormatter:
+def recorded_shape(response: ResponseRecord) -> ResponseShape:
+    if response.shape:
+        return msgspec.msgpack.decode(response.shape, type=ResponseShape)
+    return ResponseShape("chat" if response.operation == "chat" else "completion")
+
+
+def recorded_formatter(response: ResponseRecord, model: ServedModel) -> ResponseFormatter:
     """The formatter that the response's edge used."""
     envelope = Envelope(
         id=response.id,
@@ -122,9 +142,20 @@ def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormat
         system_fingerprint=response.system_fingerprint,
         num_choices=len(response.prompt_sizes) * response.n,
         include_usage=response.include_usage,
+        num_prompt_tokens=sum(response.prompt_sizes),
         created=response.created,
     )
-    return (ChatFormatter if response.operation == "chat" else CompletionFormatter)(envelope, model.tokenizer)
+    return formatter_of(recorded_shape(response), envelope, model.tokenizer)
+
+
+def _delivered_text(tokenizer: ModelTokenizer, choice: ChoiceProgress) -> Iterator[str]:
+    """The text of a choice, token by token, as far as it was delivered."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    num_left = choice.num_chars
+    for token_id in choice.token_ids:
+        piece = detokenizer.push((token_id,))[:num_left]
+        num_left -= len(piece)
+        yield piece
 
 
 def _settle(

@@ -50,6 +50,9 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     guide_field: str
     tenant: str = ""
     """The name of the caller, which the requests carry; "" in records of edges that did not know it."""
+    shape: bytes = b""
+    """The ResponseShape (edge_http/answers/shape.py); empty in records of edges that knew only one for each
+    operation."""
 
 
 class RequestRecord(msgspec.Struct, array_like=True):
@@ -204,5 +207,5 @@ def _is_message(kind: type[Message], raw: bytes) -> bool:
 
 def event_data(events: Sequence[tuple[int, bytes]], prefixes: Sequence[bytes], suffix: bytes) -> list[bytes]:
     """The data of server-sent events. `prefixes` and `suffix` are those of the choices' text events
-    (edge_http/openai/response_formatters.py)."""
+    (edge_http/formatting/response_formatter.py)."""
     return [payload if kind == RAW_EVENT else prefixes[kind - 1] + payload + suffix for kind, payload in events]

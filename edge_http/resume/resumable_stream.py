@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp.abc import AbstractStreamWriter
 
-from edge_http.openai.response_formatters import encode_json
+from edge_http.formatting.error_formats import OPENAI_ERRORS, ErrorFormat
 from edge_http.resume.commit_gate import CommitCursor
 from edge_http.resume.response_name import ResponseName
 from edge_http.wire.sse import EventStream
@@ -33,10 +33,11 @@ _NOUNS: Final = Nouns("event", "response", "connection")
 class ConnectionReader:
     """A connection that reads a response which outlives it."""
 
-    __slots__ = ("error", "events", "num_replayed", "over")
+    __slots__ = ("_error_format", "error", "events", "num_replayed", "over")
 
-    def __init__(self, events: EventStream) -> None:
+    def __init__(self, events: EventStream, error_format: ErrorFormat = OPENAI_ERRORS) -> None:
         """`events` is numbered on from the last event that the client has."""
+        self._error_format = error_format
         self.events = events
         self.error: KvloomError | None = None
         """Why it was broken off."""
@@ -59,7 +60,7 @@ class ConnectionReader:
             return
         self.error = error
         if self.events.has_begun:
-            self.events.break_off(encode_json(error.to_openai()), LINGER_SECONDS)
+            self.events.break_off(self._error_format.event(error), LINGER_SECONDS)
         self.finish()
 
 
@@ -159,8 +160,8 @@ class ResumableStream:
         if self.commit is None or self.commit.end():
             self._finish_reader()
 
-    def break_off(self, last_payload: bytes, linger_seconds: float) -> None:  # noqa: ARG002
-        self.send(b"", last_payload, b"")
+    def break_off(self, last_event: bytes, linger_seconds: float) -> None:  # noqa: ARG002
+        self.send(last_event, b"", b"")
         self.end()
 
     def _finish_reader(self) -> None:

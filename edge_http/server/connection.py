@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import StreamReader
 
 from edge_http.edge import Edge
-from edge_http.openai.response_formatters import encode_json
+from edge_http.formatting.json_bytes import encode_json
 from edge_http.wire.headers import unsupported_transfer_coding
 from edge_http.wire.json_response import error_response
 from edge_http.wire.large_body import RESPONSE_SECONDS

@@ -22,8 +22,9 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
-from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
+from kvloom.conversation.model_output import model_output
 from kvloom.limits.memory_watch import MemoryWatch
+from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
 from kvloom.process.access_log import AccessLog
 from kvloom.process.service import StartError, announce_leaving, wait_to_open
 from kvloom.process.watched_files import following
@@ -164,4 +165,5 @@ def load_model(config: KvloomConfig) -> ServedModel:
 
 def served_model(config: KvloomConfig, tokenizer: ModelTokenizer) -> ServedModel:
     fingerprint = xxhash.xxh3_64_hexdigest(f"{VERSION}\0{config.model.name}".encode())[:10]
-    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}")
+    output = model_output(config.model, tokenizer)
+    return ServedModel(config.model.name, tokenizer, int(time.time()), f"fp_{fingerprint}", output)

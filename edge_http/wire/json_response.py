@@ -1,4 +1,4 @@
-"""JSON responses, including errors in OpenAI's format."""
+"""JSON responses, including errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from edge_http.openai.response_formatters import encode_json
+from edge_http.formatting.error_formats import OPENAI_ERRORS, ErrorFormat
+from edge_http.formatting.json_bytes import encode_json
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -21,8 +22,8 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=encode_json(body), status=status, content_type="application/json")
 
 
-def error_response(error: KvloomError) -> web.Response:
-    response = json_response(error.to_openai(), error.kind.http_status)
+def error_response(error: KvloomError, error_format: ErrorFormat = OPENAI_ERRORS) -> web.Response:
+    response = json_response(error_format.body(error), error.kind.http_status)
     if error.retry_after_seconds > 0:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
         response.headers["retry-after-ms"] = str(

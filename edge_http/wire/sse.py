@@ -1,8 +1,9 @@
 """Server-sent events, written straight to the transport: no task, queue or await lies between a token and its bytes.
 
-Only the changing part of an event is encoded: an event is `id: N` and `data: ` + prefix + payload + suffix, of which
-only the payload differs from one token to the next. This is the only place that knows how HTTP/1.1 frames events: each
-is one chunk.
+Only the changing part of an event is encoded: an event is prefix + payload + suffix, of which only the payload differs
+from one token to the next; its name, if it has one, and `data: ` are part of the prefix. Events of a stream that can be
+resumed are numbered, by `id: N` before them. This is the only place that knows how HTTP/1.1 frames events: each is one
+chunk.
 
 uvloop hands every write to the kernel at once. Therefore a stream that is about to send more than one event in a turn
 of the event loop (the head and the first token, or the last token and the end) is corked: its bytes leave together at
@@ -22,16 +23,14 @@ from typing import Final, Protocol
 import aiohttp
 from aiohttp import web
 
-from edge_http.openai.response_formatters import encode_json
+from edge_http.formatting.json_bytes import encode_json
 
-DONE: Final = b"[DONE]"
 _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\n"
     b"Content-Type: text/event-stream; charset=utf-8\r\n"
     b"Cache-Control: no-cache, no-transform\r\n"
     b"X-Accel-Buffering: no\r\n"  # without it nginx collects the events
 )
-_DATA: Final = b"\ndata: "
 _EVENT_END: Final = b"\n\n\r\n"
 """Includes the end of the event's chunk."""
 # Numbers are formatted in advance: formatting one costs more than everything else that is done here for a token.
@@ -42,11 +41,17 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 def _chunk_head(num_bytes: int) -> bytes:
-    """The beginning of an event's chunk. `num_bytes` counts from the event's number to the end of the chunk."""
-    return b"%x\r\nid: " % (len(b"id: ") + num_bytes - len(b"\r\n"))
+    """The beginning of an event's chunk. `num_bytes` counts from there to the end of the chunk."""
+    return b"%x\r\n" % (num_bytes - len(b"\r\n"))
+
+
+def _numbered_chunk_head(num_bytes: int) -> bytes:
+    """As `_chunk_head`, for a numbered event; `num_bytes` counts from the event's number on."""
+    return _chunk_head(len(b"id: ") + num_bytes) + b"id: "
 
 
 _CHUNK_HEADS: Final = [_chunk_head(num_bytes) for num_bytes in range(_MAX_SIZES)]
+_NUMBERED_CHUNK_HEADS: Final = [_numbered_chunk_head(num_bytes) for num_bytes in range(_MAX_SIZES)]
 
 
 def _chunk(data: bytes) -> bytes:
@@ -86,7 +91,7 @@ class EventSink(Protocol):
         """The answer is complete."""
         ...
 
-    def break_off(self, last_payload: bytes, linger_seconds: float) -> None:
+    def break_off(self, last_event: bytes, linger_seconds: float) -> None:
         """End with one more event, then close the connection."""
         ...
 
@@ -126,6 +131,7 @@ class EventStream:
         "_keep_alive",
         "_max_buffered_bytes",
         "_num_events",
+        "_numbered",
         "_on_slow_reader",
         "_transport",
         "ended",
@@ -133,15 +139,21 @@ class EventStream:
     )
 
     def __init__(
-        self, request: web.BaseRequest, max_buffered_bytes: int, write_coalescer: WriteCoalescer, num_events: int = 0
+        self,
+        request: web.BaseRequest,
+        max_buffered_bytes: int,
+        write_coalescer: WriteCoalescer,
+        *,
+        last_event_number: int | None = None,
     ) -> None:
-        """`num_events` is the number of the last event that the client already has."""
+        """`last_event_number`: of the last event that the client already has, if events are numbered."""
         self._transport = request.transport
         self._max_buffered_bytes = max_buffered_bytes
         # Without chunks (HTTP/1.0) only the end of the connection marks the end of the answer.
         self._chunked = request.version >= aiohttp.HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
-        self._num_events = num_events
+        self._numbered = last_event_number is not None
+        self._num_events = last_event_number or 0
         self._corked: bytearray | None = None
         """The bytes that leave when the stream is uncorked; None: everything leaves at once."""
         self._coalescer = write_coalescer
@@ -149,7 +161,7 @@ class EventStream:
         """The status line was sent."""
         self.ended = False
         self._before_text = self._after_text = b""
-        """For `push`: the bytes between an event's number and its text, and those behind the text."""
+        """For `push`: the bytes of an event before its text, and those behind it."""
         self._on_slow_reader: Callable[[], None] | None = None
 
     @property
@@ -182,13 +194,18 @@ class EventStream:
         if transport.get_write_buffer_size() > self._max_buffered_bytes:
             return False
         self._num_events = number = self._num_events + 1
-        if self._chunked:
+        if not self._chunked:
+            event_id = b"id: %d\n" % number if self._numbered else b""
+            event = b"%b%b%b%b\n\n" % (event_id, prefix, payload, suffix)
+        elif self._numbered:
             event_id = _NUMBERS[number] if number < _MAX_NUMBERS else b"%d" % number
-            event = b"".join((event_id, _DATA, prefix, payload, suffix, _EVENT_END))
+            event = b"".join((event_id, b"\n", prefix, payload, suffix, _EVENT_END))
+            size = len(event)
+            event = (_NUMBERED_CHUNK_HEADS[size] if size < _MAX_SIZES else _numbered_chunk_head(size)) + event
+        else:
+            event = b"".join((prefix, payload, suffix, _EVENT_END))
             size = len(event)
             event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
-        else:
-            event = b"id: %d\ndata: %b%b%b\n\n" % (number, prefix, payload, suffix)
         if self._corked is None:
             if self._coalescer.waiting:
                 self._coalescer.flush()
@@ -200,10 +217,11 @@ class EventStream:
     def fast_writer(
         self, prefix: bytes, suffix: bytes, on_slow_reader: Callable[[], None]
     ) -> Callable[[str], None] | None:
-        """Returns `push`, which replaces `send` for events with this prefix and suffix; None over HTTP/1.0."""
-        if not self._chunked or self.ended:
+        """Returns `push`, which replaces `send` for events with this prefix and suffix; None over HTTP/1.0 and for
+        numbered events."""
+        if not self._chunked or self._numbered or self.ended:
             return None
-        self._before_text, self._after_text = _DATA + prefix, suffix + _EVENT_END
+        self._before_text, self._after_text = prefix, suffix + _EVENT_END
         self._on_slow_reader = on_slow_reader
         return self.push
 
@@ -216,9 +234,8 @@ class EventStream:
             if self._on_slow_reader is not None:
                 self._on_slow_reader()
             return
-        self._num_events = number = self._num_events + 1
-        event_id = _NUMBERS[number] if number < _MAX_NUMBERS else b"%d" % number
-        event = b"".join((event_id, self._before_text, encode_json(text), self._after_text))
+        self._num_events += 1
+        event = b"".join((self._before_text, encode_json(text), self._after_text))
         size = len(event)
         event = (_CHUNK_HEADS[size] if size < _MAX_SIZES else _chunk_head(size)) + event
         if self._corked is not None:
@@ -229,10 +246,10 @@ class EventStream:
         transport.write(event)
 
     def replay(self, events: Sequence[bytes]) -> None:
-        """Send the data of the next events, however much is buffered."""
+        """Send the next events, however much is buffered."""
         first_number = self._num_events + 1
         self._num_events += len(events)
-        numbered = [b"id: %d\ndata: %b\n\n" % event for event in enumerate(events, first_number)]
+        numbered = [b"id: %d\n%b\n\n" % event for event in enumerate(events, first_number)]
         self._write(b"".join(map(_chunk, numbered) if self._chunked else numbered))
 
     def end(self) -> None:
@@ -242,12 +259,12 @@ class EventStream:
         self.ended = True
         self._on_slow_reader = None  # it refers back to this object
 
-    def break_off(self, last_payload: bytes, linger_seconds: float) -> None:
+    def break_off(self, last_event: bytes, linger_seconds: float) -> None:
         """End with one more event, whatever is buffered, then close the connection: within `linger_seconds` if the
         reader does not read what was written. The event has no id: it concerns the connection and is no part of the
         answer."""
         self._keep_alive = False
-        event = b"data: %b\n\n" % last_payload
+        event = last_event + b"\n\n"
         self._write(_chunk(event) if self._chunked else event)
         self.end()
         if self._transport is not None and not self._transport.is_closing():

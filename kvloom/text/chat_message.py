@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made."""
+
+    id: str
+    """Names the call in the message with its result."""
+    name: str
+    arguments: str
+    """A JSON object."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -10,5 +22,13 @@ class ChatMessage:
     """One message of a conversation."""
 
     role: str
-    """"system", "user", "assistant", or any other role that the model's template knows."""
+    """"system", "user", "assistant", "tool", or any other role that the model's template knows."""
     content: str
+    tool_calls: Sequence[ToolCall] = ()
+    """The calls of an assistant's message."""
+    tool_call_id: str = ""
+    """The call to which a message of role "tool" is the result."""
+    name: str = ""
+    """The tool whose result it is."""
+    reasoning: str = ""
+    """What the assistant thought before it answered."""

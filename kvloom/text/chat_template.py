@@ -1,8 +1,9 @@
 """Chat templates: they render a conversation as the text that the model was trained on.
 
 Templates come with the model (Jinja, Hugging Face's conventions) and run in a bounded sandbox. They see
-`messages`, `add_generation_prompt`, the special tokens by name (`bos_token`, ...), `raise_exception`, `strftime_now`
-and `tojson`; `tools` and `documents` are None.
+`messages`, `tools` (None if there are none), `add_generation_prompt`, the request's own options such as
+`enable_thinking`, the special tokens by name (`bos_token`, ...), `raise_exception`, `strftime_now` and `tojson`;
+`documents` is None.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 
@@ -43,9 +45,11 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """One model's template, compiled once."""
 
-    def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
-        """`named_tokens`: the special tokens by name, e.g. {"bos_token": "<s>"}. Raises ValueError when the source is
-        not a template."""
+    def __init__(self, source: str, named_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`named_tokens`: the special tokens by name, e.g. {"bos_token": "<s>"}. `tool_source`: another template for
+        conversations with tools. Raises ValueError when a source is not a template."""
+        self.source = tool_source or source
+        """The template's text, by which the model's way of writing calls is recognised."""
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -53,9 +57,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-            # Jinja's own globals are a chain of maps, which each rendering would walk through to copy them.
-            self._template.globals = dict(self._template.globals)
+            self._template = self._tool_template = _compiled(environment, source)
+            if tool_source is not None:
+                self._tool_template = _compiled(environment, tool_source)
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+            """Whether the template shows tools to the model."""
         except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
             raise ValueError(f"The chat template does not compile: {str(error)[:_MAX_REASON_CHARS]}") from error
         self._start = environment.start
@@ -69,29 +75,43 @@ class ChatTemplate:
         separate = model_dir / "chat_template.jinja"
         path = separate if separate.is_file() else model_dir / "tokenizer_config.json"
         try:
-            source = separate.read_text("utf-8") if path is separate else _default_template(config.get("chat_template"))
-            return cls(source, named_tokens(config)) if source else None
+            source = separate.read_text("utf-8") if path is separate else config.get("chat_template")
+            default = _named_template(source, "default")
+            return cls(default, named_tokens(config), _tool_template(source)) if default else None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def render(self, messages: Sequence[ChatMessage], *, max_chars: int = MAX_RENDERED_CHARS) -> str:
         """The prompt, up to where the assistant's answer begins. Raises KvloomError (INVALID_ARGUMENT) when the
         template rejects the messages."""
+        return self.render_variables(message_variables(messages), max_chars=max_chars)
+
+    def render_variables(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> str:
+        """As `render`, for messages and tools in the form in which templates see them. `options`: further variables of
+        the request."""
         if not messages:
             raise invalid_argument("messages must hold at least one message.", "messages")
         for i, message in enumerate(messages):
-            if not _ROLE.fullmatch(message.role):
+            if not _ROLE.fullmatch(message["role"]):
                 raise invalid_argument(f"messages[{i}].role is not a valid role name.", f"messages[{i}].role")
         variables: dict[str, Any] = {
+            **(options or {}),
             **self._named_tokens,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "messages": messages,
             "add_generation_prompt": True,
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
         }
         self._start()
         try:
-            return self._render_bounded(variables, max_chars)
+            return self._render_bounded(self._tool_template if tools else self._template, variables, max_chars)
         except KvloomError:
             raise
         except TemplateLimitError as error:
@@ -104,10 +124,10 @@ class ChatTemplate:
             # A template may do anything with its input, so any other exception is caused by the messages.
             raise invalid_argument("The model's chat template cannot render these messages.", "messages") from error
 
-    def _render_bounded(self, variables: dict[str, Any], max_chars: int) -> str:
+    @staticmethod
+    def _render_bounded(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
         pieces: list[str] = []
         num_chars = 0
-        template = self._template
         for piece in template.root_render_func(template.new_context(variables)):
             num_chars += len(piece)
             if num_chars > max_chars:
@@ -116,14 +136,69 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _default_template(value: Any) -> str | None:
-    """The template in tokenizer_config.json: a text, or one of several that have names. Raises ValueError."""
+def _named_template(value: Any, name: str) -> str | None:
+    """The template in tokenizer_config.json: a text, or the one of several that has this name. Raises ValueError."""
     if isinstance(value, list):
-        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == name]
         value = named[-1].get("template") if named else None
     if value is not None and not isinstance(value, str):
         raise ValueError("chat_template is no text.")
     return value
+
+
+def _tool_template(value: Any) -> str | None:
+    """The template for conversations with tools, where there is one beside the default."""
+    return _named_template(value, "tool_use") if isinstance(value, list) else None
+
+
+class JsonObject(dict[str, Any]):
+    """The arguments of a call. Some templates write them with `tojson`, others as if they were text already."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def message_variables(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as templates see them."""
+    return [
+        _full_variables(message)
+        if message.tool_calls or message.tool_call_id or message.name or message.reasoning
+        else {"role": message.role, "content": message.content}
+        for message in messages
+    ]
+
+
+def _full_variables(message: ChatMessage) -> dict[str, Any]:
+    variables: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        variables["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        variables["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": JsonObject(json.loads(call.arguments))},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        variables["tool_call_id"] = message.tool_call_id
+    if message.name:
+        variables["name"] = message.name
+    return variables
+
+
+def _compiled(environment: BoundedEnvironment, source: str) -> jinja2.Template:
+    template = environment.from_string(source)
+    # Jinja's own globals are a chain of maps, which each rendering would walk through to copy them.
+    template.globals = dict(template.globals)
+    return template
 
 
 def named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -36,6 +36,10 @@ class SpecialStrings:
         firsts = {text[0] for text in self._strings}
         self._first = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else r"(?!)")
         self._prefixes = frozenset(text[:length] for text in self._strings for length in range(1, len(text)))
+
+    @property
+    def strings(self) -> Sequence[str]:
+        return self._strings
 
     def mark(self, contents: Sequence[str]) -> tuple[list[str], str]:
         """The contents with every special string broken up by a mark after its first character, and the mark.
@@ -104,6 +108,30 @@ class AliasedEncoder:
             raise invalid_argument("The content holds a control token of the model.", "messages")
         real_ids = self._real_ids
         return [real_ids.get(token_id, token_id) for token_id in ids]
+
+
+def texts_in(value: Any) -> list[str]:
+    """All strings in a JSON value, keys included, in a fixed order."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for key, child in value.items() for text in (key, *texts_in(child))]
+    if isinstance(value, list | tuple):
+        return [text for child in value for text in texts_in(child)]
+    return []
+
+
+def with_texts(value: Any, texts: Iterator[str]) -> Any:
+    """The value with its strings replaced, in the order of `texts_in`."""
+    if isinstance(value, str):
+        return next(texts)
+    if isinstance(value, Mapping):
+        make: Any = type(value)  # a dictionary, or one that a template can also use as text
+        return make((next(texts), with_texts(child, texts)) for child in value.values())
+    if isinstance(value, list | tuple):
+        children = [with_texts(child, texts) for child in value]
+        return children if isinstance(value, list) else tuple(children)
+    return value
 
 
 def _insert(text: str, positions: Sequence[int], mark: str) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.process.cpu_affinity import use_every_cpu
-from kvloom.text.chat_template import ChatMessage, ChatTemplate, named_tokens, read_json
-from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings
+from kvloom.text.chat_template import ChatMessage, ChatTemplate, message_variables, named_tokens, read_json
+from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings, texts_in, with_texts
 from kvloom.text.token_bytes import TokenBytes
 from kvloom.text.token_ids import token_array
 from kvloom.text.tokenization_cache import MIN_PIECEWISE_CHARS, PieceCache, PieceRules, TextEncoding
@@ -35,6 +35,8 @@ MAX_INLINE_CHARS: Final = 1024
 per character, and the thread pool adds 0.1 ms."""
 MAX_INLINE_MISSES: Final = 32
 """At most this many words are encoded on the event loop."""
+NUM_PLAIN_VARIABLES: Final = 2
+"""Role and content: the variables of a message without tool calls."""
 MAX_ONE_BY_ONE: Final = 32
 """More pieces than this are encoded as a batch."""
 
@@ -99,11 +101,30 @@ class ModelTokenizer:
         """Free the memory of texts that were tokenized before. Call this on the event loop."""
         self._pieces.clear()
 
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The strings that the tokenizer parses as special tokens."""
+        return self._special_strings.strings
+
+    def special_token_ids(self, strings: Iterable[str]) -> list[int]:
+        """The ids of those of the strings that are special tokens."""
+        known = frozenset(self._special_strings.strings)
+        ids = [self._tokenizer.token_to_id(text) for text in strings if text in known]
+        return sorted({token_id for token_id in ids if token_id is not None})
+
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt text of a conversation. Raises KvloomError (INVALID_ARGUMENT)."""
+        return self._required_template().render(messages)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """None for a model without a chat template."""
+        return self._template
+
+    def _required_template(self) -> ChatTemplate:
         if self._template is None:
             raise invalid_argument("This model has no chat template: send a text prompt instead.", "messages")
-        return self._template.render(messages)
+        return self._template
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> array[int]:
         """The ids of `text`, in which special-token strings become special tokens. Raises KvloomError
@@ -137,17 +158,35 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise invalid_argument("The text is not valid Unicode.") from error
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[array[int], str]:
-        """The (ids, text) of a conversation's prompt. Special-token strings in a message's content stay plain text
-        (see kvloom/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, QUEUE_FULL)."""
-        contents, mark = self._special_strings.mark([message.content for message in messages])
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[array[int], str]:
+        """The (ids, text) of a conversation's prompt. `tools`: as the template expects them; `options`: further
+        variables of the template. Special-token strings in whatever a user can write stay plain text (see
+        kvloom/text/special_tokens.py). Raises KvloomError (INVALID_ARGUMENT, QUEUE_FULL)."""
+        template = self._required_template()
+        variables = message_variables(messages)
+        if tools or max(map(len, variables), default=0) > NUM_PLAIN_VARIABLES:
+            (variables, tools), mark = self._marked_everywhere((variables, list(tools)))
+        else:
+            contents, mark = self._special_strings.mark([message.content for message in messages])
+            if mark:
+                for message, content in zip(variables, contents, strict=True):
+                    message["content"] = content
+        text = template.render_variables(variables, tools, options)
         if not mark:
-            text = self.render_chat(messages)
             return await self.encode(text), text
-        marked = [ChatMessage(message.role, content) for message, content in zip(messages, contents, strict=True)]
-        text = self.render_chat(marked)
         ids = await self._in_thread(lambda: self._aliased_encoder().encode(text, mark))
         return token_array(ids), text.replace(mark, "")
+
+    def _marked_everywhere(self, value: Any) -> tuple[Any, str]:
+        """The JSON value with the special-token strings in all its texts broken up, and the mark that does it."""
+        texts = texts_in(value)
+        marked, mark = self._special_strings.mark(texts)
+        return (with_texts(value, iter(marked)) if mark else value), mark
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD."""

@@ -13,6 +13,7 @@ from edge_http.edge import Edge, ServedModel
 from edge_http.server.http_server import EdgeServer
 from kvloom.callers import Callers
 from kvloom.config import EdgeConfig
+from kvloom.parsers.spec import ParserSpec
 from tests.fakes.fake_router_link import FakeRouterLink
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -51,9 +52,10 @@ async def edge_world(
     link: FakeRouterLink | None = None,
     port: int = 0,
     callers: Callers | None = None,
+    output: ParserSpec | None = None,
 ) -> AsyncIterator[EdgeWorld]:
     link = link or FakeRouterLink()
-    model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test")
+    model = ServedModel("tiny", model_tokenizer(), 1_700_000_000, "fp_test", output)
     edge = Edge(config or EdgeConfig(), link, {"tiny": model}, callers=callers)
     server = EdgeServer(edge)
     address = await server.listen("127.0.0.1", port)

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-EVENT = re.compile(rb"id: (\d+)\ndata: (.*)", re.DOTALL)
+EVENT = re.compile(rb"id: (\d+)\n(?:event: [^\n]*\n)?data: (.*)", re.DOTALL)
 
 
 @dataclasses.dataclass
@@ -25,12 +25,15 @@ class ResumingClient:
     notices: list[bytes] = dataclasses.field(default_factory=list)
     """Events without an id: about a connection, not of the answer."""
     status: int = 0
+    is_resumable: bool = True
+    """Whether the server said that the answer can be resumed; only then its events have ids."""
 
     async def begin(self, body: dict[str, Any], *, stop_after: int | None = None, resume: str = "on") -> None:
         """Make the request, read until that many events have arrived, and then drop the connection."""
         headers = {"x-kvloom-resume": resume, **self.headers}
         async with self._session() as http, http.post(self.url, json=body, headers=headers) as response:
             self.response_id = response.headers.get("x-kvloom-response-id", "")
+            self.is_resumable = response.status != 200 or "x-kvloom-resume" in response.headers
             await self._read(response, stop_after)
 
     async def resume(self, *, stop_after: int | None = None, by_header: bool = False, **headers: str) -> int:
@@ -80,6 +83,9 @@ class ResumingClient:
 
     def _take(self, event: bytes) -> None:
         match = EVENT.fullmatch(event)
+        if match is None and not self.is_resumable:
+            self.events.append(event.removeprefix(b"data: "))
+            return
         if match is None:
             self.notices.append(event)
             return

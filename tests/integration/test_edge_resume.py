@@ -151,7 +151,7 @@ async def test_first_byte_names_the_response(world: EdgeWorld) -> None:
     async with world.http.post(world.url + CHAT, json=chat_body(stream=True)) as response:
         assert response.headers["x-kvloom-response-id"].startswith("chatcmpl-")
         assert "x-kvloom-resume" not in response.headers  # it was not requested
-        first = json.loads((await response.text()).split("\n")[1].removeprefix("data: "))
+        first = json.loads((await response.text()).split("\n")[0].removeprefix("data: "))
         assert first["id"] == response.headers["x-kvloom-response-id"]
     async with world.http.post(
         world.url + CHAT, json=chat_body(stream=True), headers={"x-kvloom-resume": "on"}

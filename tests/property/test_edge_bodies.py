@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_http.openai.messages import chat_messages
 from edge_http.openai.prompt import chat_prompt, completion_prompts
 from edge_http.openai.requests import ChatBody, CompletionBody, decode_chat, decode_completion
 from edge_http.openai.sampling import (
@@ -19,7 +20,9 @@ from edge_http.openai.sampling import (
     num_choices,
     stop_conditions,
 )
+from edge_http.openai.tools import tools_of
 from edge_http.openai.unsupported import CHAT, COMPLETION
+from kvloom.conversation.tool_plan import plan_tools
 from kvloom.errors import KvloomError
 from tests.fakes.tiny_tokenizer import model_tokenizer
 
@@ -57,7 +60,9 @@ async def read_chat(raw: bytes) -> None:
     num_choices(body)
     chat_sampling(body)
     stop_conditions(body, chat_max_tokens(body)[0])
-    prompt = await chat_prompt(body, model_tokenizer())
+    given_tools = tools_of(body)
+    plan = plan_tools(given_tools.tools, given_tools.choice, is_parallel=given_tools.is_parallel)
+    prompt, _ = await chat_prompt(chat_messages(body.messages), plan.tools, {}, model_tokenizer())
     assert prompt.token_ids
 
 
@@ -84,6 +89,38 @@ async def check(raw: bytes) -> None:
 async def test_any_bytes(raw: bytes) -> None:
     """Noise is refused, never a crash."""
     await check(raw)
+
+
+SCHEMAS = st.fixed_dictionaries({"type": st.just("object")}, optional={"properties": JSON, "$ref": st.text(max_size=4)})
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g", ""])}, optional={"parameters": SCHEMAS | JSON, "strict": st.booleans()}
+)
+TOOLS = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS}), max_size=3)
+CHOICES = st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "id": st.sampled_from(["a", "b"]),
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries({"name": st.just("f"), "arguments": JSON.map(json.dumps) | st.text()}),
+        }
+    ),
+    max_size=2,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.just("assistant"), "tool_calls": CALLS}, optional={"content": st.text()})
+    | st.fixed_dictionaries(
+        {"role": st.just("tool"), "tool_call_id": st.sampled_from(["a", "b"]), "content": st.text(max_size=8)}
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=bodies(ChatBody, CHAT, messages=TURNS | MESSAGES, tools=TOOLS, tool_choice=CHOICES))
+async def test_any_tools_and_calls(body: Any) -> None:
+    """The same for plausible tools, choices and histories of calls."""
+    await check(json.dumps(body).encode())
 
 
 @settings(max_examples=200, deadline=None)

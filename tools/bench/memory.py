@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,13 +91,13 @@ async def _run(config: KvloomConfig, settle_seconds: float, num_rounds: int) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _resident(pids: dict[str, Sequence[int]]) -> dict[str, float]:
+def _resident(pids: Mapping[str, Sequence[int]]) -> dict[str, float]:
     """In MB, by role."""
     return {role: round(rss_bytes(own) / 1e6, 1) for role, own in pids.items()}
 
 
 @contextlib.asynccontextmanager
-async def _peaks(pids: dict[str, Sequence[int]], row: dict[str, Any]) -> AsyncIterator[None]:
+async def _peaks(pids: Mapping[str, Sequence[int]], row: dict[str, Any]) -> AsyncIterator[None]:
     row["peak"] = peak = _resident(pids)
 
     async def sample() -> None:

@@ -16,7 +16,8 @@ from aiohttp import web
 from google.protobuf.message import Message
 
 from edge_http.answers.streamed_answer import StreamedAnswer
-from edge_http.openai.response_formatters import ChatFormatter, Envelope
+from edge_http.formatting.response_formatter import Envelope
+from edge_http.openai.response_formatters import ChatFormatter
 from edge_http.wire.sse import EventStream, WriteCoalescer
 from kvloom.discovery.registry import ShardRecord
 from kvloom.router_link.link import GrpcRouterLink, LinkRequest
@@ -138,9 +139,7 @@ def edge_half(num_streams: int) -> Callable[[], None]:
         events = EventStream(cast(web.BaseRequest, ConnectedRequest(transport)), 1 << 20, WriteCoalescer())
         answers.append(events)
         shape = ChatFormatter(envelope, cast(Any, None))
-        answer = StreamedAnswer(
-            [5], 1, shape, events, {}, include_usage=False, with_details=False, with_explanation=False
-        )
+        answer = StreamedAnswer([5], 1, shape, events, {}, with_details=False, with_explanation=False)
         request = LinkRequest(f"r{number}", "m", [1, 2, 3], "", SamplingParams(), StopConditions())
         link.submit(request, TrackedRequest(number, request, answer, cast(Any, NobodyLooks()), b""))
     slots = list(range(1, num_streams + 1))

@@ -88,33 +88,33 @@ async def test_a_replay_flushes_the_corked_streams_too(writes: list[tuple[str, b
 
 
 @pytest.mark.parametrize("size", [1, 980, 1100])
-@pytest.mark.parametrize("num_before", [0, 4094])
+@pytest.mark.parametrize("num_before", [None, 0, 4094])
 async def test_an_event_has_the_same_bytes_however_it_is_sent(
-    writes: list[tuple[str, bytes]], size: int, num_before: int
+    writes: list[tuple[str, bytes]], size: int, num_before: int | None
 ) -> None:
-    """Live with its parts, live as text, and replayed: with numbers and sizes that were formatted in advance, and
-    without."""
+    """Numbered or not, live with its parts, live as text, and replayed: with numbers and sizes that were formatted in
+    advance, and without."""
     text = "x" * size
-    event = b'a"%b"b' % text.encode()
-    for name in ("sent", "pushed", "replayed"):
-        events = EventStream(
-            cast(web.BaseRequest, Connected(Socket(name, writes))), LIMIT, WriteCoalescer(), num_before
-        )
+    event = b'data: "%b"b' % text.encode()
+    names = ("sent", "pushed") if num_before is None else ("sent", "replayed")
+    for name in names:
+        request = cast(web.BaseRequest, Connected(Socket(name, writes)))
+        events = EventStream(request, LIMIT, WriteCoalescer(), last_event_number=num_before)
         for _ in range(3):
             if name == "sent":
-                events.send(b"a", b'"%b"' % text.encode(), b"b")
+                events.send(b"data: ", b'"%b"' % text.encode(), b"b")
             elif name == "pushed":
-                push = events.fast_writer(b"a", b"b", lambda: None)
+                push = events.fast_writer(b"data: ", b"b", lambda: None)
                 assert push is not None
                 push(text)
             else:
                 events.replay([event])
-        assert events.num_events == num_before + 3
+        assert events.num_events == (num_before or 0) + 3
     expected = b""
-    for number in range(num_before + 1, num_before + 4):
-        framed = b"id: %d\ndata: %b\n\n" % (number, event)
+    for number in range((num_before or 0) + 1, (num_before or 0) + 4):
+        framed = (b"" if num_before is None else b"id: %d\n" % number) + event + b"\n\n"
         expected += b"%x\r\n%b\r\n" % (len(framed), framed)
-    for name in ("sent", "pushed", "replayed"):
+    for name in names:
         assert b"".join(data for stream_name, data in writes if stream_name == name) == expected
 
 

@@ -1,0 +1,64 @@
+"""The shape of a response: the API whose format it has, and how the model's output is taken apart. It is stored with
+resumable responses, so that another edge gives the rest of a response the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from edge_http.answers.parsed_output import ParsedOutput
+from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
+from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter
+from kvloom.conversation.tools import Tool
+from kvloom.parsers.output_parser import make_parser
+from kvloom.parsers.spec import ParserSpec, ToolSchema
+from kvloom.text.tokenizer import ModelTokenizer
+
+
+class ResponseShape(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that a response's format depends on besides its envelope."""
+
+    api: str
+    """A key of FORMATS."""
+    parser: ParserSpec | None = None
+    """None: all output is text."""
+    tools: list[ToolSchema] = []
+    """The tools that the model may call."""
+    options: dict[str, Any] = {}
+    """What the formatter needs to know of the request."""
+
+
+def shape_of(api: str, parser: ParserSpec | None, tools: Sequence[Tool], **options: Any) -> ResponseShape:
+    return ResponseShape(api, parser, [ToolSchema(tool.name, dict(tool.parameters)) for tool in tools], options)
+
+
+def parsed_outputs(shape: ResponseShape, num_choices: int) -> list[ParsedOutput]:
+    """One for each choice; none if all output is text."""
+    spec = shape.parser
+    if spec is None:
+        return []
+    return [
+        ParsedOutput(make_parser(spec, shape.tools), starts_in_reasoning=spec.starts_in_reasoning)
+        for _ in range(num_choices)
+    ]
+
+
+def formatter_of(shape: ResponseShape, envelope: Envelope, tokenizer: ModelTokenizer) -> ResponseFormatter:
+    return FORMATS[shape.api](envelope, tokenizer, shape.options)
+
+
+def _chat(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:
+    return ChatFormatter(envelope, tokenizer, has_legacy_functions=bool(options.get("has_legacy_functions")))
+
+
+def _completion(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:  # noqa: ARG001
+    return CompletionFormatter(envelope, tokenizer)
+
+
+FORMATS: Final[Mapping[str, Callable[[Envelope, ModelTokenizer, Mapping[str, Any]], ResponseFormatter]]] = {
+    "chat": _chat,
+    "completion": _completion,
+}
+"""The formatter of each API."""

@@ -1,0 +1,133 @@
+"""The base of all response formats.
+
+A formatter creates the bytes of a stream's events, from templates where events are alike, so that a token costs only
+the encoding of its text. It also creates the body of a response that is not streamed. An event is what stands between
+the blank lines of a stream: an optional line `event: ...`, and one line `data: ...`.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from edge_http.formatting.call_ids import tool_call_id
+from edge_http.formatting.collected_choice import CollectedChoice
+from edge_http.formatting.json_bytes import Buffer, Json, encode_json
+from edge_http.formatting.usage import Usage
+from kvloom.errors import KvloomError
+from kvloom.parsers.events import Event
+from kvloom.v1.generation_pb2 import TokenLogprobs
+
+DATA: Final = b"data: "
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """The fields that all objects of one response have in common."""
+
+    id: str
+    model: str
+    system_fingerprint: str
+    num_choices: int
+    include_usage: bool = False
+    """Whether a stream reports its usage in an event of its own."""
+    num_prompt_tokens: int = 0
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    def fields(self, object_name: str) -> Json:
+        """As OpenAI names them."""
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """How a choice ended."""
+
+    reason: str
+    """In OpenAI's words: "stop", "length", "content_filter" or "tool_calls"."""
+    stop_string: str = ""
+    """The stop string that ended it; "" if something else did."""
+
+
+class ResponseFormatter(abc.ABC):
+    """One object formats one response. Methods are called in the order of the response's events; a format may keep
+    state between calls. Choices are numbered across all prompts."""
+
+    __slots__ = ("_envelope", "prefixes", "suffix")
+
+    call_id_prefix = "call_"
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+        self.prefixes: list[bytes] = []
+        """For each choice, the bytes of a text event before its text (a JSON string). Empty: the text events of this
+        format have no constant frame, and `output` makes them."""
+        self.suffix = b""
+        """The bytes after the text."""
+
+    @property
+    def envelope(self) -> Envelope:
+        return self._envelope
+
+    def call_id(self, index: int, number: int) -> str:
+        """The id of a choice's tool call."""
+        return tool_call_id(self._envelope.id, index, number, self.call_id_prefix)
+
+    @abc.abstractmethod
+    def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:
+        """Return the events that precede a choice's output."""
+
+    @abc.abstractmethod
+    def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
+        """Return the events for some output of a choice."""
+
+    def delta_with_logprobs(self, index: int, text: str, logprobs: Sequence[bytes]) -> bytes:
+        """Return the event of a text with its logprobs, which is what the method of this name returned."""
+        raise NotImplementedError
+
+    def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
+        """Return the contents of the arrays in the `logprobs` of these tokens. Each token must be passed once, in
+        order."""
+        raise NotImplementedError
+
+    def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
+        """Account for tokens of a choice that another edge has delivered before this one continued the response."""
+        return
+
+    def restore(self, num_events: int) -> None:  # noqa: ARG002
+        """Another edge has sent so many events, whose output was passed to `opening`, `output` and `finish`."""
+        return
+
+    @abc.abstractmethod
+    def finish(self, index: int, finish: Finish, details: Json | None) -> Sequence[bytes]:
+        """Return the events that end a choice."""
+
+    @abc.abstractmethod
+    def ending(self, usage: Callable[[], Usage], details: Json | None) -> Sequence[bytes]:
+        """Return the events that end the stream, after all choices have ended. `usage` returns the token counts."""
+
+    @abc.abstractmethod
+    def error(self, error: KvloomError) -> bytes:
+        """Return the event that ends the stream because of an error."""
+
+    @abc.abstractmethod
+    def body(self, choices: Sequence[CollectedChoice], usage: Usage, details: Json | None) -> list[Buffer]:
+        """Return the pieces of a body. The large ones are those of the choices, which are not copied."""
+
+
+def data_event(payload: Json) -> bytes:
+    """An event without a name."""
+    return DATA + encode_json(payload)
+
+
+def named_event(name: str, payload: Json) -> bytes:
+    """An event whose name precedes its data."""
+    return b"event: %b\ndata: %b" % (name.encode(), encode_json(payload))

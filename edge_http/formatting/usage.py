@@ -1,0 +1,17 @@
+"""The token counts of a response, which every API reports under names of its own."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """A prompt counts once, however many choices it has."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Of all choices together, reasoning included."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV was reused."""
+    num_reasoning_tokens: int | None = None
+    """None: the model's output was not searched for reasoning."""

@@ -1,0 +1,114 @@
+"""The messages of a chat request as those of a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from edge_http.openai.requests import Message, ToolCallBody, message_text
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.text.chat_message import ChatMessage, ToolCall
+
+MAX_ARGUMENTS_DEPTH: Final = 64
+_ROLES: Final[Mapping[str, str]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Maps the roles of the OpenAI API to those of chat templates."""
+
+
+def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Raises KvloomError (INVALID_ARGUMENT, UNSUPPORTED_PARAMETER) that names the field."""
+    names: dict[str, str] = {}
+    """The tool of each call so far, by the call's id."""
+    return [_message(message, f"messages[{number}]", number, names) for number, message in enumerate(messages)]
+
+
+def checked_arguments(arguments: str, field: str) -> str:
+    """The arguments of a call in the history, which have to be a JSON object. An empty text stands for none. Raises
+    KvloomError (INVALID_ARGUMENT)."""
+    if not arguments.strip():
+        return "{}"
+    try:
+        value: Any = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise invalid_argument(f"{field} is not valid JSON.", field) from error
+    if not isinstance(value, dict):
+        raise invalid_argument(f"{field} must be a JSON object.", field)
+    check_depth(value, field)
+    return arguments
+
+
+def check_depth(value: Any, field: str) -> None:
+    """Raise KvloomError (INVALID_ARGUMENT) for JSON that is nested too deeply to be walked through."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_ARGUMENTS_DEPTH:
+            raise invalid_argument(f"{field} is nested more than {MAX_ARGUMENTS_DEPTH} levels deep.", field)
+        level = [child for node in level for child in _children(node)]
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
+
+
+def _message(message: Message, at: str, number: int, names: dict[str, str]) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise invalid_argument(f"{at}.role must be one of {', '.join(_ROLES)}.", f"{at}.role")
+    if role == "assistant":
+        return _assistant(message, at, number, names)
+    if message.tool_calls or message.function_call or message.reasoning_content:
+        raise _misplaced(message, at)
+    content = message_text(message, number)
+    if role != "tool":
+        if message.tool_call_id is not None:
+            raise invalid_argument(f"{at}.tool_call_id goes only with role tool.", f"{at}.tool_call_id")
+        return ChatMessage(role, content)
+    if message.role == "function":
+        if not message.name:
+            raise invalid_argument(f"{at}.name is missing.", f"{at}.name")
+        return ChatMessage(role, content, tool_call_id=message.name, name=message.name)
+    call_id = message.tool_call_id
+    if not call_id:
+        raise invalid_argument(f"{at}.tool_call_id is missing.", f"{at}.tool_call_id")
+    if call_id not in names:
+        field = f"{at}.tool_call_id"
+        raise invalid_argument(f"{field}: no earlier message has a tool call {call_id[:64]!r}.", field)
+    return ChatMessage(role, content, tool_call_id=call_id, name=names[call_id])
+
+
+def _misplaced(message: Message, at: str) -> KvloomError:
+    names = ("tool_calls", "function_call", "reasoning_content")
+    field = f"{at}.{next(name for name in names if getattr(message, name))}"
+    return invalid_argument(f"{field} goes only with role assistant.", field)
+
+
+def _assistant(message: Message, at: str, number: int, names: dict[str, str]) -> ChatMessage:
+    calls = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
+    if message.function_call is not None:
+        function, field = message.function_call, f"{at}.function_call.arguments"
+        calls.append(ToolCall(function.name, function.name, checked_arguments(function.arguments, field)))
+    names.update((call.id, call.name) for call in calls)
+    has_content = message.content is not None or not calls
+    return ChatMessage(
+        "assistant",
+        message_text(message, number) if has_content and message.refusal is None else message.refusal or "",
+        tool_calls=tuple(calls),
+        reasoning=message.reasoning_content or "",
+    )
+
+
+def _call(call: ToolCallBody, at: str) -> ToolCall:
+    if call.type not in (None, "function") or call.function is None:
+        raise invalid_argument(f"{at}.type: only calls of type 'function' are supported.", f"{at}.type")
+    arguments = checked_arguments(call.function.arguments, f"{at}.function.arguments")
+    return ToolCall(call.id, call.function.name, arguments)

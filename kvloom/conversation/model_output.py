@@ -1,0 +1,51 @@
+"""How a model writes tool calls and reasoning."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Final
+
+from kvloom.config import ConfigError, ModelConfig
+from kvloom.parsers import registry
+from kvloom.parsers.sniff import sniff, starts_in_reasoning
+from kvloom.parsers.spec import ParserSpec
+from kvloom.text.chat_template import read_json
+from kvloom.text.tokenizer import ModelTokenizer
+
+PLAIN_TEMPLATE_TOOLS: Final = "hermes"
+"""The family of calls that kvloom describes to models whose template knows no tools (plain_messages.py)."""
+
+
+def model_output(config: ModelConfig, tokenizer: ModelTokenizer) -> ParserSpec:
+    """The families of a model: those that its configuration names, and otherwise those that its chat template shows.
+    Raises ConfigError."""
+    template = tokenizer.template
+    found = ParserSpec()
+    if template is not None:
+        model_type = read_json(Path(config.path) / "config.json").get("model_type") if config.path else None
+        found = sniff(template.source, tokenizer.special_tokens, model_type if isinstance(model_type, str) else "")
+        if not template.knows_tools:
+            found = dataclasses.replace(found, tools=PLAIN_TEMPLATE_TOOLS)
+    tools, reasoning = config.tool_parser, config.reasoning_parser
+    found = ParserSpec(
+        tools=found.tools if tools == "auto" else _named(tools),
+        reasoning=found.reasoning if reasoning == "auto" else _named(reasoning),
+        starts_in_reasoning=found.starts_in_reasoning and reasoning == "auto",
+    )
+    try:
+        registry.markers(found)  # loads the families
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+    return found
+
+
+def prompted(spec: ParserSpec | None, prompt: str) -> ParserSpec | None:
+    """The families for the answer to this rendered prompt, which may end inside the reasoning."""
+    if spec is None or not spec.reasoning or spec.starts_in_reasoning or not starts_in_reasoning(spec, prompt):
+        return spec
+    return dataclasses.replace(spec, starts_in_reasoning=True)
+
+
+def _named(family: str) -> str | None:
+    return None if family == "none" else family

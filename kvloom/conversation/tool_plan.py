@@ -1,0 +1,39 @@
+"""What a request with tools means for the model: the tools in its prompt, the guide of its output, and the parser that
+finds the calls in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvloom.conversation.call_guide import call_guide
+from kvloom.conversation.tools import AUTO, Tool, ToolChoice
+from kvloom.parsers.spec import ParserSpec
+from kvloom.v1.generation_pb2 import Guide
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """How a request is prompted, guided and read."""
+
+    tools: Sequence[Tool] = ()
+    """The tools that the prompt describes."""
+    guide: Guide | None = None
+    """Set when a call is certain."""
+    parser: ParserSpec | None = None
+    """None: the output is text."""
+
+
+def plan_tools(
+    tools: Sequence[Tool], choice: ToolChoice = AUTO, *, is_parallel: bool = False, model: ParserSpec | None = None
+) -> ToolPlan:
+    """`model` says how the model writes calls and reasoning when it is free to. `is_parallel`: several calls are
+    wanted, where a call is certain. The tools and the choice have been checked."""
+    reasoning = dataclasses.replace(model, tools=None) if model is not None and model.reasoning else None
+    if not tools or choice.mode == "none":
+        return ToolPlan(parser=reasoning)
+    if choice.mode == "auto":
+        return ToolPlan(tools=tools, parser=model)
+    allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
+    guide = call_guide(allowed, is_parallel=is_parallel and choice.mode == "required")
+    return ToolPlan(tools=tools, guide=guide, parser=ParserSpec(tools="json"))

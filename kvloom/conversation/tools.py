@@ -1,0 +1,91 @@
+"""Tools that a model may call, and the choice among them, with the checks that all APIs share."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from kvloom.errors import invalid_argument
+
+MAX_TOOLS: Final = 128
+MAX_SCHEMA_DEPTH: Final = 32
+_NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may ask its caller to run."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(_NO_PARAMETERS))
+    """The JSON Schema of the arguments, which are an object."""
+    strict: bool = False
+    """Calls must conform to the schema, also when the model is free to call or not."""
+
+    def as_function(self) -> dict[str, Any]:
+        """The form in which chat templates expect tools, which is OpenAI's."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description}
+        function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model calls tools."""
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str = ""
+    """The tool to call, with mode "named"."""
+
+
+AUTO: Final = ToolChoice("auto")
+NONE: Final = ToolChoice("none")
+REQUIRED: Final = ToolChoice("required")
+
+
+def check_tools(tools: Sequence[Tool], field: str = "tools", at: str = "function.") -> None:
+    """Raise KvloomError (INVALID_ARGUMENT) for tools that no model can call. `at` leads from a tool to its fields."""
+    if len(tools) > MAX_TOOLS:
+        raise invalid_argument(f"{field} has {len(tools)} entries; at most {MAX_TOOLS}.", field)
+    seen: set[str] = set()
+    for number, tool in enumerate(tools):
+        where = f"{field}[{number}].{at}"
+        if not _NAME.fullmatch(tool.name):
+            raise invalid_argument(
+                f"{where}name must have 1 to 64 letters, digits, underscores, dots or hyphens.", f"{where}name"
+            )
+        if tool.name in seen:
+            raise invalid_argument(f"{where}name: there is more than one tool {tool.name!r}.", f"{where}name")
+        seen.add(tool.name)
+        if tool.parameters.get("type", "object") != "object":
+            raise invalid_argument(f"{where}parameters must be a schema of type object.", f"{where}parameters")
+        if _depth(tool.parameters) > MAX_SCHEMA_DEPTH:
+            raise invalid_argument(
+                f"{where}parameters is nested more than {MAX_SCHEMA_DEPTH} levels deep.", f"{where}parameters"
+            )
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool], field: str = "tool_choice") -> None:
+    """Raise KvloomError (INVALID_ARGUMENT) for a choice that these tools do not allow."""
+    if choice.mode in ("required", "named") and not tools:
+        raise invalid_argument(f"{field} asks for a call, but there are no tools.", field)
+    if choice.mode == "named" and all(tool.name != choice.name for tool in tools):
+        raise invalid_argument(f"{field}: there is no tool {choice.name[:64]!r}.", field)
+
+
+def _depth(value: Any) -> int:
+    """How deep a JSON value is nested, without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            child
+            for node in level
+            if isinstance(node, Mapping | list)
+            for child in (node.values() if isinstance(node, Mapping) else node)
+        ]
+    return depth

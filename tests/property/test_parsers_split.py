@@ -1,0 +1,173 @@
+"""Output parsers give the same events however the text is split into deltas.
+
+KVLOOM_PARSER_EXAMPLES sets how many examples each parser gets.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvloom.parsers import registry
+from kvloom.parsers.events import Event, TextDelta, ToolCallEnd, ToolCallStart, merge
+from kvloom.parsers.output_parser import OutputParser, ParserSpec, make_parser
+from tests.unit.kvloom.parsers.corpus import TOOLS, texts
+
+EXAMPLES = settings(
+    max_examples=int(os.environ.get("KVLOOM_PARSER_EXAMPLES", "200")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TOOL_FAMILIES = [name for name in registry.tool_families() if name != "harmony"]
+REASONING_FAMILIES = [name for name in registry.reasoning_families() if name != "harmony"]
+SPECS = [
+    *(ParserSpec(tools=name) for name in TOOL_FAMILIES),
+    *(ParserSpec(reasoning=name) for name in REASONING_FAMILIES),
+    ParserSpec(tools="harmony", reasoning="harmony"),
+    ParserSpec(reasoning="harmony"),
+    ParserSpec(reasoning="qwen3", starts_in_reasoning=True),
+    ParserSpec(tools="hermes", reasoning="qwen3"),
+    ParserSpec(tools="json", reasoning="deepseek_r1", starts_in_reasoning=True),
+    ParserSpec(tools="granite", reasoning="granite"),
+    ParserSpec(tools="mistral", reasoning="mistral"),
+]
+FRAGMENTS = (
+    *(" ", "\n", "\n\n", "\t", " " * 70, "a", "Sure.", "\\", "\\n", "\\u00e9", "\\ud83d", "\\ude00", "\\x41", "\\N"),
+    *(
+        '"',
+        "'",
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+        ":",
+        ",",
+        ";",
+        "=",
+        "<",
+        ">",
+        "<|",
+        "|>",
+        "</",
+        "```",
+        "```json",
+        "\n```",
+    ),
+    *("null", "true", "None", "True", "1", "-1.5e3", "1.", "0x1F", "é", "😀", '""', "''", "{}", "[]"),
+    *(
+        '{"name": "get_weather", "arguments": {',
+        '"city": "Paris"',
+        "}}",
+        '"arguments": {"city": 1}, "name": "get_weather"}',
+    ),
+    *('{"name": "get_weather", "parameters": "', '"id": "abc"', '"name": ', '"arguments": ', "get_weather", "get_time"),
+    *("get_weather(city=", "[get_time()", "days=3", "functools", "function", "functions.get_weather:0", "unknown"),
+    *("<function=get_weather>", "<parameter=city>", "</parameter>", "</function>", "<function=", "<parameter="),
+    *(" to=functions.get_weather", "commentary", "analysis", "final", "assistant", "json"),
+    *("Here is my thought process:", "Here's my response:", "Here is "),
+)
+
+
+def markers_of(spec: ParserSpec) -> tuple[str, ...]:
+    return registry.markers(spec) or ("<tool_call>",)
+
+
+@st.composite
+def outputs(draw: st.DrawFn, spec: ParserSpec) -> str:
+    """Outputs of a model: from the corpus, spliced, generated, with markers cut anywhere, and noise."""
+    corpus = st.sampled_from(texts(spec))
+    marker = st.sampled_from(markers_of(spec))
+    kind = draw(st.integers(0, 4))
+    if kind == 0:
+        return draw(corpus)
+    if kind == 1:
+        first, second = draw(corpus), draw(corpus)
+        return first[: draw(st.integers(0, len(first)))] + second[draw(st.integers(0, len(second))) :]
+    if kind == 2:
+        return "".join(draw(st.lists(st.sampled_from(FRAGMENTS) | marker, max_size=14)))
+    if kind == 3:
+        cut = st.builds(lambda text, start, end: text[start:end], marker, st.integers(0, 3), st.integers(4, 30))
+        return "".join(draw(st.lists(cut | corpus | st.sampled_from(FRAGMENTS), max_size=5)))
+    return draw(st.text(alphabet="".join(sorted(set("".join(markers_of(spec)) + "{}[]\"' \n:,\\au"))), max_size=60))
+
+
+def events_after(parser: OutputParser, pieces: list[str]) -> list[Event]:
+    return merge([event for piece in pieces for event in parser.feed(piece)])
+
+
+def parsed(spec: ParserSpec, pieces: list[str]) -> list[Event]:
+    parser = make_parser(spec, TOOLS)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return merge(events + parser.finish())
+
+
+def check_well_formed(events: list[Event]) -> None:
+    open_index: int | None = None
+    num_calls = 0
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            assert open_index is None
+            assert event.index == num_calls
+            assert event.name in {tool.name for tool in TOOLS}
+            open_index = event.index
+            num_calls += 1
+        elif isinstance(event, ToolCallEnd):
+            assert event.index == open_index
+            open_index = None
+        elif hasattr(event, "index"):
+            assert event.index == open_index  # type: ignore[attr-defined]
+            assert event.text  # type: ignore[attr-defined]
+        else:
+            assert open_index is None
+            assert event.text  # type: ignore[union-attr]
+    assert open_index is None
+
+
+def name_of(spec: ParserSpec) -> str:
+    return f"{spec.tools}-{spec.reasoning}{'-inside' if spec.starts_in_reasoning else ''}"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_events_do_not_depend_on_the_split(spec: ParserSpec) -> None:
+    """Clients' tool calls must not depend on how many tokens an engine step gave; nor, after any piece, may what has
+    been emitted, since another process restores the parser from the text that was delivered."""
+
+    @EXAMPLES
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        text = data.draw(outputs(spec))
+        cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        whole = parsed(spec, [text])
+        check_well_formed(whole)
+        assert parsed(spec, pieces) == whole
+        assert parsed(spec, list(text)) == whole
+        for length in cuts:
+            in_one = events_after(make_parser(spec, TOOLS), [text[:length]])
+            assert events_after(make_parser(spec, TOOLS), list(text[:length])) == in_one
+        parser = make_parser(spec, TOOLS)
+        so_far: list[Event] = []
+        for cut, piece in zip([*cuts, len(text)], pieces, strict=True):
+            so_far += parser.feed(piece)
+            assert merge(so_far) == events_after(make_parser(spec, TOOLS), [text[:cut]])
+
+    check()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_text_without_markers_passes_exactly(spec: ParserSpec) -> None:
+    """An answer that calls nothing must arrive character by character as the model wrote it."""
+
+    @EXAMPLES
+    @given(st.text(alphabet="abz .,\n\t😀é", max_size=200))
+    def check(text: str) -> None:
+        if spec.starts_in_reasoning or spec.reasoning == "deepseek_r1":
+            return
+        assert parsed(spec, [text]) == ([TextDelta(text)] if text else [])
+
+    check()
