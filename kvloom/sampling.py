@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping, Sized
 from typing import Final
 
 from kvloom.errors import invalid_argument
@@ -19,6 +20,14 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
+MAX_LOGIT_BIASES: Final = 1024
+MAX_LOGIT_BIAS: Final = 100.0
+MAX_PREDICTED_TOKENS: Final = 65_536
+MAX_SHOWN_SPECIAL_TOKENS: Final = 256
+MAX_PROMPT_LOGPROBS: Final = 131_072
+"""The limit for all prompt log-probabilities of a request together: with 20 of the likeliest, they take 1 MB."""
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
 DEFAULT_TEMPERATURE: Final = 1.0
 DEFAULT_TOP_P: Final = 1.0
 
@@ -45,6 +54,33 @@ def check_sampling(sampling: SamplingParams, at: str = "") -> None:
         raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.logprobs}.", field)
     if sampling.HasField("guide"):
         check_guide(sampling.guide, f"{at}guide")
+    if sampling.HasField("min_p"):
+        _check_range(sampling.min_p, 0.0, 1.0, f"{at}min_p")
+    if sampling.HasField("repetition_penalty"):
+        limits = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _check_range(sampling.repetition_penalty, *limits, f"{at}repetition_penalty")
+    if sampling.logit_bias:
+        _check_logit_bias(sampling.logit_bias, f"{at}logit_bias")
+    if sampling.HasField("prompt_logprobs") and sampling.prompt_logprobs > MAX_LOGPROBS:
+        field = f"{at}prompt_logprobs"
+        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.prompt_logprobs}.", field)
+    if sampling.predicted_token_ids:
+        _check_length(sampling.predicted_token_ids, MAX_PREDICTED_TOKENS, f"{at}predicted_token_ids")
+    if sampling.shown_special_token_ids:
+        _check_length(sampling.shown_special_token_ids, MAX_SHOWN_SPECIAL_TOKENS, f"{at}shown_special_token_ids")
+
+
+def check_prompt_logprobs(
+    sampling: SamplingParams, num_prompt_tokens: int, num_choices: int, field: str = "sampling.prompt_logprobs"
+) -> None:
+    """Raise KvloomError if the log-probabilities of the prompt that were asked for are too many."""
+    if not sampling.HasField("prompt_logprobs"):
+        return
+    count = num_prompt_tokens * (1 + sampling.prompt_logprobs) * num_choices
+    if count > MAX_PROMPT_LOGPROBS:
+        raise invalid_argument(
+            f"{field} asks for {count} log-probabilities of the prompt; at most {MAX_PROMPT_LOGPROBS}.", field
+        )
 
 
 def check_stop(stop: StopConditions, at: str = "") -> None:
@@ -60,11 +96,25 @@ def check_stop(stop: StopConditions, at: str = "") -> None:
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         field = f"{at}stop_token_ids"
         raise invalid_argument(f"{field} has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}.", field)
+    if stop.min_tokens and stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
+        field = f"{at}min_tokens"
+        raise invalid_argument(f"{field} is {stop.min_tokens}, more than max_tokens, {stop.max_tokens}.", field)
 
 
 def check_num_choices(n: int, field: str = "n") -> None:
     if not 1 <= n <= MAX_CHOICES:
         raise invalid_argument(f"{field} must be between 1 and {MAX_CHOICES}, got {n}.", field)
+
+
+def _check_logit_bias(biases: Mapping[int, float], field: str) -> None:
+    _check_length(biases, MAX_LOGIT_BIASES, field)
+    for token_id, bias in biases.items():
+        _check_range(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, f"{field}.{token_id}")
+
+
+def _check_length(values: Sized, most: int, field: str) -> None:
+    if len(values) > most:
+        raise invalid_argument(f"{field} has {len(values)} entries; at most {most}.", field)
 
 
 def _check_range(value: float, low: float, high: float, field: str) -> None:

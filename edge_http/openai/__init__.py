@@ -2,6 +2,8 @@
 
 requests.py             decodes and validates the bodies that clients post
 unsupported.py          the parameters that kvloom does not support, and their harmless values
+field_names.py          the body's fields for errors that name the fields of the fabric's messages
+field_names.py          the body's fields, for errors that name those of the fabric's messages
 prompt.py               converts a body to prompts in token ids
 sampling.py             converts a body's parameters to SamplingParams and StopConditions
 guide.py                converts response_format and structured_outputs to a Guide

@@ -82,14 +82,24 @@ class GenerationBody(Body, kw_only=True):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Maps token ids to what is added to their logits."""
+    min_p: float | None = None
+    """vLLM's extension, as are the next two."""
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """An extension."""
     user: str | None = None
+    """Without effect, like the next three: their purposes are OpenAI's abuse monitoring, storage and billing."""
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. to one conversation. It is a hint for placement."""
-    service_tier: Literal["auto", "default", "flex"] | None = None
-    """"flex" requests may wait, and are the first to be rejected under overload."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """"flex" requests may wait, and are the first to be rejected under overload. The others are alike."""
     priority: int | None = None
     """vLLM's extension: values above 0 are less urgent, like service_tier "flex"."""
 

@@ -14,10 +14,6 @@ Harmless = Mapping[str, Sequence[Any]]
 """Maps each field name to the values that mean "off"."""
 
 _BOTH: Final[Harmless] = {
-    "logit_bias": ({},),
-    "metadata": ({},),
-    "prompt_cache_retention": (),
-    "safety_identifier": (),
     "store": (False,),
 }
 
@@ -33,7 +29,7 @@ CHAT: Final[Harmless] = {
     "reasoning_effort": (),
     "tool_choice": ("none",),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 

@@ -38,6 +38,12 @@ class GenerateOptions(TypedDict, total=False):
     """-2 to 2."""
     frequency_penalty: float
     """-2 to 2."""
+    repetition_penalty: float
+    """0.01 to 100; default 1. Penalises tokens of the prompt and of the answer."""
+    min_p: float
+    """0 to 1; default 0. Tokens less likely than this fraction of the likeliest one's probability are not sampled."""
+    logit_bias: Mapping[int, float]
+    """What is added to the logits of up to 1024 token ids, each -100 to 100."""
     guide: Mapping[str, Any]
     """The form that the answer must have: one of json_object (True), json_schema (a mapping or text), regex, choice
     (texts) and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
@@ -48,6 +54,8 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     """The answer ends at the first of these tokens: at most 64."""
     ignore_eos: bool
+    min_tokens: int
+    """The answer does not end before it has this many tokens."""
     n: int
     """How many answers to generate (1 to 16); default 1."""
     timeout_seconds: float
@@ -62,8 +70,19 @@ class GenerateOptions(TypedDict, total=False):
     """Whether the answer outlives its connection (docs/grpc-api.md). The default is False."""
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
-_STOP = ("max_tokens", "stop_token_ids", "ignore_eos")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+)
+_STOP = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
 _TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")
 _TIERS = {"interactive": router_service_pb2.TIER_INTERACTIVE, "batch": router_service_pb2.TIER_BATCH}
 _INPUTS = ("messages", "text", "token_ids")
@@ -111,7 +130,9 @@ def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str =
         return
     value = values[name]
     try:
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)

@@ -36,6 +36,14 @@ class Capability(enum.StrEnum):
     """The engine reuses the KV of earlier sequences and reports its cached blocks as KvEvents."""
     GUIDED = "guided"
     """`EngineRequest.guide`."""
+    MIN_P = "min_p"
+    """`Sampling.min_p`."""
+    REPETITION_PENALTY = "repetition_penalty"
+    """`Sampling.repetition_penalty`."""
+    LOGIT_BIAS = "logit_bias"
+    """`Sampling.logit_bias`."""
+    MIN_TOKENS = "min_tokens"
+    """`EngineRequest.min_tokens`."""
 
 
 class FinishReason(enum.Enum):
@@ -96,9 +104,16 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Both penalties count output tokens only, as OpenAI's do."""
+    min_p: float = 0.0
+    """Only tokens that are at least this fraction as likely as the likeliest, after temperature, are drawn. 0 = all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the output. Applied
+    before the other penalties. 1 = none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit before penalties and temperature); ids are different and known."""
     num_logprobs: int | None = None
     """None: no logprobs. k: the logprob of the chosen token and those of the k likeliest tokens. Logprobs are the
-    log-softmax of the raw logits, before temperature and penalties."""
+    log-softmax of the raw logits, before temperature, bias and penalties."""
 
 
 class GuideKind(enum.StrEnum):
@@ -134,6 +149,9 @@ class EngineRequest:
     """The largest number of output tokens, including `output_token_ids`; prompt + max_tokens <= max_model_len."""
     stop_token_ids: frozenset[int] = frozenset()
     """Includes the end-of-sequence tokens unless the client ignores them. The stop token itself is emitted."""
+    min_tokens: int = 0
+    """No stop token is drawn before the output has this many tokens, unless the guide allows nothing else. At most
+    max_tokens."""
     output_token_ids: Sequence[int] = ()
     """Tokens that earlier attempts emitted. They count as output (penalties, positions, max_tokens) but are not emitted
     again."""

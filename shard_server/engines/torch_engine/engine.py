@@ -42,6 +42,10 @@ _CAPABILITIES: Final = frozenset(
         Capability.LOGPROBS,
         Capability.PENALTIES,
         Capability.TOP_K,
+        Capability.MIN_P,
+        Capability.REPETITION_PENALTY,
+        Capability.LOGIT_BIAS,
+        Capability.MIN_TOKENS,
         Capability.PREFIX_CACHING,
     }
 )
@@ -194,6 +198,8 @@ class TorchEngine:
         for token_ids in (request.prompt_token_ids, request.output_token_ids):
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
                 raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")
+        if any(token_id >= info.vocab_size for token_id, _ in request.sampling.logit_bias):
+            raise EngineError(f"logit_bias has a token id outside the vocabulary of {info.vocab_size}")
         if request.guide is not None and Capability.GUIDED not in info.capabilities:
             raise EngineError("guided decoding is not available here")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shard_server.engines.base import EngineRequest
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
+from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.sampling.guides import GuideState
@@ -20,6 +21,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adjustments",
         "block_keys",
         "block_size",
         "block_table",
@@ -29,7 +31,6 @@ class Sequence:
         "num_computed_tokens",
         "num_expected_blocks",
         "num_reused_tokens",
-        "output_counts",
         "queue_time_seconds",
         "request",
         "shares_with",
@@ -68,13 +69,8 @@ class Sequence:
         """The running sequence that is computing this one's prefix, and how many tokens they have in common."""
         self.started = False
         """Whether its first new token has been reported."""
-        sampling = request.sampling
-        self.output_counts: dict[int, int] | None = None
-        """How often each token occurs in the output; kept only for penalties."""
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            self.output_counts = {}
-            for token_id in request.output_token_ids:
-                self._count(token_id)
+        self.adjustments = LogitAdjustments.of(request)
+        """What is changed in the logits that its tokens are drawn from; None: nothing."""
         self.extend_block_keys()
 
     @property
@@ -103,8 +99,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Append a drawn token."""
         self.token_ids.append(token_id)
-        if self.output_counts is not None:
-            self._count(token_id)
+        if self.adjustments is not None:
+            self.adjustments.count(token_id)
         if len(self.token_ids) % self.block_size == 0:
             self.extend_block_keys()
 
@@ -119,7 +115,3 @@ class Sequence:
                 break
             num_common += self.block_size
         return num_common
-
-    def _count(self, token_id: int) -> None:
-        assert self.output_counts is not None
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1

@@ -274,7 +274,7 @@ def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
             continue
         num_rows = 1 + len(drafts.get(sequence, ()))
         sampling = sequence.request.sampling
-        if sampling.temperature > 0 and sequence.guide is None and sequence.output_counts is None:
+        if sampling.temperature > 0 and sequence.guide is None and sequence.adjustments is None:
             num_output_tokens = sequence.num_output_tokens
             rows += [PlainRow(first_row + i, sampling, num_output_tokens + i) for i in range(num_rows)]
         first_row += num_rows
@@ -290,7 +290,7 @@ def _draw_token(
         mask = guide.mask() if guide is not None else None
     except GuideError as error:
         return SequenceEnd(request.request_id, FinishReason.ERROR, "its guide cannot be followed", str(error))
-    sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.output_counts, mask)
+    sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.adjustments, mask)
     token_id, token_logprobs = draws.draw(row, sample_row)
     if token_id is None:
         return SequenceEnd(request.request_id, FinishReason.ERROR, "the model's logits are not finite")
