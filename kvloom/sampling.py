@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sized
-from typing import Final
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, Final
 
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
@@ -39,35 +39,10 @@ def draw_seed() -> int:
 
 def check_sampling(sampling: SamplingParams, at: str = "") -> None:
     """Raise KvloomError for a value outside its range."""
-    if sampling.HasField("temperature"):
-        _check_range(sampling.temperature, 0.0, 2.0, f"{at}temperature")
-    if sampling.HasField("top_p"):
-        _check_range(sampling.top_p, 0.0, 1.0, f"{at}top_p")
-        if sampling.top_p == 0.0:
-            raise invalid_argument(f"{at}top_p must be greater than 0.", f"{at}top_p")
-    if sampling.HasField("presence_penalty"):
-        _check_range(sampling.presence_penalty, -2.0, 2.0, f"{at}presence_penalty")
-    if sampling.HasField("frequency_penalty"):
-        _check_range(sampling.frequency_penalty, -2.0, 2.0, f"{at}frequency_penalty")
-    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
-        field = f"{at}logprobs"
-        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.logprobs}.", field)
-    if sampling.HasField("guide"):
-        check_guide(sampling.guide, f"{at}guide")
-    if sampling.HasField("min_p"):
-        _check_range(sampling.min_p, 0.0, 1.0, f"{at}min_p")
-    if sampling.HasField("repetition_penalty"):
-        limits = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        _check_range(sampling.repetition_penalty, *limits, f"{at}repetition_penalty")
-    if sampling.logit_bias:
-        _check_logit_bias(sampling.logit_bias, f"{at}logit_bias")
-    if sampling.HasField("prompt_logprobs") and sampling.prompt_logprobs > MAX_LOGPROBS:
-        field = f"{at}prompt_logprobs"
-        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.prompt_logprobs}.", field)
-    if sampling.predicted_token_ids:
-        _check_length(sampling.predicted_token_ids, MAX_PREDICTED_TOKENS, f"{at}predicted_token_ids")
-    if sampling.shown_special_token_ids:
-        _check_length(sampling.shown_special_token_ids, MAX_SHOWN_SPECIAL_TOKENS, f"{at}shown_special_token_ids")
+    for descriptor, value in sampling.ListFields():  # one call, where most requests set two of many fields
+        check = _CHECKS.get(descriptor.name)
+        if check is not None:
+            check(value, at + descriptor.name)
 
 
 def check_prompt_logprobs(
@@ -120,3 +95,33 @@ def _check_length(values: Sized, most: int, field: str) -> None:
 def _check_range(value: float, low: float, high: float, field: str) -> None:
     if not math.isfinite(value) or not low <= value <= high:
         raise invalid_argument(f"{field} must be between {low:g} and {high:g}, got {value:g}.", field)
+
+
+def _check_top_p(value: float, field: str) -> None:
+    _check_range(value, 0.0, 1.0, field)
+    if value == 0.0:
+        raise invalid_argument(f"{field} must be greater than 0.", field)
+
+
+def _check_num_logprobs(value: int, field: str) -> None:
+    if value > MAX_LOGPROBS:
+        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {value}.", field)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any, str], None]]] = {
+    "temperature": lambda value, field: _check_range(value, 0.0, 2.0, field),
+    "top_p": _check_top_p,
+    "presence_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
+    "frequency_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
+    "logprobs": _check_num_logprobs,
+    "guide": check_guide,
+    "min_p": lambda value, field: _check_range(value, 0.0, 1.0, field),
+    "repetition_penalty": lambda value, field: _check_range(
+        value, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, field
+    ),
+    "logit_bias": _check_logit_bias,
+    "prompt_logprobs": _check_num_logprobs,
+    "predicted_token_ids": lambda value, field: _check_length(value, MAX_PREDICTED_TOKENS, field),
+    "shown_special_token_ids": lambda value, field: _check_length(value, MAX_SHOWN_SPECIAL_TOKENS, field),
+}
+"""By the name of the field; the others may have any value."""

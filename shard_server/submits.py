@@ -8,7 +8,7 @@ from typing import Final
 
 from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
-from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_sampling, check_stop
+from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
 from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
 from kvloom.v1.generation_pb2 import Choice, SamplingParams
@@ -41,10 +41,14 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     _check_token_ids(prompt, info, "prompt_token_ids")
     check_sampling(submit.sampling, "sampling.")
     check_stop(submit.stop, "stop.")
+    check_prompt_logprobs(submit.sampling, len(prompt), len(submit.choices))
     _check_capabilities(submit, info)
     logit_bias = tuple(sorted(submit.sampling.logit_bias.items()))
     if logit_bias and logit_bias[-1][0] >= info.vocab_size:
         raise _unknown_token(logit_bias[-1][0], info, "sampling.logit_bias")
+    predicted = submit.sampling.predicted_token_ids[:]
+    if predicted:
+        _check_token_ids(predicted, info, "sampling.predicted_token_ids")
     max_tokens = _max_tokens(submit, len(prompt), info)
     if submit.stop.min_tokens > max_tokens:
         message = f"min_tokens is {submit.stop.min_tokens}, but the answer may have at most {max_tokens} tokens."
@@ -59,10 +63,11 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
         EngineRequest(
             request_id=f"{submit.request_id}#{submit.attempt_id}.{choice.index}/{serial}",
             prompt_token_ids=prompt,
-            sampling=_sampling(submit.sampling, choice_seed(seed, choice.index), logit_bias),
+            sampling=_sampling(submit.sampling, choice_seed(seed, choice.index), logit_bias, choice),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             min_tokens=submit.stop.min_tokens,
+            predicted_token_ids=predicted,
             output_token_ids=_output_token_ids(choice, max_tokens, info),
             num_expected_cached_tokens=submit.num_expected_cached_tokens,
             root_hash=root,
@@ -73,7 +78,11 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     ]
 
 
-def _sampling(sampling: SamplingParams, seed: int, logit_bias: tuple[tuple[int, float], ...]) -> Sampling:
+def _sampling(
+    sampling: SamplingParams, seed: int, logit_bias: tuple[tuple[int, float], ...], choice: Choice
+) -> Sampling:
+    # An earlier attempt has reported the prompt's logprobs with its first token.
+    wants_prompt_logprobs = sampling.HasField("prompt_logprobs") and not choice.output_token_ids
     return Sampling(
         temperature=sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE,
         top_p=sampling.top_p if sampling.HasField("top_p") else DEFAULT_TOP_P,
@@ -82,6 +91,7 @@ def _sampling(sampling: SamplingParams, seed: int, logit_bias: tuple[tuple[int, 
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        num_prompt_logprobs=sampling.prompt_logprobs if wants_prompt_logprobs else None,
         min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
         logit_bias=logit_bias,
@@ -154,6 +164,12 @@ def _check_capabilities(submit: ShardSubmit, info: EngineInfo) -> None:
     sampling, has = submit.sampling, info.capabilities
     for capability, is_asked, field, what in (
         (Capability.LOGPROBS, sampling.HasField("logprobs"), "sampling.logprobs", "gives no logprobs"),
+        (
+            Capability.PROMPT_LOGPROBS,
+            sampling.HasField("prompt_logprobs"),
+            "sampling.prompt_logprobs",
+            "gives no prompt_logprobs",
+        ),
         (Capability.GUIDED, sampling.HasField("guide"), GUIDE_FIELD, "has no guided decoding"),
         (Capability.TOP_K, sampling.top_k, "sampling.top_k", "has no top_k"),
         (Capability.PENALTIES, sampling.presence_penalty, "sampling.presence_penalty", "has no penalties"),

@@ -113,11 +113,23 @@ class Answer(abc.ABC):
         first_of_prompts = [self.finishes[i] for i in range(0, self.num_choices, n)]
         num_prompt_tokens = sum(self._prompt_sizes)
         num_output_tokens = sum(finish.num_output_tokens for finish in self.finishes.values())
+        num_predicted = sum(finish.num_predicted_tokens for finish in self.finishes.values())
+        details = self._completion_tokens_details(num_predicted) if num_predicted else {}
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached_tokens for finish in first_of_prompts)},
+            **details,
+        }
+
+    def _completion_tokens_details(self, num_predicted_tokens: int) -> dict[str, Any]:
+        num_accepted = sum(finish.num_accepted_predicted_tokens for finish in self.finishes.values())
+        return {
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_predicted_tokens - num_accepted,
+            }
         }
 
     @property

@@ -133,6 +133,21 @@ class StreamedAnswer(Answer):
         opening = self._formatter.opening(index)
         if opening is not None:
             self._send(opening)
+        if self._formatter.report is not None:
+            self._echo(index)
+
+    def _echo(self, index: int) -> None:
+        """Send the prompt, if the answer begins with it."""
+        formatter, start = self._formatter, self.starts[index]
+        echo = formatter.echo(index, start)
+        start.ClearField("prompt_logprobs")  # they are large, and starts are kept
+        if echo is None:
+            return
+        text, logprobs = echo
+        if logprobs is not None:
+            self._send(formatter.delta_with_logprobs(index, text, logprobs))
+        else:
+            self._send(formatter.prefixes[index] + encode_json(text) + self._suffix)
 
     def _send(self, chunk: bytes) -> None:
         if not self._events.send(chunk, b"", b""):

@@ -14,7 +14,8 @@ from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
 from edge_http.endpoints.resume import deliver, deliver_found, find_idempotent
 from edge_http.openai.guide import guide_of
-from edge_http.openai.prompt import Prompt, chat_prompt, completion_prompts
+from edge_http.openai.prompt import Prompt, chat_prompt, completion_prompts, predicted_tokens
+from edge_http.openai.prompt_report import PromptReport, prompt_report
 from edge_http.openai.requests import ChatBody, decode_chat, decode_completion
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, Envelope, ResponseFormatter
 from edge_http.openai.sampling import (
@@ -74,6 +75,7 @@ class GenerationJob(msgspec.Struct, frozen=True):
     body_digest: str
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
+    prompt_report: PromptReport | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,7 +91,8 @@ async def chat_completions(edge: Edge, request: web.BaseRequest) -> web.StreamRe
     with edge.admit(edge.callers.caller_of(request)) as permit:
         job = await _read_job(edge, request, is_chat=True)
         envelope = _envelope(edge, job, "chatcmpl-")
-        return await _generate(edge, request, permit, job, ChatFormatter(envelope, job.model.tokenizer), envelope.id)
+        formatter = ChatFormatter(envelope, job.model.tokenizer, job.prompt_report)
+        return await _generate(edge, request, permit, job, formatter, envelope.id)
 
 
 async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamResponse:
@@ -97,7 +100,7 @@ async def completions(edge: Edge, request: web.BaseRequest) -> web.StreamRespons
     with edge.admit(edge.callers.caller_of(request)) as permit:
         job = await _read_job(edge, request, is_chat=False)
         envelope = _envelope(edge, job, "cmpl-")
-        formatter = CompletionFormatter(envelope, job.model.tokenizer)
+        formatter = CompletionFormatter(envelope, job.model.tokenizer, job.prompt_report)
         return await _generate(edge, request, permit, job, formatter, envelope.id)
 
 
@@ -122,6 +125,9 @@ async def _read_job(edge: Edge, request: web.BaseRequest, *, is_chat: bool) -> G
         window = edge.window(model.name)
         if isinstance(body, ChatBody):
             prompts = [await chat_prompt(body, model.tokenizer, window)]
+            if body.prediction is not None:
+                predicted = await predicted_tokens(body.prediction, model.tokenizer, window)
+                sampling.predicted_token_ids.extend(predicted)
         else:
             prompts = await completion_prompts(body, n, model.tokenizer, window)
         return GenerationJob(
@@ -138,6 +144,7 @@ async def _read_job(edge: Edge, request: web.BaseRequest, *, is_chat: bool) -> G
             tier=tier_of(body),
             body_digest=digest_of(raw),
             guide_field="" if guide is None else guide.field,
+            prompt_report=prompt_report(body, sampling, prompts, n),
         )
 
 
@@ -286,6 +293,8 @@ def _response_record(
         idempotency_key=name.idempotency_key,
         body_digest=name.body_digest,
         guide_field=job.guide_field,
+        echoes=job.prompt_report is not None and job.prompt_report.echoes,
+        echo_logprobs=None if job.prompt_report is None else job.prompt_report.echo_logprobs,
         **_stream_options(request, job),
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from edge_http.openai.requests import ChatBody, CompletionBody, Message, message_text
+from edge_http.openai.requests import ChatBody, CompletionBody, Message, Prediction, message_text, parts_text
 from edge_http.openai.sampling import check_text_size
 from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.sampling import MAX_PREDICTED_TOKENS
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
@@ -35,6 +36,14 @@ async def chat_prompt(body: ChatBody, tokenizer: ModelTokenizer, max_model_len: 
     check_text_size(sum(map(len, contents)), max_model_len, "messages")
     token_ids, _ = await tokenizer.encode_chat(messages)
     return Prompt(token_ids, "\n".join(contents), "messages")
+
+
+async def predicted_tokens(prediction: Prediction, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Sequence[int]:
+    """The tokens of the answer that the client expects. Raises KvloomError."""
+    content = prediction.content
+    text = content if isinstance(content, str) else parts_text(content, "prediction.content")
+    check_text_size(len(text), max_model_len, "prediction.content")
+    return (await tokenizer.encode(text))[:MAX_PREDICTED_TOKENS]
 
 
 async def completion_prompts(

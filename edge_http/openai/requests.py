@@ -7,6 +7,7 @@ accepted, and all others are rejected by name. Unknown fields are rejected by na
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -36,6 +37,11 @@ class Message(Body, kw_only=True):
 class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class Prediction(Body, kw_only=True):
+    type: Literal["content"]
+    content: str | list[ContentPart]
 
 
 class JsonSchemaFormat(Body, kw_only=True):
@@ -88,6 +94,8 @@ class GenerationBody(Body, kw_only=True):
     """vLLM's extension, as are the next two."""
     repetition_penalty: float | None = None
     min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    """vLLM's extension: the likeliest tokens to report for each token of the prompt."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """An extension."""
@@ -107,6 +115,7 @@ class GenerationBody(Body, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -114,6 +123,7 @@ class ChatBody(GenerationBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
@@ -152,7 +162,12 @@ def message_text(message: Message, number: int) -> str:
     field = f"messages[{number}].content"
     if content is None:
         raise invalid_argument(f"{field} is missing.", field)
-    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(content))
+    return parts_text(content, field)
+
+
+def parts_text(parts: Sequence[ContentPart], field: str) -> str:
+    """Return the text of the parts, joined in order."""
+    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(parts))
 
 
 def _part_text(part: ContentPart, at: str) -> str:

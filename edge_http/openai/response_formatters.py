@@ -14,8 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
+from edge_http.openai.prompt_report import PromptReport
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
 
 Json = dict[str, Any]
 Buffer = bytes | bytearray
@@ -46,7 +47,7 @@ class CollectedChoice:
     """One choice of a response that is not streamed, as the JSON that it becomes. That takes a tenth of the memory of
     the objects, and its size is known at any time."""
 
-    __slots__ = ("finish_reason", "logprobs", "text")
+    __slots__ = ("finish_reason", "logprobs", "prompt_logprobs", "text")
 
     def __init__(self) -> None:
         self.text = bytearray()
@@ -54,6 +55,8 @@ class CollectedChoice:
         self.logprobs: list[bytearray] = []
         """The content of JSON arrays; empty without logprobs."""
         self.finish_reason = ""
+        self.prompt_logprobs = b""
+        """A JSON array; empty unless they were asked for."""
 
     def add_text(self, delta: str) -> int:
         """Append the delta. Returns the number of bytes that this added."""
@@ -75,7 +78,7 @@ class CollectedChoice:
 class ResponseFormatter(abc.ABC):
     """The base of both formatters. One object formats one response."""
 
-    __slots__ = ("_envelope", "_head", "_tail", "prefixes", "suffix")
+    __slots__ = ("_envelope", "_head", "_tail", "_tokenizer", "prefixes", "report", "suffix")
 
     chunk_object: str
     body_object: str
@@ -84,8 +87,10 @@ class ResponseFormatter(abc.ABC):
     _around_logprobs: tuple[bytes, bytes]
     """The bytes of a chunk between a delta's text and its logprobs, and those after them."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, report: PromptReport | None = None) -> None:
         self._envelope = envelope
+        self._tokenizer = tokenizer
+        self.report = report
         self._head = encode_json(envelope.fields(self.chunk_object))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}' if envelope.include_usage else b"]}"
         self.prefixes = [self._delta_prefix(index) for index in range(envelope.num_choices)]
@@ -100,6 +105,21 @@ class ResponseFormatter(abc.ABC):
     @abc.abstractmethod
     def opening(self, index: int) -> bytes | None:
         """Return the chunk that precedes a choice's text, if the format has one."""
+
+    def echo(self, index: int, start: SequenceStart) -> tuple[str, Sequence[bytes] | None] | None:
+        """Return the prompt's text, and what `logprobs` would return for its tokens, if the answer begins with them."""
+        report = self.report
+        if report is None or not report.echoes:
+            return None
+        lists = report.echoed_logprobs(index, self._tokenizer, start.prompt_logprobs)
+        return report.text(index, self._tokenizer), lists
+
+    def prompt_logprobs(self, index: int, start: SequenceStart) -> bytes:
+        """Return the JSON of a choice's `prompt_logprobs`; b"" if there is none."""
+        report = self.report
+        if report is None or report.prompt_logprobs is None:
+            return b""
+        return report.listed_logprobs(index, self._tokenizer, start.prompt_logprobs)
 
     @abc.abstractmethod
     def logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Sequence[bytes]:
@@ -134,11 +154,20 @@ class ResponseFormatter(abc.ABC):
         for index, choice in enumerate(choices):
             before, between = self._around_text(index)
             logprobs = self._framed(choice.logprobs) if choice.logprobs else [b"null"]
-            end = b',"finish_reason":%b}' % encode_json(choice.finish_reason)
+            end = b',"finish_reason":%b%b}' % (encode_json(choice.finish_reason), self._after_choice(choice))
             pieces += [b"," + before if index else before, choice.text, between, *logprobs, end]
         more = {"usage": usage, "kvloom": details} if details else {"usage": usage}
+        more |= self._after_choices(choices)
         pieces.append(b"]," + encode_json(more)[1:])
         return pieces
+
+    def _after_choice(self, choice: CollectedChoice) -> bytes:  # noqa: ARG002
+        """Return further fields of a choice in a body."""
+        return b""
+
+    def _after_choices(self, choices: Sequence[CollectedChoice]) -> Json:  # noqa: ARG002
+        """Return further fields of a body."""
+        return {}
 
     def _framed(self, lists: Sequence[Buffer]) -> list[Buffer]:
         *frames, end = self.logprobs_frame
@@ -158,16 +187,12 @@ class ResponseFormatter(abc.ABC):
 class ChatFormatter(ResponseFormatter):
     """Formats chat.completion and chat.completion.chunk."""
 
-    __slots__ = ("_tokenizer",)
+    __slots__ = ()
 
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
     logprobs_frame = (b'{"content":[', b'],"refusal":null}')
     _around_logprobs = (b'},"logprobs":', b',"finish_reason":null}')
-
-    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
-        super().__init__(envelope)
-        self._tokenizer = tokenizer
 
     def opening(self, index: int) -> bytes | None:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null' % index
@@ -182,6 +207,11 @@ class ChatFormatter(ResponseFormatter):
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         before = b'{"index":%d,"message":{"role":"assistant","content":"' % index
         return before, b'","refusal":null},"logprobs":'
+
+    def _after_choices(self, choices: Sequence[CollectedChoice]) -> Json:
+        """All choices have the same prompt."""
+        prompt_logprobs = choices[0].prompt_logprobs
+        return {"prompt_logprobs": msgspec.Raw(prompt_logprobs)} if prompt_logprobs else {}
 
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"delta":{"content":' % index
@@ -200,9 +230,12 @@ class CompletionFormatter(ResponseFormatter):
     logprobs_frame = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[', b"]}")
     _around_logprobs = (b',"logprobs":', b',"finish_reason":null}')
 
-    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
-        super().__init__(envelope)
-        self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(envelope.num_choices)]
+    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, report: PromptReport | None = None) -> None:
+        super().__init__(envelope, tokenizer, report)
+        num_chars = [0] * envelope.num_choices
+        if report is not None and report.echoes:
+            num_chars = [len(report.text(index, tokenizer)) for index in range(envelope.num_choices)]
+        self._logprobs = [CompletionLogprobs(tokenizer, count) for count in num_chars]
 
     def opening(self, index: int) -> bytes | None:  # noqa: ARG002
         return None
@@ -218,6 +251,9 @@ class CompletionFormatter(ResponseFormatter):
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":"' % index, b'","logprobs":'
+
+    def _after_choice(self, choice: CollectedChoice) -> bytes:
+        return b',"prompt_logprobs":' + choice.prompt_logprobs if choice.prompt_logprobs else b""
 
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"text":' % index

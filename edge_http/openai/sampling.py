@@ -84,7 +84,7 @@ def stop_conditions(body: GenerationBody, max_tokens: int | None) -> StopConditi
         stop=texts,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        min_tokens=_whole_number(body.min_tokens or 0, "min_tokens", _MAX_UINT32),
+        min_tokens=_whole_number(body.min_tokens, "min_tokens", _MAX_UINT32) if body.min_tokens else 0,
     )
     check_stop(stop)
     return stop
@@ -126,28 +126,27 @@ def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | Non
         frequency_penalty=body.frequency_penalty,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
-        logit_bias=_logit_bias(body.logit_bias),
+        logit_bias=_logit_bias(body.logit_bias) if body.logit_bias else None,
         logprobs=logprobs,
         guide=None if guide is None else guide.guide,
     )
     check_sampling(sampling)
-    _check_metadata(body.metadata)
+    if body.metadata:
+        _check_metadata(body.metadata)
     return sampling
 
 
-def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float]:
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     biases: dict[int, float] = {}
-    for name, bias in (given or {}).items():
+    for name, bias in given.items():
         if not (name.isascii() and name.isdigit() and int(name[:11]) <= _MAX_UINT32):
             raise invalid_argument(f"logit_bias: {name[:16]!r} is not a token id.", "logit_bias")
         biases[int(name)] = bias
     return biases
 
 
-def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+def _check_metadata(metadata: Mapping[str, str]) -> None:
     """OpenAI's limits. Metadata would be stored with the response, which is not stored here."""
-    if not metadata:
-        return
     if len(metadata) > MAX_METADATA_PAIRS:
         raise invalid_argument(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS}.", "metadata")
     for key, value in metadata.items():

@@ -25,7 +25,6 @@ CHAT: Final[Harmless] = {
     "modalities": (["text"], []),
     "moderation": (),
     "parallel_tool_calls": (),
-    "prediction": (),
     "reasoning_effort": (),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -36,7 +35,6 @@ CHAT: Final[Harmless] = {
 COMPLETION: Final[Harmless] = {
     **_BOTH,
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 
@@ -64,7 +62,7 @@ def refuse(body: object, harmless: Harmless, at: str = "") -> None:
     `at` prefixes the field's name, e.g. "messages[2].".
     """
     for name, values in harmless.items():
-        value = getattr(body, name)
+        value = getattr(body, name, None)  # a plain body has no such fields
         if value is not None and not any(type(value) is type(off) and value == off for off in values):
             field = at + name
             raise unsupported(f"{field} is not supported.", field)

@@ -9,6 +9,8 @@ from typing import Any, Final, cast
 
 from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
+from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, Envelope, ResponseFormatter
 from edge_http.resume.publication import Publication, packed
 from edge_http.resume.records import (
@@ -72,7 +74,7 @@ def take_over(
 ) -> ResumableStream:
     """Continue another edge's response from `state`, which covers everything that its client can have. The stream has
     no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
-    formatter = formatter_of(response, edge.find_model(response.model))
+    formatter = formatter_of(response, edge.find_model(response.model), requests)
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.tenant, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
@@ -114,8 +116,10 @@ def take_over(
     return stream
 
 
-def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormatter:
-    """The formatter that the response's edge used."""
+def formatter_of(
+    response: ResponseRecord, model: ServedModel, requests: RequestsRecord | None = None
+) -> ResponseFormatter:
+    """The formatter that the response's edge used. Without `requests` it is only for answers that have begun."""
     envelope = Envelope(
         id=response.id,
         model=response.model,
@@ -124,7 +128,14 @@ def formatter_of(response: ResponseRecord, model: ServedModel) -> ResponseFormat
         include_usage=response.include_usage,
         created=response.created,
     )
-    return (ChatFormatter if response.operation == "chat" else CompletionFormatter)(envelope, model.tokenizer)
+    report = None
+    if response.echoes and requests is not None:
+        prompts = [
+            Prompt(array("I", record.prompt_token_ids), record.prompt_text, "prompt") for record in requests.requests
+        ]
+        report = PromptReport(prompts, response.n, response.echoes, response.echo_logprobs)
+    make = ChatFormatter if response.operation == "chat" else CompletionFormatter
+    return make(envelope, model.tokenizer, report)
 
 
 def _settle(

@@ -41,6 +41,9 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     guide_field: str
     tenant: str = ""
     """The name of the caller, which the requests carry; "" in records of edges that did not know it."""
+    echoes: bool = False
+    echo_logprobs: int | None = None
+    """As in PromptReport."""
 
 
 class RequestRecord(msgspec.Struct, array_like=True):

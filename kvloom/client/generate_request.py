@@ -47,6 +47,9 @@ class GenerateOptions(TypedDict, total=False):
     guide: Mapping[str, Any]
     """The form that the answer must have: one of json_object (True), json_schema (a mapping or text), regex, choice
     (texts) and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
+    prediction: str | Sequence[int]
+    """The text of which the answer is expected to consist, or its tokens. It makes the answer faster where it is right,
+    and never changes it. A text goes only with `messages` and `text`."""
     logprobs: int
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
     stop: str | Sequence[str]
@@ -119,6 +122,8 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
     if "token_ids" in given:
         request.token_ids.SetInParent()
         _set(request.token_ids, "ids", {"ids": given["token_ids"]}, field="token_ids")
+    if "prediction" in given:
+        _set_prediction(request, given["prediction"])
     check_sampling(request.sampling)
     check_stop(request.stop)
     check_num_choices(given.get("n", 1))
@@ -138,6 +143,15 @@ def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str =
             setattr(message, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         raise invalid_argument(f"{field or name} has an unusable value: {error}", field or name) from error
+
+
+def _set_prediction(request: router_service_pb2.GenerateRequest, prediction: str | Sequence[int]) -> None:
+    if not isinstance(prediction, str):
+        _set(request.sampling, "predicted_token_ids", {"predicted_token_ids": prediction}, field="prediction")
+    elif request.WhichOneof("input") == "token_ids":
+        raise invalid_argument("prediction must be token ids where the prompt is.", "prediction")
+    else:
+        request.predicted_text = prediction
 
 
 def _set_guide(guide: Guide, form: Mapping[str, Any]) -> None:

@@ -44,6 +44,10 @@ class Capability(enum.StrEnum):
     """`Sampling.logit_bias`."""
     MIN_TOKENS = "min_tokens"
     """`EngineRequest.min_tokens`."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """`Sampling.num_prompt_logprobs`."""
+    PREDICTION = "prediction"
+    """`EngineRequest.predicted_token_ids` makes answers faster. Other engines ignore them."""
 
 
 class FinishReason(enum.Enum):
@@ -104,6 +108,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Both penalties count output tokens only, as OpenAI's do."""
+    num_prompt_logprobs: int | None = None
+    """As num_logprobs, for the tokens of the prompt but the first. They are in SequenceStart."""
     min_p: float = 0.0
     """Only tokens that are at least this fraction as likely as the likeliest, after temperature, are drawn. 0 = all."""
     repetition_penalty: float = 1.0
@@ -163,6 +169,8 @@ class EngineRequest:
     guide: Guide | None = None
     """Set only for an engine with Capability.GUIDED. The guide continues after `output_token_ids`, which are part of
     the guided text."""
+    predicted_token_ids: Sequence[int] = ()
+    """The answer that the client expects. It may be used for drafts, and must not change the answer."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
@@ -192,6 +200,8 @@ class SequenceStart:
     """The prompt tokens (and resumed output tokens) whose KV was reused."""
     queue_time_seconds: float
     """From `submit` to the step in which prefill began."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """One entry for each prompt token but the first, if the request asked for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,6 +300,8 @@ class StepOutput:
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     """By request_id, for sequences that requested logprobs: one element per new token."""
+    predictions: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """By request_id: how many predicted tokens were drafted in this step, and how many of them were right."""
     starts: list[SequenceStart] = dataclasses.field(default_factory=list)
     """Sequences whose first token is in this output."""
     ends: list[SequenceEnd] = dataclasses.field(default_factory=list)

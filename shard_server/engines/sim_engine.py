@@ -47,6 +47,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.BATCH_INVARIANT,
         Capability.PREFIX_CACHING,
         Capability.MIN_TOKENS,
+        Capability.PROMPT_LOGPROBS,
     }
 )
 MAX_LAG_SECONDS: Final = 1.0
@@ -265,7 +266,12 @@ class SimEngine:
         if not sequence.started:
             sequence.started = True
             output.starts.append(
-                SequenceStart(request.request_id, sequence.num_cached_tokens, sequence.queue_time_seconds)
+                SequenceStart(
+                    request.request_id,
+                    sequence.num_cached_tokens,
+                    sequence.queue_time_seconds,
+                    sequence.prompt_logprobs(),
+                )
             )
         token_id = sequence.emit(self._stamp(sequence) if self._stamps else None)
         sequence.next_decode_step = self._step_number + self._decode_every

@@ -117,6 +117,15 @@ class SimSequence:
         words = (WORD_TOKEN_IDS[(first + i) % len(WORD_TOKEN_IDS)] for i in range(len(WORD_TOKEN_IDS)))
         return next((word for word in words if word not in self.request.stop_token_ids), token_id)
 
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Invented logprobs of the right shape, if they were asked for: the token itself, then words."""
+        num_top = self.request.sampling.num_prompt_logprobs
+        if num_top is None:
+            return []
+        words = [(word, CHOSEN_LOGPROB - 1 - i) for i, word in enumerate(WORD_TOKEN_IDS[:num_top])]
+        tokens = self.request.prompt_token_ids[1:]
+        return [TokenLogprobs(CHOSEN_LOGPROB, [(token_id, CHOSEN_LOGPROB), *words][:num_top]) for token_id in tokens]
+
     @staticmethod
     def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
         """Invented logprobs of the right shape: the chosen token first, then its neighbours in the word list."""

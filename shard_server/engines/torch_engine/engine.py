@@ -46,6 +46,7 @@ _CAPABILITIES: Final = frozenset(
         Capability.REPETITION_PENALTY,
         Capability.LOGIT_BIAS,
         Capability.MIN_TOKENS,
+        Capability.PROMPT_LOGPROBS,
         Capability.PREFIX_CACHING,
     }
 )
@@ -265,7 +266,7 @@ class TorchEngine:
             max_model_len=max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            capabilities=_capabilities(runner, self._guides),
+            capabilities=_capabilities(runner, self._guides, config),
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode_step_seconds=speed.decode_step_seconds,
             variant=runner.variant,
@@ -336,10 +337,14 @@ def _load_guides(
         return None
 
 
-def _capabilities(runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None) -> frozenset[Capability]:
+def _capabilities(
+    runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None, config: ShardConfig
+) -> frozenset[Capability]:
     capabilities = _CAPABILITIES
     if runner.batch_invariant:
         capabilities |= _IF_INVARIANT
+    if config.torch.speculation.max_predicted_tokens:
+        capabilities |= {Capability.PREDICTION}
     return capabilities if guides is None else capabilities | {Capability.GUIDED}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shard_server.engines.base import EngineRequest
+from shard_server.engines.base import EngineRequest, TokenLogprobs
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
 from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.sampling.guides import GuideState
+    from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
     from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
 
 
@@ -31,6 +32,8 @@ class Sequence:
         "num_computed_tokens",
         "num_expected_blocks",
         "num_reused_tokens",
+        "predicted",
+        "prompt_logprobs",
         "queue_time_seconds",
         "request",
         "shares_with",
@@ -48,6 +51,8 @@ class Sequence:
         """The sequence's progress in its guide; None if it is unguided."""
         self.lookup: PromptLookup | None = None
         """None until the first draft."""
+        self.predicted: PredictedAnswer | None = None
+        """None until the first draft, and without a prediction."""
         self.block_size = block_size
         self.submit_time = submit_time
         self.queue_time_seconds: float | None = None
@@ -71,7 +76,17 @@ class Sequence:
         """Whether its first new token has been reported."""
         self.adjustments = LogitAdjustments.of(request)
         """What is changed in the logits that its tokens are drawn from; None: nothing."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        """Those of the prompt tokens behind the first, as far as they are known; None: they are not wanted."""
+        if request.sampling.num_prompt_logprobs is not None:
+            self.prompt_logprobs = []
         self.extend_block_keys()
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logits of prompt tokens are missing. They come from computing the tokens, not from the cache."""
+        known = self.prompt_logprobs
+        return known is not None and len(known) < len(self.request.prompt_token_ids) - 1
 
     @property
     def num_tokens(self) -> int:

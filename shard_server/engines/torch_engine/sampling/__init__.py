@@ -6,4 +6,5 @@ batched_draws.py      the random numbers, and drawing many rows at once on an ac
 guides.py             the interface of guided decoding
 llguidance_guides.py  guides as bitmasks over the vocabulary, with llguidance
 speculation.py        drafts by prompt lookup
+prediction.py         drafts from the answer that the client expects
 """

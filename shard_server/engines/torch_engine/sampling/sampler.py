@@ -77,6 +77,11 @@ class Draws:
             return token_id, None
         return token_id, _logprobs(logits, token_id, sampling.num_logprobs)
 
+    @torch.inference_mode()
+    def logprobs(self, index: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """The logprob of a token that was not drawn, and those of the likeliest ones, by row `index`."""
+        return _logprobs(self._logits[index], token_id, num_top)
+
 
 _LARGEST = torch.finfo(torch.float32).max
 _USUAL_FLOOR = 1e-3
