@@ -52,6 +52,10 @@ class GenerateOptions(TypedDict, total=False):
     and never changes it. A text goes only with `messages` and `text`."""
     logprobs: int
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
+    prompt_logprobs: int
+    """The same for the tokens of the prompt but the first. They are in `Delta.start`; the prompt is computed anew."""
+    shown_special_token_ids: Sequence[int]
+    """Special tokens whose names appear in the text. The text of the others is empty."""
     stop: str | Sequence[str]
     """The answer ends before the first of these strings: at most 16, of at most 256 characters each."""
     stop_token_ids: Sequence[int]
@@ -84,6 +88,8 @@ _SAMPLING = (
     "min_p",
     "repetition_penalty",
     "logit_bias",
+    "prompt_logprobs",
+    "shown_special_token_ids",
 )
 _STOP = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
 _TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")

@@ -307,6 +307,33 @@ class EngineSuite:
         )
         assert (unseen, seen) == ([700, 800], [800])
 
+    async def test_prompt_logprobs_come_with_the_start(self, start: StartEngine) -> None:
+        """One for each prompt token but the first, also when the prompt is cached; the answer is the same."""
+        driver = await start()
+        if Capability.PROMPT_LOGPROBS not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        prompt = prompt_of(9, 64)
+        (plain,) = await driver.run(request_of("plain", prompt, 4))
+        for name, num_top in {"two": 2, "zero": 0}.items():
+            sampling = Sampling(num_prompt_logprobs=num_top)
+            (tokens,) = await driver.run(request_of(name, prompt, 4, sampling=sampling))
+            found = driver.starts[name].prompt_logprobs
+            assert [len(entry.top) for entry in found] == [num_top] * 63
+            assert all(entry.logprob <= 0 for entry in found)
+            if Capability.BATCH_INVARIANT in driver.engine.info.capabilities:
+                assert tokens == plain
+        assert not driver.starts["plain"].prompt_logprobs
+
+    async def test_a_prediction_changes_no_token(self, start: StartEngine) -> None:
+        """Whether it is right, wrong or half right, and whether or not the engine makes use of it."""
+        driver = await start()
+        (plain,) = await driver.run(request_of("plain", prompt_of(3, 20), 12))
+        for name, predicted in {"right": plain, "wrong": [9] * 12, "half": [*plain[:5], 9, *plain[6:]]}.items():
+            (tokens,) = await driver.run(request_of(name, prompt_of(3, 20), 12, predicted_token_ids=predicted))
+            if Capability.BATCH_INVARIANT in driver.engine.info.capabilities:
+                assert tokens == plain
+            assert len(tokens) == 12
+
     async def test_no_stop_token_comes_before_min_tokens(self, start: StartEngine) -> None:
         """Also where the sequence is resumed: the tokens of earlier attempts count."""
         driver = await start()
