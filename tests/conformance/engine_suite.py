@@ -313,7 +313,7 @@ class EngineSuite:
         if Capability.PROMPT_LOGPROBS not in driver.engine.info.capabilities:
             pytest.skip("not promised")
         prompt = prompt_of(9, 64)
-        (plain,) = await driver.run(request_of("plain", prompt, 4))
+        (plain,) = await driver.run(request_of("plain", prompt, 4, sampling=Sampling()))
         for name, num_top in {"two": 2, "zero": 0}.items():
             sampling = Sampling(num_prompt_logprobs=num_top)
             (tokens,) = await driver.run(request_of(name, prompt, 4, sampling=sampling))
