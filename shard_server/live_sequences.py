@@ -70,7 +70,7 @@ class LiveSequence:
         self.num_cached_tokens = 0
         self.num_output_tokens = len(request.output_token_ids)
         """Includes the output tokens of earlier attempts."""
-        self.predicted = (0, 0)
+        self.predicted: tuple[int, int] = (0, 0)
         """How many predicted tokens were drafted, and how many of them were right."""
         self.received_at = received_at
 
