@@ -12,9 +12,9 @@ import structlog
 from edge_http.answers.answer import Answer, PromptSink
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import Edge
+from edge_http.openai.field_names import named_for_clients
 from edge_http.resume.resumable_stream import ResumableStream
 from kvloom.errors import KvloomError
-from kvloom.guide import GUIDE_FIELD
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -36,6 +36,11 @@ class Submission(msgspec.Struct, frozen=True):
     guide_field: str
     """The field of the body that asked for guided decoding."""
     timeout_seconds: float
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that has the prompt."""
+        return "messages" if self.operation == "chat" else "prompt"
 
 
 def _on_submitted(_prompt: int, _handle: int) -> None:
@@ -78,8 +83,7 @@ async def run_submission(
             submission.operation, submission.model, answer, submission.num_prompt_tokens, answer.num_events
         )
     if answer.error is not None:
-        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler finds this error
-            answer.error.field = submission.guide_field
+        answer.error = named_for_clients(answer.error, submission.prompt_field, submission.guide_field)
         raise answer.error
 
 

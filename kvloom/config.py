@@ -274,6 +274,9 @@ class SpeculationConfig(Section):
     """The maximum number of tokens drafted for a sequence in a step. 0: no speculation."""
     max_ngram: Annotated[int, Meta(ge=1, le=8)] = 3
     """The longest run of last tokens that is searched for."""
+    max_predicted_tokens: Annotated[int, Meta(ge=0, le=16)] = 8
+    """The number of tokens of a request's `prediction` that are drafted at first; up to 31 while all are right. 0:
+    predictions are ignored."""
 
 
 class TorchConfig(Section):

@@ -137,6 +137,23 @@ def unsupported(message: str, field: str) -> KvloomError:
     return KvloomError(_R.ERROR_REASON_UNSUPPORTED_PARAMETER, message, field=field)
 
 
+def context_length_exceeded(
+    window: int, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
+) -> KvloomError:
+    """Prompt and answer do not fit the model's window. Clients match on the beginning of the message, which is
+    OpenAI's. The field is the prompt's if it leaves no room for an answer."""
+    is_prompt = num_prompt_tokens >= window
+    detail = f"you requested {num_prompt_tokens + (max_tokens or 0)} tokens ({num_prompt_tokens} in the prompt"
+    detail += f", {max_tokens} in the completion)" if max_tokens else ")"
+    advice = "prompt" if is_prompt else f"prompt or {max_tokens_field}"
+    return KvloomError(
+        _R.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
+        f"This model's maximum context length is {window} tokens. However, {detail}. Please reduce the length of the "
+        f"{advice}.",
+        field=prompt_field if is_prompt else max_tokens_field,
+    )
+
+
 def request_timeout(message: str) -> KvloomError:
     """The client sent its request too slowly."""
     return KvloomError(_R.ERROR_REASON_REQUEST_TIMEOUT, message)

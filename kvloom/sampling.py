@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from typing import Final
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, Final
 
 from kvloom.errors import invalid_argument
 from kvloom.guide import check_guide
@@ -19,6 +20,14 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 64
+MAX_LOGIT_BIASES: Final = 1024
+MAX_LOGIT_BIAS: Final = 100.0
+MAX_PREDICTED_TOKENS: Final = 65_536
+MAX_SHOWN_SPECIAL_TOKENS: Final = 256
+MAX_PROMPT_LOGPROBS: Final = 131_072
+"""The limit for all prompt log-probabilities of a request together: with 20 of the likeliest, they take 1 MB."""
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
 DEFAULT_TEMPERATURE: Final = 1.0
 DEFAULT_TOP_P: Final = 1.0
 
@@ -30,21 +39,23 @@ def draw_seed() -> int:
 
 def check_sampling(sampling: SamplingParams, at: str = "") -> None:
     """Raise KvloomError for a value outside its range."""
-    if sampling.HasField("temperature"):
-        _check_range(sampling.temperature, 0.0, 2.0, f"{at}temperature")
-    if sampling.HasField("top_p"):
-        _check_range(sampling.top_p, 0.0, 1.0, f"{at}top_p")
-        if sampling.top_p == 0.0:
-            raise invalid_argument(f"{at}top_p must be greater than 0.", f"{at}top_p")
-    if sampling.HasField("presence_penalty"):
-        _check_range(sampling.presence_penalty, -2.0, 2.0, f"{at}presence_penalty")
-    if sampling.HasField("frequency_penalty"):
-        _check_range(sampling.frequency_penalty, -2.0, 2.0, f"{at}frequency_penalty")
-    if sampling.HasField("logprobs") and sampling.logprobs > MAX_LOGPROBS:
-        field = f"{at}logprobs"
-        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {sampling.logprobs}.", field)
-    if sampling.HasField("guide"):
-        check_guide(sampling.guide, f"{at}guide")
+    for descriptor, value in sampling.ListFields():  # one call, where most requests set two of many fields
+        check = _CHECKS.get(descriptor.name)
+        if check is not None:
+            check(value, at + descriptor.name)
+
+
+def check_prompt_logprobs(
+    sampling: SamplingParams, num_prompt_tokens: int, num_choices: int, field: str = "sampling.prompt_logprobs"
+) -> None:
+    """Raise KvloomError if the log-probabilities of the prompt that were asked for are too many."""
+    if not sampling.HasField("prompt_logprobs"):
+        return
+    count = num_prompt_tokens * (1 + sampling.prompt_logprobs) * num_choices
+    if count > MAX_PROMPT_LOGPROBS:
+        raise invalid_argument(
+            f"{field} asks for {count} log-probabilities of the prompt; at most {MAX_PROMPT_LOGPROBS}.", field
+        )
 
 
 def check_stop(stop: StopConditions, at: str = "") -> None:
@@ -60,6 +71,9 @@ def check_stop(stop: StopConditions, at: str = "") -> None:
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         field = f"{at}stop_token_ids"
         raise invalid_argument(f"{field} has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}.", field)
+    if stop.min_tokens and stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
+        field = f"{at}min_tokens"
+        raise invalid_argument(f"{field} is {stop.min_tokens}, more than max_tokens, {stop.max_tokens}.", field)
 
 
 def check_num_choices(n: int, field: str = "n") -> None:
@@ -67,6 +81,47 @@ def check_num_choices(n: int, field: str = "n") -> None:
         raise invalid_argument(f"{field} must be between 1 and {MAX_CHOICES}, got {n}.", field)
 
 
+def _check_logit_bias(biases: Mapping[int, float], field: str) -> None:
+    _check_length(biases, MAX_LOGIT_BIASES, field)
+    for token_id, bias in biases.items():
+        _check_range(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, f"{field}.{token_id}")
+
+
+def _check_length(values: Sized, most: int, field: str) -> None:
+    if len(values) > most:
+        raise invalid_argument(f"{field} has {len(values)} entries; at most {most}.", field)
+
+
 def _check_range(value: float, low: float, high: float, field: str) -> None:
     if not math.isfinite(value) or not low <= value <= high:
         raise invalid_argument(f"{field} must be between {low:g} and {high:g}, got {value:g}.", field)
+
+
+def _check_top_p(value: float, field: str) -> None:
+    _check_range(value, 0.0, 1.0, field)
+    if value == 0.0:
+        raise invalid_argument(f"{field} must be greater than 0.", field)
+
+
+def _check_num_logprobs(value: int, field: str) -> None:
+    if value > MAX_LOGPROBS:
+        raise invalid_argument(f"{field} must be at most {MAX_LOGPROBS}, got {value}.", field)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any, str], None]]] = {
+    "temperature": lambda value, field: _check_range(value, 0.0, 2.0, field),
+    "top_p": _check_top_p,
+    "presence_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
+    "frequency_penalty": lambda value, field: _check_range(value, -2.0, 2.0, field),
+    "logprobs": _check_num_logprobs,
+    "guide": check_guide,
+    "min_p": lambda value, field: _check_range(value, 0.0, 1.0, field),
+    "repetition_penalty": lambda value, field: _check_range(
+        value, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, field
+    ),
+    "logit_bias": _check_logit_bias,
+    "prompt_logprobs": _check_num_logprobs,
+    "predicted_token_ids": lambda value, field: _check_length(value, MAX_PREDICTED_TOKENS, field),
+    "shown_special_token_ids": lambda value, field: _check_length(value, MAX_SHOWN_SPECIAL_TOKENS, field),
+}
+"""By the name of the field; the others may have any value."""

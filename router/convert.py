@@ -6,7 +6,8 @@ whatever the number of its sequences.
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final, TypeVar, cast
 
 from kvloom.errors import KvloomError
 from kvloom.text.token_ids import prompt_fields
@@ -43,7 +44,10 @@ def step_from_frame(frame: generation_pb2.StepFrame) -> Step:
     if frame.logprobs:
         step.logprobs = [(entry.slot, entry) for entry in frame.logprobs]
     if frame.starts:
-        step.starts = [Start(start.slot, start.num_cached_tokens, start.queue_time_seconds) for start in frame.starts]
+        step.starts = [
+            Start(start.slot, start.num_cached_tokens, start.queue_time_seconds, "", start.prompt_logprobs[:])
+            for start in frame.starts
+        ]
     if frame.finishes:
         step.finishes = [_finish_from_proto(finish) for finish in frame.finishes]
     return step
@@ -78,6 +82,7 @@ def start_to_proto(start: Start) -> generation_pb2.SequenceStart:
         num_cached_tokens=start.num_cached_tokens,
         shard_id=start.shard_id,
         queue_time_seconds=start.queue_time_seconds,
+        prompt_logprobs=cast(Sequence[generation_pb2.TokenLogprobs], start.prompt_logprobs),
     )
 
 
@@ -90,6 +95,8 @@ def finish_to_proto(finish: Finish) -> generation_pb2.SequenceFinish:
         num_output_tokens=finish.num_output_tokens,
         stop_string=finish.stop_string,
         error=None if finish.error is None else finish.error.to_proto(),
+        num_predicted_tokens=finish.num_predicted_tokens,
+        num_accepted_predicted_tokens=finish.num_accepted_predicted_tokens,
     )
 
 
@@ -102,6 +109,8 @@ def _finish_from_proto(finish: generation_pb2.SequenceFinish) -> Finish:
         finish.num_output_tokens,
         finish.stop_string,
         KvloomError.from_proto(finish.error) if finish.HasField("error") else None,
+        finish.num_predicted_tokens,
+        finish.num_accepted_predicted_tokens,
     )
 
 

@@ -13,7 +13,15 @@ from kvloom.errors import KvloomError, invalid_argument
 from kvloom.limits.byte_budget import memory_error
 from kvloom.limits.memory_policy import LARGE_BYTES, MemoryLevel
 from kvloom.router_link.link import LinkRequest
-from kvloom.sampling import MAX_CHOICES, check_num_choices, check_sampling, check_stop, draw_seed
+from kvloom.sampling import (
+    MAX_CHOICES,
+    MAX_PREDICTED_TOKENS,
+    check_num_choices,
+    check_prompt_logprobs,
+    check_sampling,
+    check_stop,
+    draw_seed,
+)
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1 import router_service_pb2
@@ -94,6 +102,7 @@ class Intake:
         check_sampling(submit.sampling, "sampling.")
         check_stop(submit.stop, "stop.")
         self._check_prompt(token_ids, submit.model, "prompt_token_ids")
+        check_prompt_logprobs(submit.sampling, len(token_ids), len(choices))
         text = submit.prompt_text  # It is read only once because every access decodes it.
         self._check_text_size(text, "prompt_text")
         return Request(
@@ -132,6 +141,10 @@ class Intake:
             raise self._model_not_found(wanted.model)
         choices = wanted_choices(wanted, self._tokenizer, self._max_prompt_tokens)
         token_ids, text = await self._tokenized(wanted)
+        check_prompt_logprobs(wanted.sampling, len(token_ids), wanted.n or 1)
+        sampling = _with_seed(wanted.sampling)
+        if wanted.predicted_text:
+            sampling.predicted_token_ids.extend(await self._predicted_token_ids(wanted))
         return Request(
             request_id=scope.request_id(wanted.request_id or new_request_id()),
             client_id=client_id,
@@ -140,7 +153,7 @@ class Intake:
             prompt_text=text,
             choices=choices,
             max_tokens=wanted.stop.max_tokens if wanted.stop.HasField("max_tokens") else None,
-            sampling=_with_seed(wanted.sampling),
+            sampling=sampling,
             stop=_copied(wanted.stop),
             timeout_seconds=_checked_timeout(wanted.timeout_seconds),
             tier=_tier(wanted.tier),
@@ -171,6 +184,15 @@ class Intake:
                 return token_ids, self._text_for_screening(token_ids, wanted.model)
             case _:
                 raise invalid_argument("One of text, conversation and token_ids is required.", "input")
+
+    async def _predicted_token_ids(self, wanted: GenerateRequest) -> Sequence[int]:
+        if wanted.sampling.predicted_token_ids:
+            raise invalid_argument(
+                "predicted_text and sampling.predicted_token_ids exclude each other.", "predicted_text"
+            )
+        self._check_text_size(wanted.predicted_text, "predicted_text")
+        token_ids = await self._tokenizer.encode(wanted.predicted_text)
+        return token_ids[:MAX_PREDICTED_TOKENS]
 
     async def _encoded_chat(self, messages: Sequence[ChatMessage]) -> Sequence[int]:
         try:

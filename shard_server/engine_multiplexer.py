@@ -180,7 +180,11 @@ class EngineMultiplexer:
         for start in output.starts:
             sequence = live.get(start.request_id)
             if sequence is not None:
-                self._live.start(sequence, start.num_cached_tokens, start.queue_time_seconds, now)
+                self._live.start(sequence, start, now)
+        for request_id, (num_drafted, num_accepted) in output.predictions.items():
+            sequence = live.get(request_id)
+            if sequence is not None:
+                sequence.predicted = sequence.predicted[0] + num_drafted, sequence.predicted[1] + num_accepted
         num_tokens = num_discarded = 0
         for request_id, token_ids in _first_tokens_first(output):
             sequence = live.get(request_id)

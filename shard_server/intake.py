@@ -6,13 +6,13 @@ The errors with which a shard rejects or ends a sequence are worded here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from kvloom.errors import KvloomError, invalid_argument, protocol_violation
 from kvloom.process.request_context import request_fields
-from kvloom.text.detokenizer import IncrementalDetokenizer, TokenText
+from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer, TokenText
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import FINISH_REASON_ERROR, Choice, SequenceFinish
 from kvloom.v1.shard_service_pb2 import ShardSubmit
@@ -65,7 +65,7 @@ class Intake:
         names = request_fields(submit.request_id, submit.client_request_id, submit.traceparent, submit.cache_salt)
         for choice, request in zip(choices, requests, strict=True):
             try:
-                self._submit_choice(connection, choice, request, submit.stop.stop, now, names)
+                self._submit_choice(connection, choice, request, submit, now, names)
             except KvloomError as error:
                 connection.parts.finishes.append(rejection(choice.slot, error))
 
@@ -82,13 +82,19 @@ class Intake:
         connection: RouterConnection,
         choice: Choice,
         request: EngineRequest,
-        stop_strings: Sequence[str],
+        submit: ShardSubmit,
         now: float,
         names: Mapping[str, str],
     ) -> None:
-        detokenizer = IncrementalDetokenizer(
-            self._tokenizer, stop_strings, visible_output(request), choice.num_delivered_chars
-        )
+        stop_strings, shown = submit.stop.stop, submit.sampling.shown_special_token_ids
+        output = visible_output(request), choice.num_delivered_chars
+        if stop_strings and request.min_tokens:
+            num_exempt = request.min_tokens
+            detokenizer = LateStopDetokenizer(
+                self._tokenizer, stop_strings, *output, shown, num_exempt_tokens=num_exempt
+            )
+        else:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, stop_strings, *output, shown)
         sequence = LiveSequence(connection, choice.slot, request, detokenizer, bool(stop_strings), now, names)
         reason = sequence.already_ended()
         if reason is None:

@@ -17,7 +17,7 @@ from kvloom.process.access_log import NO_ACCESS_LOG, AccessLog
 from kvloom.text.detokenizer import IncrementalDetokenizer
 from kvloom.v1 import generation_pb2
 from kvloom.v1.generation_pb2 import FINISH_REASON_STOP, FinishReason, SequenceFinish
-from shard_server.engines.base import Engine, EngineRequest, TokenLogprobs
+from shard_server.engines.base import Engine, EngineRequest, SequenceStart, TokenLogprobs
 from shard_server.metrics import ShardMetrics
 from shard_server.step_frames import StepParts
 
@@ -44,6 +44,7 @@ class LiveSequence:
         "names",
         "num_cached_tokens",
         "num_output_tokens",
+        "predicted",
         "received_at",
         "request",
         "slot",
@@ -69,6 +70,8 @@ class LiveSequence:
         self.num_cached_tokens = 0
         self.num_output_tokens = len(request.output_token_ids)
         """Includes the output tokens of earlier attempts."""
+        self.predicted: tuple[int, int] = (0, 0)
+        """How many predicted tokens were drafted, and how many of them were right."""
         self.received_at = received_at
 
     def already_ended(self) -> FinishReason.ValueType | None:
@@ -103,6 +106,8 @@ class LiveSequence:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             stop_string=stop_string or "",
+            num_predicted_tokens=self.predicted[0],
+            num_accepted_predicted_tokens=self.predicted[1],
         )
 
 
@@ -180,12 +185,16 @@ class LiveSequences:
         sequence.connection.by_slot[sequence.slot] = sequence
         self._idle.clear()
 
-    def start(self, sequence: LiveSequence, num_cached_tokens: int, queue_time_seconds: float, now: float) -> None:
+    def start(self, sequence: LiveSequence, start: SequenceStart, now: float) -> None:
         """The engine has produced the first token of `sequence`."""
-        sequence.num_cached_tokens = num_cached_tokens
+        sequence.num_cached_tokens = num_cached_tokens = start.num_cached_tokens
+        queue_time_seconds = start.queue_time_seconds
         sequence.connection.parts.starts.append(
             generation_pb2.SequenceStart(
-                slot=sequence.slot, num_cached_tokens=num_cached_tokens, queue_time_seconds=queue_time_seconds
+                slot=sequence.slot,
+                num_cached_tokens=num_cached_tokens,
+                queue_time_seconds=queue_time_seconds,
+                prompt_logprobs=logprobs_to_proto(0, start.prompt_logprobs) if start.prompt_logprobs else None,
             )
         )
         self._metrics.on_start(

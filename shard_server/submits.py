@@ -6,12 +6,11 @@ import json
 import secrets
 from typing import Final
 
-from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, unsupported
 from kvloom.guide import GUIDE_FIELD
-from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_sampling, check_stop
+from kvloom.sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_P, check_prompt_logprobs, check_sampling, check_stop
 from kvloom.text.block_hash import root_hash
 from kvloom.text.token_ids import unpack_token_ids
-from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import Choice, SamplingParams
 from kvloom.v1.shard_service_pb2 import ShardSubmit
 from shard_server.engines.base import Capability, EngineInfo, EngineRequest, Guide, GuideKind, Sampling
@@ -42,8 +41,18 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     _check_token_ids(prompt, info, "prompt_token_ids")
     check_sampling(submit.sampling, "sampling.")
     check_stop(submit.stop, "stop.")
-    _check_capabilities(submit.sampling, info)
+    check_prompt_logprobs(submit.sampling, len(prompt), len(submit.choices))
+    _check_capabilities(submit, info)
+    logit_bias = tuple(sorted(submit.sampling.logit_bias.items()))
+    if logit_bias and logit_bias[-1][0] >= info.vocab_size:
+        raise _unknown_token(logit_bias[-1][0], info, "sampling.logit_bias")
+    predicted = submit.sampling.predicted_token_ids[:]
+    if predicted:
+        _check_token_ids(predicted, info, "sampling.predicted_token_ids")
     max_tokens = _max_tokens(submit, len(prompt), info)
+    if submit.stop.min_tokens > max_tokens:
+        message = f"min_tokens is {submit.stop.min_tokens}, but the answer may have at most {max_tokens} tokens."
+        raise invalid_argument(message, "stop.min_tokens")
     stop_token_ids = frozenset(submit.stop.stop_token_ids)
     if not submit.stop.ignore_eos:
         stop_token_ids |= info.eos_token_ids
@@ -54,9 +63,11 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
         EngineRequest(
             request_id=f"{submit.request_id}#{submit.attempt_id}.{choice.index}/{serial}",
             prompt_token_ids=prompt,
-            sampling=_sampling(submit.sampling, choice_seed(seed, choice.index)),
+            sampling=_sampling(submit.sampling, choice_seed(seed, choice.index), logit_bias, choice),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
+            min_tokens=submit.stop.min_tokens,
+            predicted_token_ids=predicted,
             output_token_ids=_output_token_ids(choice, max_tokens, info),
             num_expected_cached_tokens=submit.num_expected_cached_tokens,
             root_hash=root,
@@ -67,7 +78,11 @@ def resolve_submit(submit: ShardSubmit, info: EngineInfo, serial: int, origin: i
     ]
 
 
-def _sampling(sampling: SamplingParams, seed: int) -> Sampling:
+def _sampling(
+    sampling: SamplingParams, seed: int, logit_bias: tuple[tuple[int, float], ...], choice: Choice
+) -> Sampling:
+    # An earlier attempt has reported the prompt's logprobs with its first token.
+    wants_prompt_logprobs = sampling.HasField("prompt_logprobs") and not choice.output_token_ids
     return Sampling(
         temperature=sampling.temperature if sampling.HasField("temperature") else DEFAULT_TEMPERATURE,
         top_p=sampling.top_p if sampling.HasField("top_p") else DEFAULT_TOP_P,
@@ -76,6 +91,10 @@ def _sampling(sampling: SamplingParams, seed: int) -> Sampling:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        num_prompt_logprobs=sampling.prompt_logprobs if wants_prompt_logprobs else None,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        logit_bias=logit_bias,
     )
 
 
@@ -99,12 +118,12 @@ def _max_tokens(submit: ShardSubmit, num_prompt_tokens: int, info: EngineInfo) -
     left = info.max_model_len - num_prompt_tokens
     max_tokens = submit.stop.max_tokens if submit.stop.HasField("max_tokens") else left
     if left < 1 or max_tokens > left:
-        wanted = f" and {max_tokens} output tokens" if submit.stop.HasField("max_tokens") else ""
-        raise KvloomError(
-            ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
-            f"The model's window is {info.max_model_len} tokens; the request has {num_prompt_tokens} prompt tokens"
-            f"{wanted}.",
-            field="prompt_token_ids" if left < 1 else "stop.max_tokens",
+        raise context_length_exceeded(
+            info.max_model_len,
+            num_prompt_tokens,
+            max_tokens if submit.stop.HasField("max_tokens") else None,
+            "prompt_token_ids",
+            "stop.max_tokens",
         )
     return max_tokens
 
@@ -133,19 +152,37 @@ def _prompt_of(submit: ShardSubmit) -> list[int]:
 def _check_token_ids(token_ids: list[int], info: EngineInfo, field: str) -> None:
     largest = max(token_ids)
     if largest >= info.vocab_size:
-        raise invalid_argument(f"Token id {largest} is not in the vocabulary of {info.vocab_size} tokens.", field)
+        raise _unknown_token(largest, info, field)
 
 
-def _check_capabilities(sampling: SamplingParams, info: EngineInfo) -> None:
-    has = info.capabilities
-    if sampling.HasField("logprobs") and Capability.LOGPROBS not in has:
-        raise unsupported(f"{info.model} gives no logprobs here.", "sampling.logprobs")
-    if sampling.HasField("guide") and Capability.GUIDED not in has:
-        raise unsupported(f"{info.model} has no guided decoding here.", GUIDE_FIELD)
-    if sampling.top_k and Capability.TOP_K not in has:
-        raise unsupported(f"{info.model} has no top_k here.", "sampling.top_k")
-    if Capability.PENALTIES not in has:
-        if sampling.presence_penalty:
-            raise unsupported(f"{info.model} has no penalties here.", "sampling.presence_penalty")
-        if sampling.frequency_penalty:
-            raise unsupported(f"{info.model} has no penalties here.", "sampling.frequency_penalty")
+def _unknown_token(token_id: int, info: EngineInfo, field: str) -> KvloomError:
+    return invalid_argument(f"Token id {token_id} is not in the vocabulary of {info.vocab_size} tokens.", field)
+
+
+def _check_capabilities(submit: ShardSubmit, info: EngineInfo) -> None:
+    """Raise KvloomError for the first parameter that would have an effect which this engine does not offer."""
+    sampling, has = submit.sampling, info.capabilities
+    for capability, is_asked, field, what in (
+        (Capability.LOGPROBS, sampling.HasField("logprobs"), "sampling.logprobs", "gives no logprobs"),
+        (
+            Capability.PROMPT_LOGPROBS,
+            sampling.HasField("prompt_logprobs"),
+            "sampling.prompt_logprobs",
+            "gives no prompt_logprobs",
+        ),
+        (Capability.GUIDED, sampling.HasField("guide"), GUIDE_FIELD, "has no guided decoding"),
+        (Capability.TOP_K, sampling.top_k, "sampling.top_k", "has no top_k"),
+        (Capability.PENALTIES, sampling.presence_penalty, "sampling.presence_penalty", "has no penalties"),
+        (Capability.PENALTIES, sampling.frequency_penalty, "sampling.frequency_penalty", "has no penalties"),
+        (Capability.MIN_P, sampling.min_p, "sampling.min_p", "has no min_p"),
+        (
+            Capability.REPETITION_PENALTY,
+            sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
+            "sampling.repetition_penalty",
+            "has no repetition_penalty",
+        ),
+        (Capability.LOGIT_BIAS, sampling.logit_bias, "sampling.logit_bias", "has no logit_bias"),
+        (Capability.MIN_TOKENS, submit.stop.min_tokens, "stop.min_tokens", "has no min_tokens"),
+    ):
+        if is_asked and capability not in has:
+            raise unsupported(f"{info.model} {what} here.", field)

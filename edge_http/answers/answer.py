@@ -121,6 +121,8 @@ class Answer(abc.ABC):
             num_output_tokens=sum(finish.num_output_tokens for finish in self.finishes.values()),
             num_cached_tokens=sum(finish.num_cached_tokens for finish in first_of_prompts),
             num_reasoning_tokens=sum(one.num_reasoning_tokens for one in self._parsed) if self._parsed else None,
+            num_predicted_tokens=sum(finish.num_predicted_tokens for finish in self.finishes.values()),
+            num_accepted_tokens=sum(finish.num_accepted_predicted_tokens for finish in self.finishes.values()),
         )
 
     @property

@@ -52,8 +52,22 @@ class CollectedAnswer(Answer):
     def _is_visible(self) -> bool:
         return False
 
-    def _add_start(self, index: int) -> None:  # noqa: ARG002
+    def _add_start(self, index: int) -> None:
         self._note_first_token()
+        if self._formatter.report is not None:
+            self._report_prompt(index)
+
+    def _report_prompt(self, index: int) -> None:
+        choice, start = self._choices[index], self.starts[index]
+        if (echo := self._formatter.echo(index, start)) is not None:
+            text, logprobs = echo
+            self.num_bytes += choice.add(PartKind.TEXT, text)
+            if logprobs is not None:
+                self.num_bytes += choice.add_logprobs(logprobs)
+        choice.prompt_logprobs = self._formatter.prompt_logprobs(index, start)
+        self.num_bytes += len(choice.prompt_logprobs)
+        start.ClearField("prompt_logprobs")
+        self._check_size()
 
     def _add_tokens(self, index: int, delta: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._note_first_token()

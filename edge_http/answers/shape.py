@@ -10,7 +10,8 @@ import msgspec
 
 from edge_http.answers.parsed_output import ParsedOutput
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
-from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter
+from edge_http.openai.prompt_report import PromptReport
+from edge_http.openai.response_formatters import ChatFormatter, CompletionFormatter, OpenAiFormatter
 from kvloom.conversation.tools import Tool
 from kvloom.parsers.output_parser import make_parser
 from kvloom.parsers.spec import ParserSpec, ToolSchema
@@ -45,8 +46,14 @@ def parsed_outputs(shape: ResponseShape, num_choices: int) -> list[ParsedOutput]
     ]
 
 
-def formatter_of(shape: ResponseShape, envelope: Envelope, tokenizer: ModelTokenizer) -> ResponseFormatter:
-    return FORMATS[shape.api](envelope, tokenizer, shape.options)
+def formatter_of(
+    shape: ResponseShape, envelope: Envelope, tokenizer: ModelTokenizer, report: PromptReport | None = None
+) -> ResponseFormatter:
+    """`report`: what the answer repeats of its prompt."""
+    formatter = FORMATS[shape.api](envelope, tokenizer, shape.options)
+    if report is not None and isinstance(formatter, OpenAiFormatter):
+        formatter.repeat_prompt(report)
+    return formatter
 
 
 def _chat(envelope: Envelope, tokenizer: ModelTokenizer, options: Mapping[str, Any]) -> ResponseFormatter:

@@ -147,6 +147,21 @@ class StreamedAnswer(Answer):
             self._events.begin({**self._headers, **more})
         start = self.starts.get(index)
         self._send_all(self._formatter.opening(index, 0 if start is None else start.num_cached_tokens))
+        if self._formatter.report is not None:
+            self._echo(index)
+
+    def _echo(self, index: int) -> None:
+        """Send the prompt, if the answer begins with it."""
+        formatter, start = self._formatter, self.starts[index]
+        echo = formatter.echo(index, start)
+        start.ClearField("prompt_logprobs")  # they are large, and starts are kept
+        if echo is None:
+            return
+        text, logprobs = echo
+        if logprobs is not None:
+            self._send(formatter.delta_with_logprobs(index, text, logprobs))
+        else:
+            self._send_all(formatter.output(index, [TextDelta(text)]))
 
     def _begin(self, index: int) -> None:
         self._begun.add(index)

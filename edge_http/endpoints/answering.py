@@ -17,6 +17,7 @@ from edge_http.edge import AdmissionPermit, Edge, ServedModel
 from edge_http.endpoints.resume import deliver, deliver_found, find_idempotent
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.sampling import check_window
 from edge_http.recovery.takeover import register_for_recovery
 from edge_http.resume.records import ResponseRecord
@@ -68,6 +69,8 @@ class GenerationJob(msgspec.Struct, frozen=True):
     shape: ResponseShape
     guide_field: str = ""
     """The field of the body that requested guided decoding; "" when none did."""
+    prompt_report: PromptReport | None = None
+    """What the answer repeats of its prompt."""
 
     @property
     def num_choices(self) -> int:
@@ -85,7 +88,7 @@ async def generate(
         for prompt in job.prompts:
             check_window(len(prompt.token_ids), max_tokens, window, prompt.field, job.max_tokens_field)
     envelope = _envelope(edge, job)
-    formatter = formatter_of(job.shape, envelope, job.model.tokenizer)
+    formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
     if not job.stream:
         return await _collect(edge, request, job, formatter, name)
@@ -228,6 +231,8 @@ def _response_record(
         guide_field=job.guide_field,
         shape=msgspec.msgpack.encode(job.shape),
         include_usage=job.include_usage,
+        echoes=job.prompt_report is not None and job.prompt_report.echoes,
+        echo_logprobs=None if job.prompt_report is None else job.prompt_report.echo_logprobs,
         with_details=wants_details(request),
         with_explanation=wants_explanation(request),
     )

@@ -12,7 +12,8 @@ from edge_http.edge import Edge
 from edge_http.endpoints.answering import GenerationJob, generate
 from edge_http.openai.guide import BodyGuide, guide_of
 from edge_http.openai.messages import chat_messages
-from edge_http.openai.prompt import chat_prompt, completion_prompts
+from edge_http.openai.prompt import chat_prompt, completion_prompts, predicted_tokens
+from edge_http.openai.prompt_report import prompt_report
 from edge_http.openai.requests import ChatBody, GenerationBody, decode_chat, decode_completion
 from edge_http.openai.sampling import (
     chat_max_tokens,
@@ -26,7 +27,7 @@ from edge_http.openai.sampling import (
 from edge_http.openai.tools import tools_of
 from edge_http.wire.body import digest_of, read_json_body
 from edge_http.wire.headers import session_key
-from kvloom.conversation.model_output import prompted
+from kvloom.conversation.model_output import prompted, show_markers
 from kvloom.conversation.tool_plan import plan_tools
 from kvloom.errors import invalid_argument
 
@@ -70,6 +71,10 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
     messages = chat_messages(body.messages)
     window = edge.window(model.name)
     prompt, rendered = await chat_prompt(messages, plan.tools, _template_options(body), model.tokenizer, window)
+    if body.prediction is not None:
+        sampling.predicted_token_ids.extend(await predicted_tokens(body.prediction, model.tokenizer, window))
+    parser = prompted(plan.parser, rendered)
+    show_markers(sampling, parser, model.tokenizer)
     return GenerationJob(
         operation="chat",
         id_prefix="chatcmpl-",
@@ -85,10 +90,9 @@ async def _chat_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> Generat
         session_key=session_key(request, body.prompt_cache_key),
         tier=tier_of(body),
         body_digest=digest_of(raw),
-        shape=shape_of(
-            "chat", prompted(plan.parser, rendered), plan.tools, has_legacy_functions=given.has_legacy_functions
-        ),
+        shape=shape_of("chat", parser, plan.tools, has_legacy_functions=given.has_legacy_functions),
         guide_field="" if guide is None else guide.field,
+        prompt_report=prompt_report(body, sampling, [prompt], n),
     )
 
 
@@ -117,6 +121,7 @@ async def _completion_job(edge: Edge, request: web.BaseRequest, raw: bytes) -> G
         body_digest=digest_of(raw),
         shape=shape_of("completion", None, ()),
         guide_field="" if guide is None else guide.field,
+        prompt_report=prompt_report(body, sampling, prompts, n),
     )
 
 

@@ -38,13 +38,15 @@ class CollectedChoice:
     """The parts of a choice in the order of the model's output, as the JSON that they become. That takes a tenth of the
     memory of the objects, and its size is known at any time."""
 
-    __slots__ = ("finish_reason", "logprobs", "parts", "stop_string")
+    __slots__ = ("finish_reason", "logprobs", "parts", "prompt_logprobs", "stop_string")
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.logprobs: list[bytearray] = []
         """The content of JSON arrays; empty without logprobs."""
         self.finish_reason = ""
+        self.prompt_logprobs = b""
+        """A JSON array; empty unless they were asked for."""
         self.stop_string = ""
         """The stop string that ended it; "" if something else did."""
 

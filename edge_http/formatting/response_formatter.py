@@ -20,7 +20,7 @@ from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.usage import Usage
 from kvloom.errors import KvloomError
 from kvloom.parsers.events import Event
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
 
 DATA: Final = b"data: "
 
@@ -61,7 +61,7 @@ class ResponseFormatter(abc.ABC):
     """One object formats one response. Methods are called in the order of the response's events; a format may keep
     state between calls. Choices are numbered across all prompts."""
 
-    __slots__ = ("_envelope", "prefixes", "suffix")
+    __slots__ = ("_envelope", "prefixes", "report", "suffix")
 
     call_id_prefix = "call_"
 
@@ -72,6 +72,8 @@ class ResponseFormatter(abc.ABC):
         format have no constant frame, and `output` makes them."""
         self.suffix = b""
         """The bytes after the text."""
+        self.report: object | None = None
+        """Set if the answer repeats something of its prompt; see `echo` and `prompt_logprobs`."""
 
     @property
     def envelope(self) -> Envelope:
@@ -97,6 +99,14 @@ class ResponseFormatter(abc.ABC):
         """Return the contents of the arrays in the `logprobs` of these tokens. Each token must be passed once, in
         order."""
         raise NotImplementedError
+
+    def echo(self, index: int, start: SequenceStart) -> tuple[str, Sequence[bytes] | None] | None:  # noqa: ARG002
+        """Return the prompt's text, and what `logprobs` would return for its tokens, if the answer begins with them."""
+        return None
+
+    def prompt_logprobs(self, index: int, start: SequenceStart) -> bytes:  # noqa: ARG002
+        """Return the JSON of a choice's `prompt_logprobs`; b"" if there is none."""
+        return b""
 
     def skip(self, index: int, token_ids: Sequence[int]) -> None:  # noqa: ARG002
         """Account for tokens of a choice that another edge has delivered before this one continued the response."""

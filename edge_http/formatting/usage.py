@@ -15,3 +15,7 @@ class Usage(msgspec.Struct, frozen=True):
     """Prompt tokens whose KV was reused."""
     num_reasoning_tokens: int | None = None
     """None: the model's output was not searched for reasoning."""
+    num_predicted_tokens: int = 0
+    """Tokens of the request's prediction that were tried as drafts."""
+    num_accepted_tokens: int = 0
+    """Those of them that the answer has."""

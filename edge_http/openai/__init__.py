@@ -2,8 +2,11 @@
 
 requests.py             decodes and validates the bodies that clients post
 unsupported.py          the parameters that kvloom does not support, and their harmless values
+field_names.py          the body's fields for errors that name the fields of the fabric's messages
+field_names.py          the body's fields, for errors that name those of the fabric's messages
 prompt.py               converts a body to prompts in token ids
 sampling.py             converts a body's parameters to SamplingParams and StopConditions
+prompt_report.py        what an answer repeats of its prompt: echo and prompt_logprobs
 guide.py                converts response_format and structured_outputs to a Guide
 response_formatters.py  the formats of chat and plain completion responses, streamed and complete
 logprobs.py             the formats of log-probabilities

@@ -55,13 +55,14 @@ class CompletionLogprobs:
 
     __slots__ = ("_decoder", "_num_chars", "_tokenizer")
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, num_chars: int = 0) -> None:
+        """`num_chars` is the length of the text that precedes the first token."""
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._num_chars = 0
+        self._num_chars = num_chars
 
     def push(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
-        """Return the lists for these tokens. `text_offset` counts characters from the beginning of the answer."""
+        """Return the lists for these tokens. `text_offset` counts characters from the beginning of the text."""
         tokenizer = self._tokenizer
         lists = empty_completion_logprobs()
         for token_id, entry in zip(token_ids, entries, strict=True):
@@ -85,6 +86,11 @@ class CompletionLogprobs:
 
 def empty_completion_logprobs() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def shown_token(tokenizer: ModelTokenizer, token_id: int) -> str:
+    """The text of one token by itself; the name of a special one."""
+    return _shown(tokenizer.token_bytes(token_id))
 
 
 def _shown(exact: bytes) -> str:

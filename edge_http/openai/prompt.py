@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from edge_http.openai.requests import CompletionBody
+from edge_http.openai.requests import CompletionBody, Prediction, parts_text
 from edge_http.openai.sampling import check_text_size
 from kvloom.conversation.prompt import conversation_prompt, screened_text
 from kvloom.conversation.tools import Tool
 from kvloom.errors import KvloomError, invalid_argument
+from kvloom.sampling import MAX_PREDICTED_TOKENS
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
@@ -39,6 +40,14 @@ async def chat_prompt(
     check_text_size(len(text), max_model_len, field)
     token_ids, rendered = await conversation_prompt(tokenizer, messages, tools, template_options)
     return Prompt(token_ids, text, field), rendered
+
+
+async def predicted_tokens(prediction: Prediction, tokenizer: ModelTokenizer, max_model_len: int = 0) -> Sequence[int]:
+    """The tokens of the answer that the client expects. Raises KvloomError."""
+    content = prediction.content
+    text = content if isinstance(content, str) else parts_text(content, "prediction.content")
+    check_text_size(len(text), max_model_len, "prediction.content")
+    return (await tokenizer.encode(text))[:MAX_PREDICTED_TOKENS]
 
 
 async def completion_prompts(

@@ -7,6 +7,7 @@ accepted, and all others are rejected by name. Unknown fields are rejected by na
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -96,6 +97,11 @@ class StreamOptions(Body, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class Prediction(Body, kw_only=True):
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class JsonSchemaFormat(Body, kw_only=True):
     name: str | None = None
     description: str | None = None
@@ -140,14 +146,26 @@ class GenerationBody(Body, kw_only=True):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Maps token ids to what is added to their logits."""
+    min_p: float | None = None
+    """vLLM's extension, as are the next two."""
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    """vLLM's extension: the likeliest tokens to report for each token of the prompt."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """An extension."""
     user: str | None = None
+    """Without effect, like the next three: their purposes are OpenAI's abuse monitoring, storage and billing."""
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     """Requests with the same key belong together, e.g. to one conversation. It is a hint for placement."""
-    service_tier: Literal["auto", "default", "flex"] | None = None
-    """"flex" requests may wait, and are the first to be rejected under overload."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """"flex" requests may wait, and are the first to be rejected under overload. The others are alike."""
     priority: int | None = None
     """vLLM's extension: values above 0 are less urgent, like service_tier "flex"."""
 
@@ -165,6 +183,7 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     """vLLM's extension: further variables of the chat template, e.g. {"enable_thinking": false}."""
     max_completion_tokens: int | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -172,6 +191,7 @@ class ChatBody(GenerationBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 def decode_chat(raw: bytes, max_messages: int) -> ChatBody:
@@ -210,7 +230,12 @@ def message_text(message: Message, number: int) -> str:
     field = f"messages[{number}].content"
     if content is None:
         raise invalid_argument(f"{field} is missing.", field)
-    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(content))
+    return parts_text(content, field)
+
+
+def parts_text(parts: Sequence[ContentPart], field: str) -> str:
+    """Return the text of the parts, joined in order."""
+    return "".join(_part_text(part, f"{field}[{i}]") for i, part in enumerate(parts))
 
 
 def _part_text(part: ContentPart, at: str) -> str:

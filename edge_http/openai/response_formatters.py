@@ -6,16 +6,19 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from edge_http.formatting.collected_choice import CollectedChoice, Part, PartKind
 from edge_http.formatting.error_formats import OPENAI_ERRORS
 from edge_http.formatting.json_bytes import Buffer, Json, encode_json
 from edge_http.formatting.response_formatter import DATA, Envelope, Finish, ResponseFormatter, data_event
 from edge_http.formatting.usage import Usage
 from edge_http.openai.logprobs import CompletionLogprobs, chat_logprobs
+from edge_http.openai.prompt_report import PromptReport
 from kvloom.errors import KvloomError
 from kvloom.parsers.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.text.tokenizer import ModelTokenizer
-from kvloom.v1.generation_pb2 import TokenLogprobs
+from kvloom.v1.generation_pb2 import SequenceStart, TokenLogprobs
 
 DONE: Final = DATA + b"[DONE]"
 
@@ -23,7 +26,7 @@ DONE: Final = DATA + b"[DONE]"
 class OpenAiFormatter(ResponseFormatter):
     """What both formats have in common: chunks with a list of choices."""
 
-    __slots__ = ("_head", "_tail")
+    __slots__ = ("_head", "_tail", "_tokenizer")
 
     chunk_object: str
     body_object: str
@@ -32,15 +35,33 @@ class OpenAiFormatter(ResponseFormatter):
     _around_logprobs: tuple[bytes, bytes]
     """The bytes of a chunk between a delta's text and its logprobs, and those after them."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
         super().__init__(envelope)
+        self._tokenizer = tokenizer
         self._head = DATA + encode_json(envelope.fields(self.chunk_object))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}' if envelope.include_usage else b"]}"
         self.prefixes = [self._delta_prefix(index) for index in range(envelope.num_choices)]
         self.suffix = self._delta_suffix() + self._tail
 
+    def repeat_prompt(self, report: PromptReport) -> None:
+        """The answer repeats something of its prompt. Call this before anything else."""
+        self.report = report
+
     def output(self, index: int, events: Sequence[Event]) -> Sequence[bytes]:
         return [self._text(index, event.text) for event in events if isinstance(event, TextDelta)]
+
+    def echo(self, index: int, start: SequenceStart) -> tuple[str, Sequence[bytes] | None] | None:
+        report = self.report
+        if not isinstance(report, PromptReport) or not report.echoes:
+            return None
+        lists = report.echoed_logprobs(index, self._tokenizer, start.prompt_logprobs)
+        return report.text(index, self._tokenizer), lists
+
+    def prompt_logprobs(self, index: int, start: SequenceStart) -> bytes:
+        report = self.report
+        if not isinstance(report, PromptReport) or report.prompt_logprobs is None:
+            return b""
+        return report.listed_logprobs(index, self._tokenizer, start.prompt_logprobs)
 
     def delta_with_logprobs(self, index: int, text: str, logprobs: Sequence[bytes]) -> bytes:
         between, end = self._around_logprobs
@@ -61,11 +82,19 @@ class OpenAiFormatter(ResponseFormatter):
         for index, choice in enumerate(choices):
             before, *content, between = self._around_text(index, choice)
             logprobs = self._framed(choice.logprobs) if choice.logprobs else [b"null"]
-            end = b',"finish_reason":%b}' % encode_json(choice.finish_reason)
+            end = b',"finish_reason":%b%b}' % (encode_json(choice.finish_reason), self._after_choice(choice))
             pieces += [b"," + bytes(before) if index else before, *content, between, *logprobs, end]
-        more = {"usage": usage_object(usage)}
+        more = {"usage": usage_object(usage), **self._after_choices(choices)}
         pieces.append(b"]," + encode_json(more | {"kvloom": details} if details else more)[1:])
         return pieces
+
+    def _after_choice(self, choice: CollectedChoice) -> bytes:  # noqa: ARG002
+        """Return further fields of a choice in a body."""
+        return b""
+
+    def _after_choices(self, choices: Sequence[CollectedChoice]) -> Json:  # noqa: ARG002
+        """Return further fields of a body."""
+        return {}
 
     @abc.abstractmethod
     def _around_text(self, index: int, choice: CollectedChoice) -> list[Buffer]:
@@ -92,7 +121,7 @@ class OpenAiFormatter(ResponseFormatter):
 class ChatFormatter(OpenAiFormatter):
     """Formats chat.completion and chat.completion.chunk."""
 
-    __slots__ = ("_has_legacy_functions", "_tokenizer")
+    __slots__ = ("_has_legacy_functions",)
 
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
@@ -101,8 +130,7 @@ class ChatFormatter(OpenAiFormatter):
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer, *, has_legacy_functions: bool = False) -> None:
         """`has_legacy_functions`: the request had `functions` instead of `tools`, so a call is a `function_call`."""
-        super().__init__(envelope)
-        self._tokenizer = tokenizer
+        super().__init__(envelope, tokenizer)
         self._has_legacy_functions = has_legacy_functions
 
     def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
@@ -177,6 +205,11 @@ class ChatFormatter(OpenAiFormatter):
             pieces += [head if number else head[1:], *_function(call), b"}"]
         return [*pieces, b"]"]
 
+    def _after_choices(self, choices: Sequence[CollectedChoice]) -> Json:
+        """All choices have the same prompt."""
+        prompt_logprobs = choices[0].prompt_logprobs
+        return {"prompt_logprobs": msgspec.Raw(prompt_logprobs)} if prompt_logprobs else {}
+
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"delta":{"content":' % index
 
@@ -195,8 +228,14 @@ class CompletionFormatter(OpenAiFormatter):
     _around_logprobs = (b',"logprobs":', b',"finish_reason":null}')
 
     def __init__(self, envelope: Envelope, tokenizer: ModelTokenizer) -> None:
-        super().__init__(envelope)
+        super().__init__(envelope, tokenizer)
         self._logprobs = [CompletionLogprobs(tokenizer) for _ in range(envelope.num_choices)]
+
+    def repeat_prompt(self, report: PromptReport) -> None:
+        super().repeat_prompt(report)
+        if report.echoes:
+            num_chars = [len(report.text(index, self._tokenizer)) for index in range(self._envelope.num_choices)]
+            self._logprobs = [CompletionLogprobs(self._tokenizer, count) for count in num_chars]
 
     def opening(self, index: int, num_cached_tokens: int) -> Sequence[bytes]:  # noqa: ARG002
         return ()
@@ -213,6 +252,9 @@ class CompletionFormatter(OpenAiFormatter):
     def _around_text(self, index: int, choice: CollectedChoice) -> list[Buffer]:
         return [b'{"index":%d,"text":"' % index, choice.joined(PartKind.TEXT), b'","logprobs":']
 
+    def _after_choice(self, choice: CollectedChoice) -> bytes:
+        return b',"prompt_logprobs":' + choice.prompt_logprobs if choice.prompt_logprobs else b""
+
     def _delta_prefix(self, index: int) -> bytes:
         return self._head + b'{"index":%d,"text":' % index
 
@@ -228,8 +270,14 @@ def usage_object(usage: Usage) -> Json:
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+    details: Json = {}
     if usage.num_reasoning_tokens is not None:
-        shown["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
+        details["reasoning_tokens"] = usage.num_reasoning_tokens
+    if usage.num_predicted_tokens:
+        details["accepted_prediction_tokens"] = usage.num_accepted_tokens
+        details["rejected_prediction_tokens"] = usage.num_predicted_tokens - usage.num_accepted_tokens
+    if details:
+        shown["completion_tokens_details"] = details
     return shown
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from edge_http.openai.guide import BodyGuide
 from edge_http.openai.requests import ChatBody, CompletionBody, GenerationBody
-from kvloom.errors import KvloomError, invalid_argument
+from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument
 from kvloom.sampling import MAX_LOGPROBS, check_num_choices, check_sampling, check_stop
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -16,6 +17,9 @@ _MAX_UINT32: Final = 2**32 - 1
 _MAX_UINT64: Final = 2**64 - 1
 MAX_CHARS_PER_TOKEN: Final = 16
 """A limit for the average over a whole prompt. Ordinary text has 3 to 5."""
+MAX_METADATA_PAIRS: Final = 16
+MAX_METADATA_KEY_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
 DEFAULT_COMPLETION_MAX_TOKENS: Final = 16
 """OpenAI's default for plain completions."""
 
@@ -76,7 +80,11 @@ def stop_conditions(body: GenerationBody, max_tokens: int | None) -> StopConditi
     for i, token_id in enumerate(body.stop_token_ids or ()):
         _whole_number(token_id, f"stop_token_ids[{i}]", _MAX_UINT32)
     stop = StopConditions(
-        max_tokens=max_tokens, stop=texts, stop_token_ids=body.stop_token_ids, ignore_eos=bool(body.ignore_eos)
+        max_tokens=max_tokens,
+        stop=texts,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=_whole_number(body.min_tokens, "min_tokens", _MAX_UINT32) if body.min_tokens else 0,
     )
     check_stop(stop)
     return stop
@@ -91,13 +99,8 @@ def check_window(
 ) -> None:
     """Raise CONTEXT_LENGTH_EXCEEDED if prompt and answer do not fit the model's window."""
     asked = 1 if max_tokens is None else max_tokens
-    if num_prompt_tokens + asked <= max_model_len:
-        return
-    too_long = num_prompt_tokens >= max_model_len
-    message = f"The model's window is {max_model_len} tokens, but the prompt has {num_prompt_tokens}"
-    message += " and leaves no room for an answer." if too_long else f" and {max_tokens_field} asks for {asked} more."
-    field = prompt_field if too_long else max_tokens_field
-    raise KvloomError(ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, message, field=field)
+    if num_prompt_tokens + asked > max_model_len:
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, max_tokens, prompt_field, max_tokens_field)
 
 
 def check_text_size(num_chars: int, max_model_len: int, field: str) -> None:
@@ -107,7 +110,8 @@ def check_text_size(num_chars: int, max_model_len: int, field: str) -> None:
     if limit and num_chars > limit:
         raise KvloomError(
             ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
-            f"The model's window is {max_model_len} tokens, for which a prompt of {num_chars} characters is too long.",
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested a prompt of "
+            f"{num_chars} characters, which cannot fit. Please reduce the length of the prompt.",
             field=field,
         )
 
@@ -120,11 +124,35 @@ def _sampling(body: GenerationBody, logprobs: int | None, guide: BodyGuide | Non
         seed=None if body.seed is None else _seed(body.seed),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_logit_bias(body.logit_bias) if body.logit_bias else None,
         logprobs=logprobs,
         guide=None if guide is None else guide.guide,
     )
     check_sampling(sampling)
+    if body.metadata:
+        _check_metadata(body.metadata)
     return sampling
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdigit() and int(name[:11]) <= _MAX_UINT32):
+            raise invalid_argument(f"logit_bias: {name[:16]!r} is not a token id.", "logit_bias")
+        biases[int(name)] = bias
+    return biases
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """OpenAI's limits. Metadata would be stored with the response, which is not stored here."""
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise invalid_argument(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS}.", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            limits = f"{MAX_METADATA_KEY_CHARS} and {MAX_METADATA_VALUE_CHARS}"
+            raise invalid_argument(f"metadata: keys and values have at most {limits} characters.", "metadata")
 
 
 def _seed(seed: int) -> int:

@@ -14,10 +14,6 @@ Harmless = Mapping[str, Sequence[Any]]
 """Maps each field name to the values that mean "off"."""
 
 _BOTH: Final[Harmless] = {
-    "logit_bias": ({},),
-    "metadata": ({},),
-    "prompt_cache_retention": (),
-    "safety_identifier": (),
     "store": (False,),
 }
 
@@ -26,15 +22,13 @@ CHAT: Final[Harmless] = {
     "audio": (),
     "modalities": (["text"], []),
     "moderation": (),
-    "prediction": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 COMPLETION: Final[Harmless] = {
     **_BOTH,
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 
@@ -58,7 +52,7 @@ def refuse(body: object, harmless: Harmless, at: str = "") -> None:
     `at` prefixes the field's name, e.g. "messages[2].".
     """
     for name, values in harmless.items():
-        value = getattr(body, name)
+        value = getattr(body, name, None)  # a plain body has no such fields
         if value is not None and not any(type(value) is type(off) and value == off for off in values):
             field = at + name
             raise unsupported(f"{field} is not supported.", field)

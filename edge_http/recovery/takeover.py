@@ -14,6 +14,8 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
+from edge_http.openai.prompt import Prompt
+from edge_http.openai.prompt_report import PromptReport
 from edge_http.resume.publication import Publication, packed
 from edge_http.resume.records import (
     AnswerState,
@@ -80,7 +82,7 @@ def take_over(
     no reader yet. `link_ids` are those of the other edge's links. Raises KvloomError (MODEL_NOT_FOUND)."""
     model = edge.find_model(response.model)
     shape = recorded_shape(response)
-    formatter = recorded_formatter(response, model)
+    formatter = recorded_formatter(response, model, requests)
     num_before = state.num_events - len(state.events)
     name = ResponseName(response.id, response.caller, response.tenant, response.idempotency_key, response.body_digest)
     stream = edge.resume.open(name, num_before)
@@ -101,7 +103,7 @@ def take_over(
         state.starts,
         state.finishes,
         state.num_events,
-        functools.partial(_delivered_text, model.tokenizer),
+        functools.partial(_delivered_text, model.tokenizer, requests, response.n),
     )
     attempts = _settle(edge, response, requests, state, link_ids)
     timeout_seconds = max(requests.deadline_unix_seconds - time.time(), LEAST_SECONDS)
@@ -134,8 +136,10 @@ def recorded_shape(response: ResponseRecord) -> ResponseShape:
     return ResponseShape("chat" if response.operation == "chat" else "completion")
 
 
-def recorded_formatter(response: ResponseRecord, model: ServedModel) -> ResponseFormatter:
-    """The formatter that the response's edge used."""
+def recorded_formatter(
+    response: ResponseRecord, model: ServedModel, requests: RequestsRecord | None = None
+) -> ResponseFormatter:
+    """The formatter that the response's edge used. Without `requests` it is only for answers that have begun."""
     envelope = Envelope(
         id=response.id,
         model=response.model,
@@ -145,12 +149,21 @@ def recorded_formatter(response: ResponseRecord, model: ServedModel) -> Response
         num_prompt_tokens=sum(response.prompt_sizes),
         created=response.created,
     )
-    return formatter_of(recorded_shape(response), envelope, model.tokenizer)
+    report = None
+    if response.echoes and requests is not None:
+        prompts = [
+            Prompt(array("I", record.prompt_token_ids), record.prompt_text, "prompt") for record in requests.requests
+        ]
+        report = PromptReport(prompts, response.n, response.echoes, response.echo_logprobs)
+    return formatter_of(recorded_shape(response), envelope, model.tokenizer, report)
 
 
-def _delivered_text(tokenizer: ModelTokenizer, choice: ChoiceProgress) -> Iterator[str]:
+def _delivered_text(
+    tokenizer: ModelTokenizer, requests: RequestsRecord, n: int, choice: ChoiceProgress
+) -> Iterator[str]:
     """The text of a choice, token by token, as far as it was delivered."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    sampling = SamplingParams.FromString(requests.requests[choice.index // n].sampling)
+    detokenizer = IncrementalDetokenizer(tokenizer, shown_special_token_ids=sampling.shown_special_token_ids)
     num_left = choice.num_chars
     for token_id in choice.token_ids:
         piece = detokenizer.push((token_id,))[:num_left]

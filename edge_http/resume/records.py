@@ -53,6 +53,9 @@ class ResponseRecord(msgspec.Struct, array_like=True):
     shape: bytes = b""
     """The ResponseShape (edge_http/answers/shape.py); empty in records of edges that knew only one for each
     operation."""
+    echoes: bool = False
+    echo_logprobs: int | None = None
+    """As in PromptReport."""
 
 
 class RequestRecord(msgspec.Struct, array_like=True):

@@ -38,16 +38,31 @@ class GenerateOptions(TypedDict, total=False):
     """-2 to 2."""
     frequency_penalty: float
     """-2 to 2."""
+    repetition_penalty: float
+    """0.01 to 100; default 1. Penalises tokens of the prompt and of the answer."""
+    min_p: float
+    """0 to 1; default 0. Tokens less likely than this fraction of the likeliest one's probability are not sampled."""
+    logit_bias: Mapping[int, float]
+    """What is added to the logits of up to 1024 token ids, each -100 to 100."""
     guide: Mapping[str, Any]
     """The form that the answer must have: one of json_object (True), json_schema (a mapping or text), regex, choice
     (texts) and grammar (see Guide in protos/kvloom/v1/generation.proto)."""
+    prediction: str | Sequence[int]
+    """The text of which the answer is expected to consist, or its tokens. It makes the answer faster where it is right,
+    and never changes it. A text goes only with `messages` and `text`."""
     logprobs: int
     """How many of the likeliest tokens to report beside the chosen one (0 to 20)."""
+    prompt_logprobs: int
+    """The same for the tokens of the prompt but the first. They are in `Delta.start`; the prompt is computed anew."""
+    shown_special_token_ids: Sequence[int]
+    """Special tokens whose names appear in the text. The text of the others is empty."""
     stop: str | Sequence[str]
     """The answer ends before the first of these strings: at most 16, of at most 256 characters each."""
     stop_token_ids: Sequence[int]
     """The answer ends at the first of these tokens: at most 64."""
     ignore_eos: bool
+    min_tokens: int
+    """The answer does not end before it has this many tokens."""
     n: int
     """How many answers to generate (1 to 16); default 1."""
     timeout_seconds: float
@@ -62,8 +77,21 @@ class GenerateOptions(TypedDict, total=False):
     """Whether the answer outlives its connection (docs/grpc-api.md). The default is False."""
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "logprobs")
-_STOP = ("max_tokens", "stop_token_ids", "ignore_eos")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "prompt_logprobs",
+    "shown_special_token_ids",
+)
+_STOP = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
 _TOP = ("model", "n", "timeout_seconds", "request_id", "session_key", "text", "resumable")
 _TIERS = {"interactive": router_service_pb2.TIER_INTERACTIVE, "batch": router_service_pb2.TIER_BATCH}
 _INPUTS = ("messages", "text", "token_ids")
@@ -100,6 +128,8 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
     if "token_ids" in given:
         request.token_ids.SetInParent()
         _set(request.token_ids, "ids", {"ids": given["token_ids"]}, field="token_ids")
+    if "prediction" in given:
+        _set_prediction(request, given["prediction"])
     check_sampling(request.sampling)
     check_stop(request.stop)
     check_num_choices(given.get("n", 1))
@@ -111,12 +141,23 @@ def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str =
         return
     value = values[name]
     try:
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)
     except (AttributeError, TypeError, ValueError) as error:
         raise invalid_argument(f"{field or name} has an unusable value: {error}", field or name) from error
+
+
+def _set_prediction(request: router_service_pb2.GenerateRequest, prediction: str | Sequence[int]) -> None:
+    if not isinstance(prediction, str):
+        _set(request.sampling, "predicted_token_ids", {"predicted_token_ids": prediction}, field="prediction")
+    elif request.WhichOneof("input") == "token_ids":
+        raise invalid_argument("prediction must be token ids where the prompt is.", "prediction")
+    else:
+        request.predicted_text = prediction
 
 
 def _set_guide(guide: Guide, form: Mapping[str, Any]) -> None:

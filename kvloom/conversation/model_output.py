@@ -12,6 +12,7 @@ from kvloom.parsers.sniff import sniff, starts_in_reasoning
 from kvloom.parsers.spec import ParserSpec
 from kvloom.text.chat_template import read_json
 from kvloom.text.tokenizer import ModelTokenizer
+from kvloom.v1.generation_pb2 import SamplingParams
 
 PLAIN_TEMPLATE_TOOLS: Final = "hermes"
 """The family of calls that kvloom describes to models whose template knows no tools (plain_messages.py)."""
@@ -45,6 +46,12 @@ def prompted(spec: ParserSpec | None, prompt: str) -> ParserSpec | None:
     if spec is None or not spec.reasoning or spec.starts_in_reasoning or not starts_in_reasoning(spec, prompt):
         return spec
     return dataclasses.replace(spec, starts_in_reasoning=True)
+
+
+def show_markers(sampling: SamplingParams, spec: ParserSpec | None, tokenizer: ModelTokenizer) -> None:
+    """Have the shard show the special tokens by which a parser of these families finds its way."""
+    if spec is not None:
+        sampling.shown_special_token_ids.extend(tokenizer.special_token_ids(registry.markers(spec)))
 
 
 def _named(family: str) -> str | None:

@@ -4,8 +4,8 @@ tokens are batched."""
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, Protocol, overload
 
 from kvloom.errors import invalid_argument
 
@@ -20,11 +20,13 @@ class TokenText(Protocol):
 
     def shown_bytes(self, token_id: int) -> bytes: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
 
 class IncrementalDetokenizer:
     """The text of one sequence. However the tokens are split into pushes, the pushed texts and the flushed one add up
-    to the same text: the decoding of all bytes without special tokens, cut before the stop string that is complete
-    first (if two are complete at once, the longer one)."""
+    to the same text: the decoding of all bytes without special tokens (but those in `shown_special_token_ids`), cut
+    before the stop string that is complete first (if two are complete at once, the longer one)."""
 
     __slots__ = ("_decoder", "_has_partial", "_held", "_owed", "_stops", "_texts", "_tokenizer", "stop_string")
 
@@ -34,10 +36,13 @@ class IncrementalDetokenizer:
         stop_strings: Sequence[str] = (),
         output_token_ids: Sequence[int] = (),
         num_delivered_chars: int = 0,
+        shown_special_token_ids: Collection[int] = (),
     ) -> None:
         """`output_token_ids` and `num_delivered_chars`: continue after the tokens that an earlier attempt generated and
         the characters that it delivered. Raises KvloomError (INVALID_ARGUMENT) when those tokens have fewer
         characters."""
+        if shown_special_token_ids:
+            tokenizer = ShownTokens(tokenizer, shown_special_token_ids)
         self._tokenizer = tokenizer
         self._texts = tokenizer.token_texts
         self._decoder: codecs.IncrementalDecoder | None = None
@@ -112,6 +117,73 @@ class IncrementalDetokenizer:
         end = len(unseen) - num_held
         self._held = unseen[end:]
         return unseen[:end]
+
+
+class LateStopDetokenizer(IncrementalDetokenizer):
+    """Does not look for stop strings in the text of the first `num_exempt_tokens` tokens."""
+
+    __slots__ = ("_num_exempt_tokens",)
+
+    def __init__(
+        self,
+        tokenizer: TokenText,
+        stop_strings: Sequence[str],
+        output_token_ids: Sequence[int] = (),
+        num_delivered_chars: int = 0,
+        shown_special_token_ids: Collection[int] = (),
+        *,
+        num_exempt_tokens: int,
+    ) -> None:
+        self._num_exempt_tokens = num_exempt_tokens  # before the output tokens are pushed
+        super().__init__(tokenizer, stop_strings, output_token_ids, num_delivered_chars, shown_special_token_ids)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        num_exempt = min(self._num_exempt_tokens, len(token_ids))
+        if not num_exempt:
+            return super().push(token_ids)
+        self._num_exempt_tokens -= num_exempt
+        stops, self._stops = self._stops, []
+        text = super().push(token_ids[:num_exempt])
+        self._stops = stops
+        return text + super().push(token_ids[num_exempt:]) if num_exempt < len(token_ids) else text
+
+
+class ShownTokens:
+    """The texts of a tokenizer's tokens, with the names of some of its special tokens."""
+
+    def __init__(self, tokenizer: TokenText, shown: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = {token_id: tokenizer.token_bytes(token_id) for token_id in shown}
+        self.token_texts = _ShownTexts(tokenizer.token_texts, self._shown)
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        name = self._shown.get(token_id)
+        return self._tokenizer.shown_bytes(token_id) if name is None else name
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+
+class _ShownTexts(Sequence[str | None]):
+    """As ModelTokenizer.token_texts. None for the shown tokens, which are decoded from their bytes."""
+
+    def __init__(self, texts: Sequence[str | None], shown: Mapping[int, bytes]) -> None:
+        self._texts = texts
+        self._shown = shown
+
+    @overload
+    def __getitem__(self, index: int) -> str | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str | None]: ...
+
+    def __getitem__(self, index: int | slice) -> str | Sequence[str | None] | None:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return None if index in self._shown else self._texts[index]
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
 
 class _StopMatcher:

@@ -5,6 +5,8 @@ Incoming steps (slots of the shard's stream) and outgoing steps (slots of the cl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvloom.errors import KvloomError
@@ -19,6 +21,8 @@ class Start(msgspec.Struct):
     queue_time_seconds: float = 0.0
     shard_id: str = ""
     """Set by the router."""
+    prompt_logprobs: Sequence[object] = ()
+    """Opaque to the core."""
 
 
 class Finish(msgspec.Struct):
@@ -31,6 +35,8 @@ class Finish(msgspec.Struct):
     num_output_tokens: int = 0
     stop_string: str = ""
     error: KvloomError | None = None
+    num_predicted_tokens: int = 0
+    num_accepted_predicted_tokens: int = 0
 
 
 class Step(msgspec.Struct):

@@ -36,6 +36,18 @@ class Capability(enum.StrEnum):
     """The engine reuses the KV of earlier sequences and reports its cached blocks as KvEvents."""
     GUIDED = "guided"
     """`EngineRequest.guide`."""
+    MIN_P = "min_p"
+    """`Sampling.min_p`."""
+    REPETITION_PENALTY = "repetition_penalty"
+    """`Sampling.repetition_penalty`."""
+    LOGIT_BIAS = "logit_bias"
+    """`Sampling.logit_bias`."""
+    MIN_TOKENS = "min_tokens"
+    """`EngineRequest.min_tokens`."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """`Sampling.num_prompt_logprobs`."""
+    PREDICTION = "prediction"
+    """`EngineRequest.predicted_token_ids` makes answers faster. Other engines ignore them."""
 
 
 class FinishReason(enum.Enum):
@@ -96,9 +108,18 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Both penalties count output tokens only, as OpenAI's do."""
+    num_prompt_logprobs: int | None = None
+    """As num_logprobs, for the tokens of the prompt but the first. They are in SequenceStart."""
+    min_p: float = 0.0
+    """Only tokens that are at least this fraction as likely as the likeliest, after temperature, are drawn. 0 = all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the output. Applied
+    before the other penalties. 1 = none."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit before penalties and temperature); ids are different and known."""
     num_logprobs: int | None = None
     """None: no logprobs. k: the logprob of the chosen token and those of the k likeliest tokens. Logprobs are the
-    log-softmax of the raw logits, before temperature and penalties."""
+    log-softmax of the raw logits, before temperature, bias and penalties."""
 
 
 class GuideKind(enum.StrEnum):
@@ -134,6 +155,9 @@ class EngineRequest:
     """The largest number of output tokens, including `output_token_ids`; prompt + max_tokens <= max_model_len."""
     stop_token_ids: frozenset[int] = frozenset()
     """Includes the end-of-sequence tokens unless the client ignores them. The stop token itself is emitted."""
+    min_tokens: int = 0
+    """No stop token is drawn before the output has this many tokens, unless the guide allows nothing else. At most
+    max_tokens."""
     output_token_ids: Sequence[int] = ()
     """Tokens that earlier attempts emitted. They count as output (penalties, positions, max_tokens) but are not emitted
     again."""
@@ -145,6 +169,8 @@ class EngineRequest:
     guide: Guide | None = None
     """Set only for an engine with Capability.GUIDED. The guide continues after `output_token_ids`, which are part of
     the guided text."""
+    predicted_token_ids: Sequence[int] = ()
+    """The answer that the client expects. It may be used for drafts, and must not change the answer."""
     origin: int = 0
     """Identifies the stream that submitted the sequence; `EngineLoad.shares` is split by it."""
 
@@ -174,6 +200,8 @@ class SequenceStart:
     """The prompt tokens (and resumed output tokens) whose KV was reused."""
     queue_time_seconds: float
     """From `submit` to the step in which prefill began."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """One entry for each prompt token but the first, if the request asked for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -272,6 +300,8 @@ class StepOutput:
     token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = dataclasses.field(default_factory=dict)
     """By request_id, for sequences that requested logprobs: one element per new token."""
+    predictions: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """By request_id: how many predicted tokens were drafted in this step, and how many of them were right."""
     starts: list[SequenceStart] = dataclasses.field(default_factory=list)
     """Sequences whose first token is in this output."""
     ends: list[SequenceEnd] = dataclasses.field(default_factory=list)

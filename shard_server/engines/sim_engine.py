@@ -3,7 +3,8 @@
 For tests, demos and benchmarks of the fabric. A step decodes one token of every running sequence and prefills up to
 `max_prefill_tokens_per_step` prompt tokens; it lasts `step_ms` (if it decodes) + prefilled tokens /
 `prefill_tokens_per_second`. With `decode_every` = N each sequence decodes in every Nth step only. Text is a function of
-(prompt, seed, position): see `expected_token_id`. Temperature and the other sampling parameters change nothing.
+(prompt, seed, position): see `expected_token_id`. Temperature and the other sampling parameters change nothing,
+except that the next word that is no stop token replaces one before `min_tokens`.
 
 The engine advances when its consumer requests the next step, on the event loop and without a thread.
 """
@@ -40,7 +41,14 @@ __all__ = ["SimEngine", "expected_token_id"]
 DEFAULT_NUM_BLOCKS: Final = 8192
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 _CAPABILITIES: Final = frozenset(
-    {Capability.LOGPROBS, Capability.SEEDED_RESUME, Capability.BATCH_INVARIANT, Capability.PREFIX_CACHING}
+    {
+        Capability.LOGPROBS,
+        Capability.SEEDED_RESUME,
+        Capability.BATCH_INVARIANT,
+        Capability.PREFIX_CACHING,
+        Capability.MIN_TOKENS,
+        Capability.PROMPT_LOGPROBS,
+    }
 )
 MAX_LAG_SECONDS: Final = 1.0
 """Steps catch up when they are late, so that the pace has no drift; when they are later than this, the clock is
@@ -258,7 +266,12 @@ class SimEngine:
         if not sequence.started:
             sequence.started = True
             output.starts.append(
-                SequenceStart(request.request_id, sequence.num_cached_tokens, sequence.queue_time_seconds)
+                SequenceStart(
+                    request.request_id,
+                    sequence.num_cached_tokens,
+                    sequence.queue_time_seconds,
+                    sequence.prompt_logprobs(),
+                )
             )
         token_id = sequence.emit(self._stamp(sequence) if self._stamps else None)
         sequence.next_decode_step = self._step_number + self._decode_every

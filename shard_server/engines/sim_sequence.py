@@ -105,10 +105,26 @@ class SimSequence:
         """Append and return the next token: the given one, else the expected one."""
         if token_id is None:
             token_id = token_at(self._key, self.num_output_tokens)
+            if self.num_output_tokens < self.request.min_tokens:
+                token_id = self._without_stop(token_id)
         self.token_ids.append(token_id)
         self.num_output_tokens += 1
         self.is_decoding = True
         return token_id
+
+    def _without_stop(self, token_id: int) -> int:
+        first = WORD_TOKEN_IDS.index(token_id)
+        words = (WORD_TOKEN_IDS[(first + i) % len(WORD_TOKEN_IDS)] for i in range(len(WORD_TOKEN_IDS)))
+        return next((word for word in words if word not in self.request.stop_token_ids), token_id)
+
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Invented logprobs of the right shape, if they were asked for: the token itself, then words."""
+        num_top = self.request.sampling.num_prompt_logprobs
+        if num_top is None:
+            return []
+        words = [(word, CHOSEN_LOGPROB - 1 - i) for i, word in enumerate(WORD_TOKEN_IDS[:num_top])]
+        tokens = self.request.prompt_token_ids[1:]
+        return [TokenLogprobs(CHOSEN_LOGPROB, [(token_id, CHOSEN_LOGPROB), *words][:num_top]) for token_id in tokens]
 
     @staticmethod
     def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:

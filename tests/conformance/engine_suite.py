@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -267,6 +268,88 @@ class EngineSuite:
         assert driver.load.num_submitted == 4
         await driver.step_until(lambda: len(driver.ends) == 4)
         assert not driver.load.shares
+
+    async def test_a_bias_decides(self, start: StartEngine) -> None:
+        """Clients force and forbid tokens with it."""
+        driver = await start()
+        if Capability.LOGIT_BIAS not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        greedy = Sampling(temperature=0.0)
+        (free,) = await driver.run(request_of("free", prompt_of(1, 12), 3, sampling=greedy))
+        forced = dataclasses.replace(greedy, logit_bias=((700, 100.0),))
+        banned = dataclasses.replace(greedy, logit_bias=((free[0], -100.0),))
+        always, never = await driver.run(
+            request_of("always", prompt_of(1, 12), 3, sampling=forced),
+            request_of("never", prompt_of(1, 12), 3, sampling=banned),
+        )
+        assert always == [700, 700, 700]
+        assert free[0] not in never
+
+    async def test_min_p_of_one_is_greedy(self, start: StartEngine) -> None:
+        """Only the likeliest token is as likely as the likeliest one."""
+        driver = await start()
+        if Capability.MIN_P not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        greedy, drawn = await driver.run(
+            request_of("greedy", prompt_of(1, 12), 6, sampling=Sampling(temperature=0.0)),
+            request_of("drawn", prompt_of(1, 12), 6, sampling=Sampling(min_p=1.0, seed=8)),
+        )
+        assert drawn == greedy
+
+    async def test_a_repetition_penalty_counts_prompt_and_output(self, start: StartEngine) -> None:
+        """Unlike OpenAI's penalties; a token of either is penalised the same."""
+        driver = await start()
+        if Capability.REPETITION_PENALTY not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        biased = Sampling(temperature=0.0, logit_bias=((700, 100.0), (800, 60.0)), repetition_penalty=20.0)
+        unseen, seen = await driver.run(
+            request_of("unseen", [5, 6, 7], 2, sampling=biased), request_of("seen", [5, 700, 7], 1, sampling=biased)
+        )
+        assert (unseen, seen) == ([700, 800], [800])
+
+    async def test_prompt_logprobs_come_with_the_start(self, start: StartEngine) -> None:
+        """One for each prompt token but the first, also when the prompt is cached; the answer is the same."""
+        driver = await start()
+        if Capability.PROMPT_LOGPROBS not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        prompt = prompt_of(9, 64)
+        (plain,) = await driver.run(request_of("plain", prompt, 4, sampling=Sampling()))
+        for name, num_top in {"two": 2, "zero": 0}.items():
+            sampling = Sampling(num_prompt_logprobs=num_top)
+            (tokens,) = await driver.run(request_of(name, prompt, 4, sampling=sampling))
+            found = driver.starts[name].prompt_logprobs
+            assert [len(entry.top) for entry in found] == [num_top] * 63
+            assert all(entry.logprob <= 0 for entry in found)
+            if Capability.BATCH_INVARIANT in driver.engine.info.capabilities:
+                assert tokens == plain
+        assert not driver.starts["plain"].prompt_logprobs
+
+    async def test_a_prediction_changes_no_token(self, start: StartEngine) -> None:
+        """Whether it is right, wrong or half right, and whether or not the engine makes use of it."""
+        driver = await start()
+        (plain,) = await driver.run(request_of("plain", prompt_of(3, 20), 12))
+        for name, predicted in {"right": plain, "wrong": [9] * 12, "half": [*plain[:5], 9, *plain[6:]]}.items():
+            (tokens,) = await driver.run(request_of(name, prompt_of(3, 20), 12, predicted_token_ids=predicted))
+            if Capability.BATCH_INVARIANT in driver.engine.info.capabilities:
+                assert tokens == plain
+            assert len(tokens) == 12
+
+    async def test_no_stop_token_comes_before_min_tokens(self, start: StartEngine) -> None:
+        """Also where the sequence is resumed: the tokens of earlier attempts count."""
+        driver = await start()
+        if Capability.MIN_TOKENS not in driver.engine.info.capabilities:
+            pytest.skip("not promised")
+        greedy = Sampling(temperature=0.0)
+        (free,) = await driver.run(request_of("free", prompt_of(2, 10), 8, sampling=greedy))
+        stops = frozenset(free[:5])
+        fields = {"sampling": greedy, "stop_token_ids": stops}
+        whole, rest = await driver.run(
+            request_of("whole", prompt_of(2, 10), 8, min_tokens=4, **fields),
+            request_of("rest", prompt_of(2, 10), 8, min_tokens=3, output_token_ids=[99, 98], **fields),
+        )
+        assert len(whole) >= 4
+        assert stops.isdisjoint(whole[:4])
+        assert rest[0] not in stops
 
     async def test_logprobs_have_the_asked_shape(self, start: StartEngine) -> None:
         """One entry per token: its own logprob and those of the k likeliest, likeliest first; none if not requested."""

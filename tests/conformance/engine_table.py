@@ -33,8 +33,8 @@ def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
         config = ShardConfig(torch=torch_config, num_blocks=64, max_prefill_tokens_per_step=16)
         return lambda: TorchEngine(model_dir, "model", config)
 
-    def tensorrt_llm(guided: str | None) -> Callable[[], Engine]:
-        fields = TensorRtLlmConfig(guided_decoding_backend=guided) if guided else TensorRtLlmConfig()  # pyright: ignore
+    def tensorrt_llm(guided: str = "off", *, penalties: bool = False) -> Callable[[], Engine]:
+        fields = TensorRtLlmConfig(guided_decoding_backend=guided, penalties=penalties)  # pyright: ignore
         config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=fields)
         return lambda: TensorRtLlmEngine(
             Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
@@ -45,8 +45,9 @@ def engines(model_dir: Path) -> Mapping[str, Callable[[], Engine]]:
         "torch": torch(),
         "torch, int8 weights": torch(weights="int8"),
         "torch, not deterministic": torch(deterministic=False),
-        "tensorrt_llm": tensorrt_llm(None),
+        "tensorrt_llm": tensorrt_llm(),
         "tensorrt_llm, guided": tensorrt_llm("xgrammar"),
+        "tensorrt_llm, penalties": tensorrt_llm(penalties=True),
         "sim": lambda: SimEngine("model", sim, vocab_size=49152, eos_token_ids=frozenset({2})),
     }
 

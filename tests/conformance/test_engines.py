@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvloom.config import ShardConfig, SimConfig, TorchConfig
+from kvloom.config import ShardConfig, SimConfig, TensorRtLlmConfig, TorchConfig
 from shard_server.engines.base import Engine
 from shard_server.engines.sim_engine import SimEngine
 from tests.conformance.engine_suite import EngineSuite
@@ -84,6 +84,8 @@ class TestTorchEngineShortestPrefillFirst(TestTorchEngine):
 class TestTensorRtLlmEngine(EngineSuite):
     """The adapter over a fake library."""
 
+    penalties = False
+
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:
         with installed_tensorrt_llm():
@@ -92,14 +94,18 @@ class TestTensorRtLlmEngine(EngineSuite):
     def make_engine(self, request: pytest.FixtureRequest, **shard_fields: Any) -> Engine:
         from shard_server.engines.tensorrt_llm.engine import TensorRtLlmEngine
 
-        config = ShardConfig(engine="tensorrt_llm", **{"max_batch": 16, **shard_fields})
+        tensorrt_llm = TensorRtLlmConfig(penalties=self.penalties)
+        config = ShardConfig(engine="tensorrt_llm", tensorrt_llm=tensorrt_llm, **{"max_batch": 16, **shard_fields})
         return TensorRtLlmEngine(
             Path("model"), "model", config, vocab_size=49152, eos_token_ids=frozenset({2}), max_model_len=4096
         )
 
 
 class TestTensorRtLlmEngineNewer(TestTensorRtLlmEngine):
-    """A version whose events include salts, on a model with two attention windows, with attention data parallelism."""
+    """A version whose events include salts, on a model with two attention windows, with attention data parallelism, and
+    with a sampler that applies all parameters."""
+
+    penalties = True
 
     @pytest.fixture(autouse=True)
     def library(self) -> Iterator[None]:

@@ -63,9 +63,8 @@ class FakeModelRunner:
         rows: list[torch.Tensor] = []
         for scheduled in batch:
             end = scheduled.num_computed_tokens + len(scheduled.token_ids)
-            if scheduled.wants_logits:
-                ends = range(end - scheduled.num_drafts, end + 1)
-                rows += [logits_of(self._read(scheduled.block_table, position)) for position in ends]
+            ends = range(end - scheduled.num_logits + 1, end + 1)
+            rows += [logits_of(self._read(scheduled.block_table, position)) for position in ends]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
 
     def _read(self, block_table: list[int], num_tokens: int) -> list[int]:

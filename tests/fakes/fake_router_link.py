@@ -35,12 +35,21 @@ class FakeRequest:
         self._open = {choice.index for choice in request.partial_choices} or set(range(request.n))
 
     def start(
-        self, index: int = 0, *, shard_id: str = "shard-0", num_cached_tokens: int = 0, queue_time_seconds: float = 0.0
+        self,
+        index: int = 0,
+        *,
+        shard_id: str = "shard-0",
+        num_cached_tokens: int = 0,
+        queue_time_seconds: float = 0.0,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         self._num_cached_tokens = num_cached_tokens
         if not self.cancelled.is_set():
             start = SequenceStart(
-                shard_id=shard_id, num_cached_tokens=num_cached_tokens, queue_time_seconds=queue_time_seconds
+                shard_id=shard_id,
+                num_cached_tokens=num_cached_tokens,
+                queue_time_seconds=queue_time_seconds,
+                prompt_logprobs=prompt_logprobs,
             )
             self._sink.on_start(index, start)
 
@@ -62,6 +71,7 @@ class FakeRequest:
         index: int = 0,
         *,
         error: KvloomError | None = None,
+        **counts: int,
     ) -> None:
         if not self.cancelled.is_set() and index in self._open:
             self._open.discard(index)
@@ -71,6 +81,7 @@ class FakeRequest:
                 num_cached_tokens=self._num_cached_tokens,
                 num_output_tokens=self._num_output_tokens[index],
                 error=error.to_proto() if error else None,
+                **counts,
             )
             self._sink.on_finish(index, finish)
 

@@ -41,6 +41,8 @@ class SplitCharacters:
     def shown_bytes(self, token_id: int) -> bytes:
         return self._pieces[token_id % 4]
 
+    token_bytes = shown_bytes
+
 
 class RouterProcess:
     def __init__(self, name: str, process: asyncio.subprocess.Process, address: str) -> None:

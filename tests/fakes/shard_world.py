@@ -30,6 +30,9 @@ class WordTokenizer:
     def shown_bytes(self, token_id: int) -> bytes:
         return (self.token_texts[token_id] or "").encode()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"</s>" if token_id == EOS else self.shown_bytes(token_id)
+
 
 def text_of(token_ids: Sequence[int]) -> str:
     return "".join(f" w{token_id}" for token_id in token_ids)
@@ -183,7 +186,7 @@ def submit_of(slot: int, prompt: Sequence[int], max_tokens: int = 8, seed: int =
         output_token_ids=fields.pop("output_token_ids", ()),
         num_delivered_chars=fields.pop("num_delivered_chars", 0),
     )
-    stop_names = {"stop", "stop_token_ids", "ignore_eos"}
+    stop_names = {"stop", "stop_token_ids", "ignore_eos", "min_tokens"}
     stop = {name: fields.pop(name) for name in stop_names & fields.keys()}
     submit_names = {"request_id", "attempt_id", "cache_salt", "choices"}
     submit = {name: fields.pop(name) for name in submit_names & fields.keys()}

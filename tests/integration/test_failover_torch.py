@@ -16,7 +16,7 @@ import pytest
 
 from kvloom.config import ShardConfig, SpeculationConfig, TorchConfig
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
-from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams
+from kvloom.v1.generation_pb2 import Choices, Guide, SamplingParams, TokenLogprobs
 from shard_server.engines.base import Capability, EngineRequest
 from shard_server.engines.torch_engine.engine import TorchEngine
 from tests.fakes.failover_world import MODEL, Collected, Ended, FailoverWorld, failover_world
@@ -40,9 +40,12 @@ class Case:
     n: int = 1
     stop: Sequence[str] = ()
     max_tokens: int = 12
+    min_tokens: int = 0
+    prediction: str = ""
 
 
 CAPITAL = "What is the capital of France? Answer in one sentence."
+QUESTION = ChatMessage("user", CAPITAL)
 CASES = {
     "greedy": Case(CAPITAL, SamplingParams(temperature=0.0)),
     "seeded": Case("Name a colour.", SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=2**60)),
@@ -51,6 +54,14 @@ CASES = {
         "What is the capital of France? Answer in one sentence.", SamplingParams(temperature=0.0), stop=["e is P"]
     ),
     "logprobs": Case("Name a fish.", SamplingParams(seed=3, logprobs=3)),
+    "adjusted": Case(
+        "Name a bird.",
+        SamplingParams(seed=7, min_p=0.03, repetition_penalty=1.3, logit_bias={28: 2.0, 30: -100.0}, logprobs=1),
+        stop=["a"],
+        min_tokens=8,
+        prediction="The sparrow is a small bird that sings.",
+    ),
+    "prompt logprobs": Case(CAPITAL, SamplingParams(temperature=0.0, prompt_logprobs=2)),
     "n": Case("Name an animal.", SamplingParams(seed=4, temperature=1.2), n=3),
     "guide": Case("Name a city.", SamplingParams(seed=5, guide=Guide(json_schema=SCHEMA)), max_tokens=24),
     "guide and utf-8": Case(
@@ -97,8 +108,16 @@ async def world(
 
 def begin(world: FailoverWorld, case: Case) -> Collected:
     prompt = world.tokenizer.encode_now(world.tokenizer.render_chat([ChatMessage("user", case.question)]))
-    stop = {"stop": list(case.stop)}
-    return world.begin(prompt, case.max_tokens, n=case.n, sampling=case.sampling, stop=stop)
+    stop = {"stop": list(case.stop), "min_tokens": case.min_tokens}
+    sampling = SamplingParams(predicted_token_ids=world.tokenizer.encode_now(case.prediction))
+    sampling.MergeFrom(case.sampling)
+    return world.begin(prompt, case.max_tokens, n=case.n, sampling=sampling, stop=stop)
+
+
+def prompt_logprobs_of(answers: dict[str, Collected]) -> list[TokenLogprobs]:
+    start = answers["prompt logprobs"].starts[0]
+    assert start is not None
+    return list(start.prompt_logprobs)
 
 
 async def all_ended(answers: dict[str, Collected]) -> dict[str, list[Ended]]:
@@ -111,14 +130,19 @@ def at_first_attempt(position: int, request: EngineRequest) -> int | None:
 
 async def test_real_answers_go_on_as_they_would_have(world: FailoverWorld) -> None:
     """The engine fails each request after some tokens, and then a connection is reset while all of them run."""
-    expected = await all_ended({name: begin(world, case) for name, case in CASES.items()})
+    answers = {name: begin(world, case) for name, case in CASES.items()}
+    expected = await all_ended(answers)
+    prompt_logprobs = prompt_logprobs_of(answers)
+    assert len(prompt_logprobs) == len(world.tokenizer.encode_now(world.tokenizer.render_chat([QUESTION]))) - 1
     assert expected["guide and utf-8"][0].text == EMOJI
     assert expected["stop string"][0].stop_string
     for position in (0, 1, 4, 7):
         for member in world.members.values():
             member.engine.fails_at = partial(at_first_attempt, position)
         before = world.metered()
-        assert await all_ended({name: begin(world, case) for name, case in CASES.items()}) == expected, position
+        answers = {name: begin(world, case) for name, case in CASES.items()}
+        assert await all_ended(answers) == expected, position
+        assert prompt_logprobs_of(answers) == prompt_logprobs
         after = world.metered()
         assert after["requests"] - before["requests"] == len(CASES)
         num_tokens = sum(choice.num_output_tokens for choices in expected.values() for choice in choices)

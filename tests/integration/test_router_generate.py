@@ -110,6 +110,25 @@ async def test_generate_takes_text_messages_and_ids(world: RouterWorld, fields, 
     assert last.finish.num_output_tokens == 12
 
 
+async def test_a_predicted_text_reaches_the_shard_as_tokens(world: RouterWorld) -> None:
+    """Clients of gRPC have no tokenizer; a prediction in both forms, or in none that can be read, is refused."""
+    shard = await start(world)
+    sampling = SamplingParams(min_p=0.1, repetition_penalty=1.1, logit_bias={3: -1.0}, shown_special_token_ids=[1])
+    stop = StopConditions(max_tokens=12, min_tokens=4)
+    await generate(world, text="the fox", predicted_text="the fox", sampling=sampling, stop=stop)
+    sent = shard.submits[0]
+    assert sent.sampling.predicted_token_ids == model_tokenizer().encode_now("the fox")
+    assert (sent.sampling.min_p, sent.sampling.logit_bias[3], sent.stop.min_tokens) == (0.1, -1.0, 4)
+    assert sent.sampling.shown_special_token_ids == [1]
+    for fields, field in (
+        ({"predicted_text": "a", "sampling": SamplingParams(predicted_token_ids=[1])}, "predicted_text"),
+        ({"sampling": SamplingParams(min_p=2)}, "sampling.min_p"),
+        ({"stop": StopConditions(max_tokens=2, min_tokens=3)}, "stop.min_tokens"),
+    ):
+        error = from_rpc_error(await generate_error(world, text="the fox", **fields))
+        assert error.field == field
+
+
 async def test_generate_streams_several_choices_with_logprobs(world: RouterWorld) -> None:
     """One RPC streams n answers, each with its index."""
     await start(world)

@@ -14,7 +14,7 @@ from kvloom.text.block_hash import block_hashes, root_hash
 from kvloom.transport.grpc_errors import from_rpc_error
 from kvloom.v1 import generation_pb2, shard_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
-from tests.fakes.shard_world import VOCABULARY, RouterEnd, ShardWorld, shard_world, sim_config, submit_of
+from tests.fakes.shard_world import EOS, VOCABULARY, RouterEnd, ShardWorld, shard_world, sim_config, submit_of, text_of
 
 PROMPT = list(range(100, 140))
 HELLO = shard_service_pb2.RouterHello(router_id="router")
@@ -81,6 +81,10 @@ async def test_a_router_that_breaks_the_protocol_is_told_so_alone(
         (PROMPT, {"top_k": 5}, ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER, "sampling.top_k"),
         (PROMPT, {"presence_penalty": 1}, ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER, "sampling.presence_penalty"),
         (PROMPT, {"frequency_penalty": 1}, ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER, "sampling.frequency_"),
+        (PROMPT, {"min_p": 0.1}, ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER, "sampling.min_p"),
+        (PROMPT, {"repetition_penalty": 2}, ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER, "sampling.repetition_"),
+        (PROMPT, {"logit_bias": {5: 1}}, ErrorReason.ERROR_REASON_UNSUPPORTED_PARAMETER, "sampling.logit_bias"),
+        (PROMPT, {"min_tokens": 300}, ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "stop.min_tokens"),
     ],
 )
 async def test_a_bad_submit_is_refused_by_name_and_breaks_nothing(
@@ -94,6 +98,17 @@ async def test_a_bad_submit_is_refused_by_name_and_breaks_nothing(
     assert finish.error.field.startswith(field)
     assert finish.error.message
     assert (await router.finish_of(2)).num_output_tokens == 216
+
+
+async def test_listed_special_tokens_are_shown(router: RouterEnd) -> None:
+    """Also those of an earlier attempt whose text was not delivered."""
+    fields: dict[str, Any] = {"output_token_ids": [5, EOS], "ignore_eos": True, "max_tokens": 3}
+    await router.write(submits=[submit_of(1, PROMPT, shown_special_token_ids=[EOS], **fields)])
+    await router.write(submits=[submit_of(2, PROMPT, **fields)])
+    await router.finish_of(1)
+    await router.finish_of(2)
+    assert router.text[1] == text_of([5]) + "</s>" + text_of(router.tokens[1])
+    assert router.text[2] == text_of([5]) + text_of(router.tokens[2])
 
 
 async def test_beyond_the_queue_submits_are_refused_whole() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.errors import KvloomError
-from kvloom.text.detokenizer import IncrementalDetokenizer
+from kvloom.text.detokenizer import IncrementalDetokenizer, LateStopDetokenizer
 from kvloom.text.special_tokens import AliasedEncoder, SpecialStrings
 from kvloom.text.tokenizer import ChatMessage
 from tests.fakes.tiny_tokenizer import SPECIAL, byte_level_tokenizer, model_tokenizer
@@ -116,3 +116,39 @@ def test_a_resumed_sequence_continues_where_delivery_ended(
     rest = resumed.push(ids[num_resumed:]) + resumed.flush()
     assert safe[:num_delivered] + rest == whole
     assert resumed.stop_string == whole_detokenizer.stop_string
+
+
+SPECIAL_IDS = [token_id for token_id in range(TOKENIZER.vocab_size) if not TOKENIZER.shown_bytes(token_id)]
+marked_ids = st.lists(st.sampled_from([*SPECIAL_IDS, 5, 40, 70, 71]), max_size=30) | token_ids
+
+
+@given(marked_ids, st.sets(st.sampled_from(SPECIAL_IDS)), cuts, st.integers(0, 40), st.integers(0, 60))
+@settings(max_examples=200)
+def test_exactly_the_listed_special_tokens_are_shown(
+    ids: list[int], shown: set[int], at: list[int], num_resumed: int, num_delivered: int
+) -> None:
+    """Parsers of tool calls need their markers, and no reader the others; also after a failover."""
+    exact = (TOKENIZER.token_bytes(i) if i in shown else TOKENIZER.shown_bytes(i) for i in ids)
+    expected = b"".join(exact).decode(errors="replace")
+    assert feed(IncrementalDetokenizer(TOKENIZER, shown_special_token_ids=shown), ids, at) == expected
+    safe = IncrementalDetokenizer(TOKENIZER, shown_special_token_ids=shown).push(ids[:num_resumed])
+    num_delivered = min(num_delivered, len(safe))
+    resumed = IncrementalDetokenizer(TOKENIZER, (), ids[:num_resumed], num_delivered, shown)
+    assert safe[:num_delivered] + feed(resumed, ids[num_resumed:], at) == expected
+
+
+@given(stop_text_ids, stops, st.integers(0, 30), cuts)
+@settings(max_examples=200)
+def test_stop_strings_are_looked_for_after_the_exempt_tokens_only(
+    ids: list[int], strings: list[str], num_exempt: int, at: list[int]
+) -> None:
+    """min_tokens: whatever the cut, the first tokens' text is shown whole, and the rest ends before a stop string."""
+    late = LateStopDetokenizer(TOKENIZER, strings, num_exempt_tokens=num_exempt)
+    first = IncrementalDetokenizer(TOKENIZER).push(ids[:num_exempt])
+    rest = TOKENIZER.decode(ids)[len(first) :]
+    text = feed(late, ids, at)
+    if len(ids) <= num_exempt:
+        assert text.startswith(first)
+    else:
+        shown, stop = cut_before_first_complete(rest, strings)
+        assert (text, late.stop_string) == (first + shown, stop)

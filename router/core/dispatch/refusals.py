@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-from kvloom.errors import KvloomError, invalid_argument, protocol_violation
+from kvloom.errors import KvloomError, context_length_exceeded, invalid_argument, protocol_violation
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from router.core.dispatch.overload import retry_after_seconds
 from router.core.events import Request, ShardDescription
@@ -97,16 +97,6 @@ def _check_window(request: Request, window: int) -> KvloomError | None:
     if request.max_tokens is None:
         if num_prompt_tokens + num_resumed_tokens < window:
             return None
-        detail = f"your prompt has {num_prompt_tokens} tokens, which leaves no room for an answer"
-    else:
-        num_tokens = num_prompt_tokens + request.max_tokens
-        if num_tokens <= window:
-            return None
-        detail = (
-            f"you requested {num_tokens} tokens ({num_prompt_tokens} in the prompt, {request.max_tokens} in the answer)"
-        )
-    return KvloomError(
-        ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
-        f"The model's context window is {window} tokens; {detail}. Shorten the prompt or the answer.",
-        field="prompt",
-    )
+    elif num_prompt_tokens + request.max_tokens <= window:
+        return None
+    return context_length_exceeded(window, num_prompt_tokens, request.max_tokens, "prompt", "prompt")

@@ -90,6 +90,7 @@ class Lifecycle:
         if choice is live.choices[0]:
             live.num_cached_tokens = choice.num_cached_tokens
         client_start = Start(choice.client_slot, choice.num_cached_tokens, start.queue_time_seconds, choice.shard_id)
+        client_start.prompt_logprobs = start.prompt_logprobs
         if choice.withheld is not None:
             choice.withheld.start = client_start
         else:

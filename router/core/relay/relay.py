@@ -258,6 +258,8 @@ class Relay:
         if choice.num_cached_tokens is None:
             choice.num_cached_tokens = max(0, finish.num_cached_tokens - choice.request.num_prepared_tokens)
         client_finish = Finish(choice.client_slot, finish.reason, stop_string=finish.stop_string, error=error)
+        client_finish.num_predicted_tokens = finish.num_predicted_tokens
+        client_finish.num_accepted_predicted_tokens = finish.num_accepted_predicted_tokens
         self._lifecycle.finish(choice, client_finish, now)
 
 

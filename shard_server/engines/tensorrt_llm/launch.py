@@ -61,6 +61,18 @@ def count_blocks(stats: IterationStats, shard: ShardConfig) -> int:
     return num_blocks
 
 
+_OF_THE_SAMPLER: Final = frozenset(
+    {
+        Capability.PENALTIES,
+        Capability.REPETITION_PENALTY,
+        Capability.MIN_P,
+        Capability.MIN_TOKENS,
+        Capability.LOGIT_BIAS,
+    }
+)
+"""What the C++ sampler applies. Others ignore some of it without a word, so the operator has to vouch for them."""
+
+
 def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
     """BATCH_INVARIANT and SEEDED_RESUME are absent because kernels are chosen by batch size: a resumed answer continues
     after exactly the delivered tokens, but not always with the tokens that it would have had."""
@@ -69,7 +81,7 @@ def capabilities_of(shard: ShardConfig) -> frozenset[Capability]:
     if config.kv_cache.block_reuse:
         found.add(Capability.PREFIX_CACHING)
     if config.penalties or config.sampler_type == "TRTLLMSampler":
-        found.add(Capability.PENALTIES)
+        found |= _OF_THE_SAMPLER
     if config.guided_decoding_backend != "off":
         found.add(Capability.GUIDED)
     return frozenset(found)

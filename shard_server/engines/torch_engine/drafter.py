@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvloom.config import SpeculationConfig
+from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
 from shard_server.engines.torch_engine.sampling.speculation import MAX_STEP_ROWS, PromptLookup
 from shard_server.engines.torch_engine.scheduler import Chunk, Scheduler
 from shard_server.engines.torch_engine.sequence import Sequence as EngineSequence
@@ -20,12 +21,16 @@ class Drafter:
     def __init__(self, scheduler: Scheduler, config: SpeculationConfig) -> None:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.predictions: dict[str, tuple[int, int]] = {}
+        """By request id: the drafted tokens of its prediction in this step, and how many of them were accepted."""
+        self._predicting: set[EngineSequence] = set()
+        """The sequences whose drafts of this step come from their predictions."""
         self._scheduler = scheduler
         self._config = config
 
     def draft(self, batch: Sequence[Chunk]) -> Drafts:
         """Draft, and reserve blocks for the drafts if needed. Call `release_blocks` after the step."""
-        if not self._config.max_draft_tokens:
+        if not self._config.max_draft_tokens and not any(sequence.request.predicted_token_ids for sequence, _ in batch):
             return {}
         decoding = [sequence for sequence, _ in batch if sequence.num_uncomputed_tokens == 1]
         rows_left = MAX_STEP_ROWS - len(decoding)
@@ -46,21 +51,44 @@ class Drafter:
             num_accepted += 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_tokens += num_accepted
-        assert sequence.lookup is not None
-        sequence.lookup.on_verified(len(draft), num_accepted)
+        if sequence in self._predicting:
+            assert sequence.predicted is not None
+            sequence.predicted.on_verified(len(draft), num_accepted)
+            self.predictions[sequence.request.request_id] = (len(draft), num_accepted)
+        else:
+            assert sequence.lookup is not None
+            sequence.lookup.on_verified(len(draft), num_accepted)
+
+    def take_predictions(self) -> dict[str, tuple[int, int]]:
+        """What the last step has verified of predictions; see StepOutput."""
+        taken, self.predictions = self.predictions, {}
+        return taken
 
     def release_blocks(self, drafts: Drafts) -> None:
         """Free the blocks that only wrong drafts used."""
         for sequence in drafts:
             if sequence.is_running:
                 self._scheduler.release_draft_blocks(sequence)
+        self._predicting.clear()
 
     def _draft(self, sequence: EngineSequence, rows_left: int) -> list[int]:
         # The token that is drawn after the last draft counts, too.
         limit = min(rows_left, sequence.request.max_tokens - sequence.num_output_tokens - 1)
         if limit < 1:
             return []
-        if sequence.lookup is None:
-            sequence.lookup = PromptLookup(self._config.max_draft_tokens, self._config.max_ngram)
-        draft = sequence.lookup.draft(sequence.token_ids, limit)
+        draft: list[int] = []
+        if sequence.request.predicted_token_ids and self._config.max_predicted_tokens:
+            draft = self._draft_predicted(sequence, limit)
+        if draft:
+            self._predicting.add(sequence)
+        elif self._config.max_draft_tokens:
+            if sequence.lookup is None:
+                sequence.lookup = PromptLookup(self._config.max_draft_tokens, self._config.max_ngram)
+            draft = sequence.lookup.draft(sequence.token_ids, limit)
         return draft[: self._scheduler.reserve_draft_blocks(sequence, len(draft))] if draft else draft
+
+    def _draft_predicted(self, sequence: EngineSequence, limit: int) -> list[int]:
+        if sequence.predicted is None:
+            predicted = sequence.request.predicted_token_ids
+            sequence.predicted = PredictedAnswer(predicted, self._config.max_predicted_tokens)
+        return sequence.predicted.draft(sequence.token_ids, sequence.num_output_tokens, limit)

@@ -43,6 +43,11 @@ _CAPABILITIES: Final = frozenset(
         Capability.LOGPROBS,
         Capability.PENALTIES,
         Capability.TOP_K,
+        Capability.MIN_P,
+        Capability.REPETITION_PENALTY,
+        Capability.LOGIT_BIAS,
+        Capability.MIN_TOKENS,
+        Capability.PROMPT_LOGPROBS,
         Capability.PREFIX_CACHING,
     }
 )
@@ -195,6 +200,8 @@ class TorchEngine:
         for token_ids in (request.prompt_token_ids, request.output_token_ids):
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
                 raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")
+        if any(token_id >= info.vocab_size for token_id, _ in request.sampling.logit_bias):
+            raise EngineError(f"logit_bias has a token id outside the vocabulary of {info.vocab_size}")
         if request.guide is not None and Capability.GUIDED not in info.capabilities:
             raise EngineError("guided decoding is not available here")
 
@@ -260,7 +267,7 @@ class TorchEngine:
             max_model_len=max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=runner.eos_token_ids,
-            capabilities=_capabilities(runner, self._guides),
+            capabilities=_capabilities(runner, self._guides, config),
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode_step_seconds=speed.decode_step_seconds,
             variant=runner.variant,
@@ -331,10 +338,14 @@ def _load_guides(
         return None
 
 
-def _capabilities(runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None) -> frozenset[Capability]:
+def _capabilities(
+    runner: ModelRunner | DeviceRunner, guides: GuideCompiler | None, config: ShardConfig
+) -> frozenset[Capability]:
     capabilities = _CAPABILITIES
     if runner.batch_invariant:
         capabilities |= _IF_INVARIANT
+    if config.torch.speculation.max_predicted_tokens:
+        capabilities |= {Capability.PREDICTION}
     return capabilities if guides is None else capabilities | {Capability.GUIDED}
 
 

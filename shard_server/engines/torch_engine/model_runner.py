@@ -36,6 +36,15 @@ class ScheduledSequence:
     """True when the last of token_ids is the sequence's last known token or a draft after it."""
     num_drafts: int = 0
     """The number of drafts at the end of token_ids. Logits are computed after each and after the token before them."""
+    wants_all_logits: bool = False
+    """Whether logits are computed after every one of token_ids: for the logprobs of a prompt."""
+
+    @property
+    def num_logits(self) -> int:
+        """The number of tokens, at the end of token_ids, after which logits are computed."""
+        if self.wants_all_logits:
+            return len(self.token_ids)
+        return 1 + self.num_drafts if self.wants_logits else 0
 
 
 class ModelRunner:
@@ -117,8 +126,7 @@ class ModelRunner:
     def run(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Compute the tokens of `batch` and store their KV.
 
-        Returns float32 logits [rows, vocab_size]: 1 + num_drafts rows for every sequence with wants_logits, in batch
-        order.
+        Returns float32 logits [rows, vocab_size]: num_logits rows for every sequence, in batch order.
         """
         decodes: list[tuple[int, int]] = []  # (sequence, token in it): each a row that attends by itself
         prefills: list[int] = []
@@ -143,7 +151,7 @@ class ModelRunner:
         for index in prefills:
             sequence = batch[index]
             num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
-            for offset in range(num_new - 1 - sequence.num_drafts, num_new):
+            for offset in range(num_new - sequence.num_logits, num_new):
                 row_of[index, offset] = len(token_ids) + offset
             prefill_extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
             token_ids += sequence.token_ids
@@ -152,8 +160,7 @@ class ModelRunner:
         logit_rows = [
             row_of[index, offset]
             for index, sequence in enumerate(batch)
-            if sequence.wants_logits
-            for offset in range(len(sequence.token_ids) - 1 - sequence.num_drafts, len(sequence.token_ids))
+            for offset in range(len(sequence.token_ids) - sequence.num_logits, len(sequence.token_ids))
         ]
         return self._forward.logits(token_ids, positions, logit_rows, plan)
 

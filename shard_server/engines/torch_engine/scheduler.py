@@ -23,6 +23,10 @@ consider a shard stalled (`router.health.stall_seconds`): a CPU without bf16 ari
 MIN_PREFILL_TOKENS_PER_STEP: Final = 32
 """The minimum on a slow machine: fewer tokens take hardly less time."""
 
+MAX_PROMPT_LOGITS_PER_STEP: Final = 256
+"""The maximum number of prompt tokens in a step whose logits are wanted: each takes as many floats as there are tokens
+in the vocabulary."""
+
 Chunk = tuple[Sequence, int]
 """A sequence and the number of its uncomputed tokens that a step computes."""
 
@@ -46,6 +50,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_prompt_logits_left = 0
+        """How many more prompt tokens of this step may have logits."""
 
     @property
     def has_work(self) -> bool:
@@ -77,6 +83,7 @@ class Scheduler:
         no work. The speed bounds the budget and ranks the waiting sequences; if it is unknown (0), they stay in the
         order of arrival."""
         budget = self.prefill_budget(prefill_tokens_per_second)
+        self._num_prompt_logits_left = MAX_PROMPT_LOGITS_PER_STEP
         batch: list[Chunk] = []
         index = 0
         while index < len(self.running):  # preemption removes members after `index`
@@ -84,7 +91,7 @@ class Scheduler:
             index += 1
             num_tokens = sequence.num_uncomputed_tokens
             if num_tokens > 1:
-                num_tokens = min(num_tokens, budget)
+                num_tokens = self._chunk_size(sequence, budget)
                 budget -= num_tokens
                 if not num_tokens:
                     continue
@@ -172,13 +179,23 @@ class Scheduler:
             if self._awaits_shared_prefix(sequence):
                 skipped.append(self.waiting.popleft())
                 continue
+            if sequence.needs_prompt_logits and not self._num_prompt_logits_left:
+                break
             if not self._allocate(sequence):
                 break
             self.running.append(self.waiting.popleft())
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            num_tokens = self._chunk_size(sequence, budget)
             budget -= num_tokens
             batch.append((sequence, num_tokens))
         self.waiting.extendleft(reversed(skipped))
+
+    def _chunk_size(self, sequence: Sequence, budget: int) -> int:
+        """How many of a sequence's uncomputed tokens fit into the step."""
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        if sequence.needs_prompt_logits:
+            num_tokens = min(num_tokens, self._num_prompt_logits_left)
+            self._num_prompt_logits_left -= num_tokens
+        return num_tokens
 
     def _allocate(self, sequence: Sequence) -> bool:
         """Allocate blocks for all known tokens, from the cache as far as possible; returns False if too few are left.
@@ -186,7 +203,8 @@ class Scheduler:
         One block is left for every running sequence: otherwise their next tokens would preempt the new one.
         """
         pool = self.pool
-        matched = pool.match_prefix(sequence.block_keys[: sequence.num_reusable_blocks], sequence.request.root_hash)
+        num_reusable = 0 if sequence.needs_prompt_logits else sequence.num_reusable_blocks
+        matched = pool.match_prefix(sequence.block_keys[:num_reusable], sequence.request.root_hash)
         num_new = self._num_blocks(sequence.num_tokens) - len(matched)
         if pool.num_available - pool.num_evictable(matched) < num_new + len(self.running):
             return False
@@ -201,6 +219,8 @@ class Scheduler:
     def _awaits_shared_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prefill is about to compute the prefix that this sequence needs next. Waiting for it avoids
         computing the prefix twice and costs no time, since that prefill comes first in the budget anyway."""
+        if sequence.needs_prompt_logits:
+            return False
         if sequence.shares_with is None or not _is_computing(*sequence.shares_with):
             sequence.shares_with = self._find_shared_prefill(sequence)
         return sequence.shares_with is not None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shard_server.engines.base import EngineRequest
+from shard_server.engines.base import EngineRequest, TokenLogprobs
 from shard_server.engines.torch_engine.block_pool import BlockKey, extend_block_keys
+from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 
 if TYPE_CHECKING:
     from shard_server.engines.torch_engine.sampling.guides import GuideState
+    from shard_server.engines.torch_engine.sampling.prediction import PredictedAnswer
     from shard_server.engines.torch_engine.sampling.speculation import PromptLookup
 
 
@@ -20,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adjustments",
         "block_keys",
         "block_size",
         "block_table",
@@ -29,7 +32,8 @@ class Sequence:
         "num_computed_tokens",
         "num_expected_blocks",
         "num_reused_tokens",
-        "output_counts",
+        "predicted",
+        "prompt_logprobs",
         "queue_time_seconds",
         "request",
         "shares_with",
@@ -47,6 +51,8 @@ class Sequence:
         """The sequence's progress in its guide; None if it is unguided."""
         self.lookup: PromptLookup | None = None
         """None until the first draft."""
+        self.predicted: PredictedAnswer | None = None
+        """None until the first draft, and without a prediction."""
         self.block_size = block_size
         self.submit_time = submit_time
         self.queue_time_seconds: float | None = None
@@ -68,14 +74,19 @@ class Sequence:
         """The running sequence that is computing this one's prefix, and how many tokens they have in common."""
         self.started = False
         """Whether its first new token has been reported."""
-        sampling = request.sampling
-        self.output_counts: dict[int, int] | None = None
-        """How often each token occurs in the output; kept only for penalties."""
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            self.output_counts = {}
-            for token_id in request.output_token_ids:
-                self._count(token_id)
+        self.adjustments = LogitAdjustments.of(request)
+        """What is changed in the logits that its tokens are drawn from; None: nothing."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        """Those of the prompt tokens behind the first, as far as they are known; None: they are not wanted."""
+        if request.sampling.num_prompt_logprobs is not None:
+            self.prompt_logprobs = []
         self.extend_block_keys()
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logits of prompt tokens are missing. They come from computing the tokens, not from the cache."""
+        known = self.prompt_logprobs
+        return known is not None and len(known) < len(self.request.prompt_token_ids) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -103,8 +114,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Append a drawn token."""
         self.token_ids.append(token_id)
-        if self.output_counts is not None:
-            self._count(token_id)
+        if self.adjustments is not None:
+            self.adjustments.count(token_id)
         if len(self.token_ids) % self.block_size == 0:
             self.extend_block_keys()
 
@@ -119,7 +130,3 @@ class Sequence:
                 break
             num_common += self.block_size
         return num_common
-
-    def _count(self, token_id: int) -> None:
-        assert self.output_counts is not None
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1

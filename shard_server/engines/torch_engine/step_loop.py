@@ -181,6 +181,8 @@ class StepLoop:
     def _postprocess(self, batch: list[Chunk], drafts: Drafts, draws: Draws) -> None:
         row = 0
         for sequence, num_tokens in batch:
+            if sequence.needs_prompt_logits:
+                row += _collect_prompt_logprobs(sequence, num_tokens, draws, row)
             self.scheduler.mark_computed(sequence, num_tokens)
             if not sequence.num_uncomputed_tokens:
                 draft = drafts.get(sequence, ())
@@ -215,7 +217,9 @@ class StepLoop:
         if not sequence.started:
             sequence.started = True
             queue_time_seconds = sequence.queue_time_seconds or 0.0
-            output.starts.append(SequenceStart(request_id, sequence.num_reused_tokens, queue_time_seconds))
+            prompt_logprobs = sequence.prompt_logprobs or ()
+            start = SequenceStart(request_id, sequence.num_reused_tokens, queue_time_seconds, prompt_logprobs)
+            output.starts.append(start)
 
     def _end(self, sequence: EngineSequence, reason: FinishReason, error: str = "", *, refusal: str = "") -> None:
         self.scheduler.remove(sequence)
@@ -227,6 +231,7 @@ class StepLoop:
         output.kv_events = self.scheduler.pool.take_events()
         if not (output.request_ids or output.ends or output.kv_events):
             return None
+        output.predictions = self._drafter.take_predictions()
         output.load = self._load()
         self._output = StepOutput()
         return output
@@ -262,7 +267,23 @@ def _scheduled(sequence: EngineSequence, num_tokens: int, draft: Sequence[int]) 
         block_table=table if complete else table[: -(-end // sequence.block_size)],
         wants_logits=complete,
         num_drafts=len(draft),
+        wants_all_logits=sequence.needs_prompt_logits,
     )
+
+
+def _collect_prompt_logprobs(sequence: EngineSequence, num_tokens: int, draws: Draws, first_row: int) -> int:
+    """Add the logprobs of the prompt tokens after the next `num_tokens` computed ones, whose logits begin at row
+    `first_row`. Returns the number of rows before the one that the first output token is drawn from."""
+    known, num_top = sequence.prompt_logprobs, sequence.request.sampling.num_prompt_logprobs
+    assert known is not None
+    assert num_top is not None
+    start = sequence.num_computed_tokens
+    num_prompt_tokens = len(sequence.request.prompt_token_ids)
+    # After a preemption, tokens are computed again.
+    for position in range(max(start, len(known)), min(start + num_tokens, num_prompt_tokens - 1)):
+        row = first_row + position - start
+        known.append(draws.logprobs(row, sequence.token_ids[position + 1], num_top))
+    return num_tokens - 1 if sequence.num_uncomputed_tokens == num_tokens else num_tokens
 
 
 def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
@@ -270,11 +291,14 @@ def _plain_rows(batch: list[Chunk], drafts: Drafts) -> list[PlainRow]:
     rows: list[PlainRow] = []
     first_row = 0
     for sequence, num_tokens in batch:
-        if sequence.num_uncomputed_tokens > num_tokens:  # part of a prompt
+        is_complete = sequence.num_uncomputed_tokens == num_tokens
+        if sequence.needs_prompt_logits:
+            first_row += num_tokens - is_complete
+        if not is_complete:  # part of a prompt
             continue
         num_rows = 1 + len(drafts.get(sequence, ()))
         sampling = sequence.request.sampling
-        if sampling.temperature > 0 and sequence.guide is None and sequence.output_counts is None:
+        if sampling.temperature > 0 and sequence.guide is None and sequence.adjustments is None:
             num_output_tokens = sequence.num_output_tokens
             rows += [PlainRow(first_row + i, sampling, num_output_tokens + i) for i in range(num_rows)]
         first_row += num_rows
@@ -290,7 +314,7 @@ def _draw_token(
         mask = guide.mask() if guide is not None else None
     except GuideError as error:
         return SequenceEnd(request.request_id, FinishReason.ERROR, "its guide cannot be followed", str(error))
-    sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.output_counts, mask)
+    sample_row = SampleRow(request.sampling, sequence.num_output_tokens, sequence.adjustments, mask)
     token_id, token_logprobs = draws.draw(row, sample_row)
     if token_id is None:
         return SequenceEnd(request.request_id, FinishReason.ERROR, "the model's logits are not finite")

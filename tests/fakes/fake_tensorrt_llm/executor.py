@@ -191,7 +191,7 @@ class Executor:
     def _generate(self, request: Request, index: int, generated: list[int], response: Response) -> None:
         params = request.params
         context = (*request.output.prompt_token_ids, *generated)
-        token_id = next_token(context, None if params.is_greedy else (params.seed, index))
+        token_id = choose_token(context, params, index, len(generated))
         generated.append(token_id)
         response.token_ids.append(token_id)
         if params.logprobs:
@@ -243,6 +243,23 @@ class Executor:
 def next_token(context: tuple[int, ...], seed: Any) -> int:
     """The fake's language model."""
     return FIRST_TOKEN + random.Random(hash((context, seed))).randrange(NUM_TOKENS)
+
+
+def choose_token(context: tuple[int, ...], params: SamplingParams, index: int, num_generated: int) -> int:
+    """The model's token, with a logit of 10, unless the parameters make another one likelier; all others have 0."""
+    is_greedy = params.is_greedy or params.min_p == 1
+    logits = {next_token(context, None if is_greedy else (params.seed, index)): 10.0}
+    logits.setdefault(next_token(context, "second"), 0.0)
+    for token_id, bias in enumerate(() if params.embedding_bias is None else params.embedding_bias.tolist()):
+        if bias:
+            logits[token_id] = logits.get(token_id, 0.0) + bias
+    penalty = params.repetition_penalty or 1.0
+    for token_id in logits.keys() & set(context):
+        logits[token_id] = logits[token_id] / penalty if logits[token_id] > 0 else logits[token_id] * penalty
+    if num_generated < (params.min_tokens or 0):
+        for stop in (params.end_id, *(params.stop_token_ids or ())):
+            logits.pop(stop, None)
+    return max(logits, key=lambda token_id: logits[token_id])
 
 
 def _logprobs(token_id: int, count: int, *, chosen_first: bool) -> dict[int, Logprob]:

@@ -68,6 +68,13 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
     for token_ids in (request.prompt_token_ids, request.output_token_ids):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
             raise EngineError(f"a token id lies outside the vocabulary of {info.vocab_size}")
-    has_penalties = request.sampling.presence_penalty or request.sampling.frequency_penalty
-    if has_penalties and Capability.PENALTIES not in info.capabilities:
-        raise EngineError("the sampler here ignores penalties (shard.tensorrt_llm.penalties)")
+    sampling = request.sampling
+    for capability, is_asked in {
+        Capability.PENALTIES: sampling.presence_penalty or sampling.frequency_penalty,
+        Capability.REPETITION_PENALTY: sampling.repetition_penalty != 1,
+        Capability.MIN_P: sampling.min_p,
+        Capability.LOGIT_BIAS: sampling.logit_bias,
+        Capability.MIN_TOKENS: request.min_tokens,
+    }.items():
+        if is_asked and capability not in info.capabilities:
+            raise EngineError(f"the sampler here ignores {capability.value} (shard.tensorrt_llm.penalties)")

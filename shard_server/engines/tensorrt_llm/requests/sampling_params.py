@@ -38,6 +38,8 @@ class SamplingMapper:
         if self._has("prompt_ignore_length") and _has_penalties(request):
             # Tokens of earlier attempts were appended to the prompt, but still count as output.
             arguments["prompt_ignore_length"] = len(request.prompt_token_ids)
+        if request.sampling.logit_bias:
+            arguments["embedding_bias"] = _embedding_bias(request, info.vocab_size)
         guide = guide_arguments(request, self.guided_decoding_backend)
         if guide:
             arguments["guided_decoding"] = self.library.build("llmapi.GuidedDecodingParams", "guide", **guide)
@@ -67,11 +69,17 @@ def sampling_arguments(request: EngineRequest, info: EngineInfo) -> dict[str, An
         arguments["top_p"] = sampling.top_p
         if sampling.top_k:
             arguments["top_k"] = sampling.top_k
+        if sampling.min_p:
+            arguments["min_p"] = sampling.min_p
         arguments["seed"] = sampling.seed & _SEED_MASK
     if sampling.presence_penalty:
         arguments["presence_penalty"] = sampling.presence_penalty
     if sampling.frequency_penalty:
         arguments["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.repetition_penalty != 1:
+        arguments["repetition_penalty"] = sampling.repetition_penalty
+    if request.min_tokens > len(request.output_token_ids):
+        arguments["min_tokens"] = request.min_tokens - len(request.output_token_ids)
     if sampling.num_logprobs is not None:
         # In some versions, 0 turns logprobs off.
         arguments["logprobs"] = max(1, sampling.num_logprobs)
@@ -86,6 +94,16 @@ def _stop_arguments(stops: frozenset[int], eos_token_ids: frozenset[int]) -> dic
         return {"end_id": end_id, "pad_id": end_id, "ignore_eos": True, "stop_token_ids": sorted(stops) or None}
     others = sorted(stops - {ends[0]})
     return {"end_id": ends[0], "pad_id": ends[0], "stop_token_ids": others or None}
+
+
+def _embedding_bias(request: EngineRequest, vocab_size: int) -> Any:
+    """What is added to each logit: a tensor over the vocabulary."""
+    import torch  # the library has loaded it
+
+    bias = torch.zeros(vocab_size)
+    for token_id, value in request.sampling.logit_bias:
+        bias[token_id] = value
+    return bias
 
 
 def _has_penalties(request: EngineRequest) -> bool:

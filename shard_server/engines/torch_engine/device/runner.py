@@ -120,15 +120,15 @@ class DeviceRunner:
         places: list[tuple[bool, int, int]] = []  # (of a prompt, first row of logits, rows)
         num_prompt_logits = 0
         for sequence in batch:
-            num_logits = 1 + sequence.num_drafts
-            if len(sequence.token_ids) == num_logits and sequence.wants_logits:
+            num_logits = sequence.num_logits
+            if len(sequence.token_ids) == num_logits and not sequence.wants_all_logits:
                 places.append((False, len(decodes), num_logits))
                 first = sequence.num_computed_tokens
                 table = sequence.block_table
                 decodes += [DecodeRow(token, first + i, table) for i, token in enumerate(sequence.token_ids)]
             else:
                 prompts.append(sequence)
-                if sequence.wants_logits:
+                if num_logits:
                     places.append((True, num_prompt_logits, num_logits))
                     num_prompt_logits += num_logits
         of_decodes = self._run_decodes(decodes)
@@ -165,8 +165,7 @@ class DeviceRunner:
             num_new, num_past = len(sequence.token_ids), sequence.num_computed_tokens
             extents.append(Extent(len(token_ids), num_new, num_past, sequence.block_table))
             token_ids += sequence.token_ids
-            if sequence.wants_logits:
-                logit_rows += range(len(token_ids) - 1 - sequence.num_drafts, len(token_ids))
+            logit_rows += range(len(token_ids) - sequence.num_logits, len(token_ids))
             for position in range(num_past, num_past + num_new):
                 block, offset = divmod(position, self._block_size)
                 positions.append(position)

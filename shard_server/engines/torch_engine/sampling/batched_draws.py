@@ -6,6 +6,7 @@ only sums over a row may be rounded differently from those of a row that is draw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -37,7 +38,7 @@ def _splitmix64(state: int) -> int:
 
 
 class PlainRow(NamedTuple):
-    """A row of logits that is drawn without mask and penalties, at a temperature above 0."""
+    """A row of logits that is drawn without mask and adjustments, at a temperature above 0."""
 
     row: int
     sampling: Sampling
@@ -85,7 +86,12 @@ def _draw_cut(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
 def _scaled(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:
     indices = torch.tensor([one.row for one in rows], device=logits.device)
     temperatures = [[max(one.sampling.temperature, MIN_TEMPERATURE)] for one in rows]
-    return logits[indices] / torch.tensor(temperatures, device=logits.device)
+    scaled = logits[indices] / torch.tensor(temperatures, device=logits.device)
+    if any(one.sampling.min_p for one in rows):
+        below = [[math.log(one.sampling.min_p) if one.sampling.min_p else float("-inf")] for one in rows]
+        least = scaled.max(dim=-1, keepdim=True).values + torch.tensor(below, device=logits.device)
+        scaled = scaled.masked_fill(scaled < least, float("-inf"))
+    return scaled
 
 
 def _numbers(logits: torch.Tensor, rows: Sequence[PlainRow]) -> torch.Tensor:

@@ -9,12 +9,14 @@ differently, preempted or resumed elsewhere draws the same tokens, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from shard_server.engines.base import Sampling, TokenLogprobs
+from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 from shard_server.engines.torch_engine.sampling.batched_draws import MIN_TEMPERATURE, PlainRow, draw_plain_rows, uniform
 
 
@@ -25,15 +27,15 @@ class SampleRow:
     sampling: Sampling
     position: int
     """The number of output tokens of the sequence, which is the index of the one to draw."""
-    output_counts: Mapping[int, int] | None = None
-    """How often each token occurs in the output; None without penalties."""
+    adjustments: LogitAdjustments | None = None
+    """What is changed in the logits before; None: nothing."""
     mask: np.ndarray | None = None
     """uint8 [at least vocab / 8], a bit per token, lowest first: only tokens whose bit is 1 are drawn. None: all."""
 
 
 class Draws:
-    """Tokens drawn from the rows of `logits` (float32, [rows, vocab]), row by row: a mask, then penalties, temperature,
-    top_k, top_p. Log-probabilities are those of the raw logits."""
+    """Tokens drawn from the rows of `logits` (float32, [rows, vocab]), row by row: a mask, then the request's
+    adjustments, temperature, min_p, top_k, top_p. Log-probabilities are those of the raw logits."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
@@ -63,15 +65,22 @@ class Draws:
         logits = self._logits[index]
         token_id = self._drawn.get(index, self._best_ids[index])
         if row.mask is not None:
-            chosen = _draw_masked(_penalised(logits, row), row, row.mask)
+            chosen = _draw_masked(logits, row, row.mask)
             if chosen is None:
                 return None, None
             token_id = chosen
-        elif index not in self._drawn and (sampling.temperature > 0 or row.output_counts):
-            token_id = _draw(_penalised(logits, row), sampling, row.position)
+        elif row.adjustments is not None:
+            token_id = _draw(row.adjustments.apply(logits, row.position), sampling, row.position)
+        elif index not in self._drawn and sampling.temperature > 0:
+            token_id = _draw(logits, sampling, row.position)
         if sampling.num_logprobs is None:
             return token_id, None
         return token_id, _logprobs(logits, token_id, sampling.num_logprobs)
+
+    @torch.inference_mode()
+    def logprobs(self, index: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """The logprob of a token that was not drawn, and those of the likeliest ones, by row `index`."""
+        return _logprobs(self._logits[index], token_id, num_top)
 
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -87,19 +96,17 @@ def _draw_masked(logits: torch.Tensor, row: SampleRow, mask: np.ndarray) -> int 
     candidates = np.flatnonzero(np.unpackbits(mask, bitorder="little", count=len(logits)))
     if not len(candidates):
         return None
-    values = logits.cpu().numpy()[candidates]
+    adjustments = row.adjustments
+    if adjustments is not None:
+        adjusted = adjustments.apply(logits, row.position).cpu().numpy()[candidates]
+        if adjusted.max() == -math.inf:  # the guide allows only stop tokens, and has precedence
+            adjusted = adjustments.apply(logits, row.position, may_stop=True).cpu().numpy()[candidates]
+        values = adjusted
+    else:
+        values = logits.cpu().numpy()[candidates]
     if row.sampling.temperature == 0:
         return int(candidates[values.argmax()])  # the first among equals, as everywhere
     return int(candidates[_draw(torch.from_numpy(values), row.sampling, row.position)])
-
-
-def _penalised(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
-    if not row.output_counts:
-        return logits
-    ids = torch.tensor(list(row.output_counts), device=logits.device)
-    counts = torch.tensor(list(row.output_counts.values()), dtype=torch.float32, device=logits.device)
-    penalty = row.sampling.frequency_penalty * counts + row.sampling.presence_penalty
-    return logits.index_add(0, ids, -penalty)
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
@@ -112,7 +119,11 @@ def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
         values, candidates = _largest(logits, sampling.top_k)
     else:
         values = logits
-    probs = (values / max(sampling.temperature, MIN_TEMPERATURE)).softmax(dim=-1)
+    values = values / max(sampling.temperature, MIN_TEMPERATURE)
+    if sampling.min_p > 0:
+        likely = (values >= values.max() + math.log(sampling.min_p)).nonzero().squeeze(-1)
+        values, candidates = values[likely], likely if candidates is None else candidates[likely]
+    probs = values.softmax(dim=-1)
     if sampling.top_p < 1:
         probs, ids = _nucleus(probs, sampling.top_p)
         candidates = ids if candidates is None else candidates[ids]

@@ -105,6 +105,17 @@ def test_penalties_leave_the_prompt_out_where_the_version_can():
     assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
 
 
+def test_further_parameters_are_mapped():
+    """min_tokens is what an earlier attempt left of it; a bias is a tensor over the vocabulary."""
+    sampling = Sampling(min_p=0.1, repetition_penalty=1.2, logit_bias=((7, -100.0), (9, 2.0)))
+    params = params_of(request(sampling, min_tokens=5, output_token_ids=[1, 2]))
+    assert (params.min_p, params.repetition_penalty, params.min_tokens) == (0.1, 1.2, 3)
+    assert params.embedding_bias.shape == (1000,)
+    assert {i: v for i, v in enumerate(params.embedding_bias.tolist()) if v} == {7: -100.0, 9: 2.0}
+    plain = params_of(request())
+    assert (plain.min_p, plain.repetition_penalty, plain.min_tokens, plain.embedding_bias) == (None,) * 4
+
+
 def guided(kind: GuideKind, text: str, **fields: Any) -> EngineRequest:
     return request(guide=Guide(kind, text), **fields)
 
@@ -164,3 +175,11 @@ def test_penalties_that_the_sampler_ignores_are_refused():
     without = dataclasses.replace(INFO, capabilities=frozenset())
     with pytest.raises(EngineError, match="penalties"):
         check_request(request(Sampling(presence_penalty=1.0)), without)
+    for name, asked in {
+        "min_p": request(Sampling(min_p=0.1)),
+        "repetition_penalty": request(Sampling(repetition_penalty=1.1)),
+        "logit_bias": request(Sampling(logit_bias=((1, 1.0),))),
+        "min_tokens": request(min_tokens=2),
+    }.items():
+        with pytest.raises(EngineError, match=name):
+            check_request(asked, without)

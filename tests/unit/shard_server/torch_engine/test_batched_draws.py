@@ -18,6 +18,8 @@ SAMPLINGS = [
     Sampling(temperature=1.0, top_k=40, top_p=0.5, seed=7),
     Sampling(temperature=1e-9, seed=8),
     Sampling(temperature=0.6, top_k=100_000, top_p=0.999, seed=9),
+    Sampling(temperature=0.9, min_p=0.08, seed=10),
+    Sampling(temperature=1.4, min_p=0.01, top_k=30, top_p=0.9, seed=11),
 ]
 
 

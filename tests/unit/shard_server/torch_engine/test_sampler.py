@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shard_server.engines.base import Sampling, TokenLogprobs
+from shard_server.engines.base import EngineRequest, Sampling, TokenLogprobs
+from shard_server.engines.torch_engine.sampling.adjustments import LogitAdjustments
 from shard_server.engines.torch_engine.sampling.batched_draws import uniform
 from shard_server.engines.torch_engine.sampling.sampler import Draws, SampleRow
 
@@ -33,14 +35,22 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
     )
 
 
+def adjustments(
+    sampling: Sampling, output: Sequence[int] = (), prompt: Sequence[int] = (1,), **fields: Any
+) -> LogitAdjustments | None:
+    """Those of a sequence with this prompt and output."""
+    return LogitAdjustments.of(EngineRequest("a", prompt, sampling, 100, output_token_ids=output, **fields))
+
+
 def logits_like_a_models(num_rows: int) -> torch.Tensor:
     """bf16-rounded, hence full of ties, as a model's are."""
     generator = torch.Generator().manual_seed(1)
     return (torch.randn(num_rows, VOCAB, generator=generator) * 4).bfloat16().float()
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, position: int = 0, counts: dict[int, int] | None = None) -> int:
-    token_id = sample(logits.reshape(1, -1), [SampleRow(sampling, position, counts)]).token_ids[0]
+def draw(logits: torch.Tensor, sampling: Sampling, position: int = 0, output: Sequence[int] = (), **fields: Any) -> int:
+    row = SampleRow(sampling, position, adjustments(sampling, output, **fields))
+    token_id = sample(logits.reshape(1, -1), [row]).token_ids[0]
     assert token_id is not None
     return token_id
 
@@ -54,13 +64,16 @@ VARIETY = [
     Sampling(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5, num_logprobs=5),
     Sampling(temperature=2.0, top_p=0.9999, seed=5),
     Sampling(temperature=1.0, seed=6, presence_penalty=-2.0),
+    Sampling(temperature=1.0, seed=7, min_p=0.1, num_logprobs=2),
+    Sampling(temperature=0.8, top_k=9, top_p=0.9, seed=8, min_p=0.02, repetition_penalty=1.3),
+    Sampling(temperature=0.0, logit_bias=((3, 5.0), (9, -100.0)), repetition_penalty=0.7),
 ]
 
 
 def test_a_row_is_drawn_alike_in_every_batch() -> None:
     """Failover rests on this: tokens and logprobs, bit for bit, alone, together and in any order."""
     logits = logits_like_a_models(len(VARIETY))
-    rows = [SampleRow(s, i, {3: 2, 5: 1} if s.presence_penalty else None) for i, s in enumerate(VARIETY)]
+    rows = [SampleRow(s, i, adjustments(s, [3, 5, 3], [7, 9])) for i, s in enumerate(VARIETY)]
     together = sample(logits, rows)
     backwards = sample(logits.flip(0), rows[::-1])
     assert backwards.token_ids[::-1] == together.token_ids
@@ -149,16 +162,16 @@ def test_penalties_look_at_output_tokens_only() -> None:
     logits = torch.zeros(VOCAB)
     logits[[10, 20]] = torch.tensor([3.0, 2.5])
     sampling = Sampling(temperature=0.0, presence_penalty=0.25, frequency_penalty=0.2)
-    assert draw(logits, sampling, counts={}) == 10
-    assert draw(logits, sampling, counts={10: 1}) == 10  # 3.0 - 0.45 still wins
-    assert draw(logits, sampling, counts={10: 2}) == 20
+    assert draw(logits, sampling, prompt=[10, 10, 10]) == 10
+    assert draw(logits, sampling, output=[10]) == 10  # 3.0 - 0.45 still wins
+    assert draw(logits, sampling, output=[10, 10]) == 20
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     """Before temperature and penalties, of the chosen token, and the likeliest first."""
     logits = logits_like_a_models(1)
     sampling = Sampling(temperature=0.5, top_k=3, seed=4, frequency_penalty=1.0, num_logprobs=4)
-    drawn = sample(logits, [SampleRow(sampling, 2, {7: 3})])
+    drawn = sample(logits, [SampleRow(sampling, 2, adjustments(sampling, [7, 7, 7]))])
     expected = logits[0].log_softmax(-1)
     token_id = drawn.token_ids[0]
     assert token_id is not None
@@ -198,13 +211,13 @@ def test_a_mask_leaves_only_its_tokens_and_the_raw_logprobs(sampling: Sampling) 
     """Guided decoding: whatever the sampling, what the mask forbids is never drawn, and logprobs are not touched."""
     logits = logits_like_a_models(1)
     mask = bits(3, 5, 700, 1999)
-    counts = {3: 2} if sampling.presence_penalty else None
+    adjusted = adjustments(sampling, [3, 3])
     for position in range(20):
-        token_id, logprobs = Draws(logits).draw(0, SampleRow(sampling, position, counts, mask))
+        token_id, logprobs = Draws(logits).draw(0, SampleRow(sampling, position, adjusted, mask))
         assert token_id in (3, 5, 700, 1999)
         if logprobs is not None:
             assert logprobs.logprob == float(logits[0].log_softmax(-1)[token_id])
-    only = SampleRow(sampling, 0, counts, bits(1234))
+    only = SampleRow(sampling, 0, adjusted, bits(1234))
     assert Draws(logits).draw(0, only)[0] == 1234
 
 
@@ -234,3 +247,98 @@ def test_masks_leave_other_rows_alone() -> None:
 def test_a_mask_that_forbids_everything_gives_no_token() -> None:
     """Better the end of the sequence than a token at random."""
     assert Draws(logits_like_a_models(1)).draw(0, SampleRow(Sampling(), 0, None, bits())) == (None, None)
+
+
+def reference_distribution(
+    logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+) -> dict[int, float]:
+    """Probability by token, written down naively from the definitions: bias, repetition, presence and frequency,
+    temperature, min_p, top_k, top_p, each on a list of Python numbers."""
+    values = logits.tolist()
+    for token_id, bias in sampling.logit_bias:
+        values[token_id] += bias
+    for token_id in {*prompt, *output}:
+        factor = sampling.repetition_penalty
+        values[token_id] = values[token_id] / factor if values[token_id] > 0 else values[token_id] * factor
+    for token_id in set(output):
+        values[token_id] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token_id)
+    best = max(values)
+    weights = {i: math.exp((value - best) / sampling.temperature) for i, value in enumerate(values)}
+    weights = {i: weight for i, weight in weights.items() if weight >= sampling.min_p}
+    ranked = sorted(weights, key=lambda i: -weights[i])[: sampling.top_k or None]
+    total, mass, nucleus = sum(weights[i] for i in ranked), 0.0, []
+    for i in ranked:
+        if mass >= sampling.top_p * total:
+            break
+        nucleus.append(i)
+        mass += weights[i]
+    return {i: weights[i] / mass for i in nucleus}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(min_p=0.2),
+        Sampling(min_p=1.0),
+        Sampling(temperature=1.7, min_p=0.05, top_p=0.8),
+        Sampling(temperature=0.6, min_p=0.001, top_k=4),
+        Sampling(repetition_penalty=1.8),
+        Sampling(repetition_penalty=0.5, presence_penalty=0.7, frequency_penalty=0.3),
+        Sampling(logit_bias=((0, 4.0), (3, -100.0), (11, 1.5)), repetition_penalty=1.2),
+        Sampling(temperature=0.9, logit_bias=((5, -3.0),), min_p=0.03, top_k=8, top_p=0.95, presence_penalty=-0.4),
+    ],
+)
+def test_draws_follow_a_naive_reference(sampling: Sampling) -> None:
+    """The order of the operations matters, and is that of other servers; the seeds are fixed, so this always passes."""
+    logits = torch.tensor([1.5, -0.5, 2.0, 2.5, 0.1, 0.8, -1.0, 1.1, 0.0, -2.0, 0.4, 0.9])
+    prompt, output = [2, 6, 2, 8], [3, 1, 3]
+    expected = reference_distribution(logits, sampling, prompt, output)
+    num_draws = 3000
+    seen: dict[int, int] = dict.fromkeys(expected, 0)
+    row = SampleRow(sampling, 0, adjustments(sampling, output, prompt))
+    draws = Draws(logits[None])
+    for seed in range(num_draws):
+        row.sampling = dataclasses.replace(sampling, seed=seed)
+        token_id, _ = draws.draw(0, row)
+        assert token_id in expected
+        seen[token_id] += 1
+    for token_id, probability in expected.items():
+        spread = math.sqrt(probability * (1 - probability) / num_draws)
+        assert abs(seen[token_id] / num_draws - probability) <= 4.5 * spread + 1e-9, token_id
+
+
+def test_penalties_equal_the_logits_processors_of_transformers() -> None:
+    """The definition that models were tuned with, where that library is installed."""
+    transformers = pytest.importorskip("transformers")
+    logits = logits_like_a_models(1)
+    prompt, output = [4, 9, 1500, 4], [9, 30]
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.3)
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[*prompt, *output]]), logits.clone())
+    adjusted = adjustments(sampling, output, prompt)
+    assert adjusted is not None
+    assert torch.equal(adjusted.apply(logits[0], 2), expected[0])
+
+
+def test_a_request_without_adjustments_has_none() -> None:
+    """The rows of ordinary requests must not be copied."""
+    assert adjustments(Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1), [1, 2]) is None
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    """They are never drawn before, however likely, and unknown ones change nothing."""
+    logits = torch.zeros(VOCAB)
+    logits[[2, 50]] = 40.0
+    fields = {"stop_token_ids": frozenset({2, 50, VOCAB + 7}), "min_tokens": 3}
+    for sampling in (Sampling(temperature=0.0), Sampling(seed=3), Sampling(seed=3, min_p=0.5, top_k=4)):
+        assert all(draw(logits, sampling, position, **fields) not in (2, 50) for position in range(3))
+        assert draw(logits, sampling, 3, **fields) in (2, 50)
+
+
+def test_a_guide_has_precedence_over_min_tokens() -> None:
+    """Where the guide is complete, only a stop token can follow; where it is not, the stop token waits."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 2] = 9.0
+    sampling = Sampling(temperature=0.0)
+    adjusted = adjustments(sampling, stop_token_ids=frozenset({2}), min_tokens=5)
+    assert Draws(logits).draw(0, SampleRow(sampling, 1, adjusted, bits(2)))[0] == 2
+    assert Draws(logits).draw(0, SampleRow(sampling, 1, adjusted, bits(2, 77)))[0] == 77

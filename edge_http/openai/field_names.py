@@ -1,0 +1,34 @@
+"""The names of a body's fields for errors of routers and shards, which name the fields of the fabric's messages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvloom.errors import KvloomError
+from kvloom.guide import GUIDE_FIELD
+
+_PREFIXES: Final = ("sampling.", "stop.")
+"""Those messages' fields have the names of the body's."""
+_OTHERS: Final = {"sampling.predicted_token_ids": "prediction"}
+_PROMPT_FIELDS: Final = frozenset(("prompt", "prompt_token_ids", "prompt_text"))
+
+
+def named_for_clients(error: KvloomError, prompt_field: str, guide_field: str) -> KvloomError:
+    """The error with the field as the client knows it, in the message too. `prompt_field` is "messages" or "prompt",
+    `guide_field` the one that asked for guided decoding."""
+    field = _client_field(error.field, prompt_field, guide_field)
+    if field == error.field:
+        return error
+    message = error.message.replace(error.field, field)
+    return KvloomError(error.reason, message, field=field, retry_after_seconds=error.retry_after_seconds)
+
+
+def _client_field(field: str, prompt_field: str, guide_field: str) -> str:
+    if field == GUIDE_FIELD:
+        return guide_field
+    if field in _OTHERS:
+        return _OTHERS[field]
+    if field in _PROMPT_FIELDS:
+        return prompt_field
+    prefix = next((prefix for prefix in _PREFIXES if field.startswith(prefix)), "")
+    return field.removeprefix(prefix)
