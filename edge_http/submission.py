@@ -15,6 +15,7 @@ from edge_http.edge import Edge
 from edge_http.resume.resumable_stream import ResumableStream
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
+from kvloom.request_fields import flat_field
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -78,8 +79,7 @@ async def run_submission(
             submission.operation, submission.model, answer, submission.num_prompt_tokens, answer.num_events
         )
     if answer.error is not None:
-        if answer.error.field == GUIDE_FIELD:  # only the engine's compiler finds this error
-            answer.error.field = submission.guide_field
+        answer.error.field = _field_of_body(answer.error.field, submission)
         raise answer.error
 
 
@@ -101,6 +101,16 @@ async def run_resumable(
     finally:
         if not stream.ended:
             stream.refuse(answer.error or KvloomError(ErrorReason.ERROR_REASON_CANCELLED, "The request was cancelled."))
+
+
+def _field_of_body(field: str, submission: Submission) -> str:
+    """Return the field of the body that a field of the fabric's own request stands for: some errors are found only by
+    a router or a shard."""
+    if field == GUIDE_FIELD:
+        return submission.guide_field
+    if field == "prompt_token_ids":
+        return "messages" if submission.operation == "chat" else "prompt"
+    return flat_field(field)
 
 
 def _time_out(answer: Answer) -> None:

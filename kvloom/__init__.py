@@ -8,6 +8,7 @@ of the package does not pay for gRPC. The SDK imports neither Jinja nor any toke
 client/          `Client`, the SDK's entry point, and how its answers survive the loss of a connection or a router
 errors.py        the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
 sampling.py      limits and checks of sampling parameters and stop conditions
+request_fields.py  the names of a request's fields where nothing nests them
 guide.py         limits and checks of guides (JSON schemas, regular expressions, grammars)
 config.py        the configuration file as one typed tree
 private_file.py  files that only this user can read

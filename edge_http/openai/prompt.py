@@ -7,16 +7,13 @@ from typing import Final, NamedTuple
 
 from edge_http.openai.requests import ChatBody, CompletionBody, Message, message_text
 from edge_http.openai.sampling import check_text_size
-from kvloom.errors import KvloomError, invalid_argument, unsupported
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.text.roles import template_role
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 
 MAX_PROMPTS: Final = 64
 MAX_CHOICES_PER_REQUEST: Final = 128
 """The limit for all prompts of one completion request together."""
-
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Maps the roles of the OpenAI API to those of chat templates."""
-_UNSUPPORTED_ROLES: Final = frozenset(("tool", "function"))
 
 
 class Prompt(NamedTuple):
@@ -66,12 +63,7 @@ async def completion_prompts(
 
 
 def _chat_message(message: Message, number: int) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        field = f"messages[{number}].role"
-        if message.role in _UNSUPPORTED_ROLES:
-            raise unsupported(f"{field}: messages of role '{message.role}' are not supported.", field)
-        raise invalid_argument(f"{field} must be one of {', '.join(_ROLES)}.", field)
+    role = template_role(message.role, f"messages[{number}].role")
     return ChatMessage(role, message_text(message, number))
 
 

@@ -10,5 +10,5 @@ class ChatMessage:
     """One message of a conversation."""
 
     role: str
-    """"system", "user", "assistant", or any other role that the model's template knows."""
+    """"system", "user" or "assistant"; "developer" means "system" (kvloom/text/roles.py)."""
     content: str

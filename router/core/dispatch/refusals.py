@@ -107,6 +107,6 @@ def _check_window(request: Request, window: int) -> KvloomError | None:
         )
     return KvloomError(
         ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
-        f"The model's context window is {window} tokens; {detail}. Shorten the prompt or the answer.",
-        field="prompt",
+        f"The model's maximum context length is {window} tokens; {detail}. Shorten the prompt or the answer.",
+        field="stop.max_tokens" if num_prompt_tokens < window else "prompt_token_ids",
     )
