@@ -23,6 +23,7 @@ import aiohttp
 from aiohttp import web
 
 from edge_http.openai.response_formatters import encode_json
+from edge_http.wire.headers import REPLAYED
 
 DONE: Final = b"[DONE]"
 _HEAD: Final = (
@@ -265,6 +266,15 @@ class EventStream:
             if self._coalescer.waiting:
                 self._coalescer.flush()
             self._transport.write(data)
+
+
+class ReplayedEventStream(EventStream):
+    """For a client that has repeated its request with its idempotency key."""
+
+    __slots__ = ()
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        super().begin({**headers, REPLAYED: "true"})
 
 
 class WrittenResponse(web.StreamResponse):
