@@ -3,7 +3,6 @@ ended."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import traceback
 from collections.abc import AsyncIterator
