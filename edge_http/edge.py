@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from edge_http.metrics import EdgeMetrics
+from edge_http.resume.kept_answers import KeptAnswer, KeptAnswers
 from edge_http.resume.remote_responses import NoRemoteResponses, RemoteResponses
 from edge_http.resume.response_name import new_edge_tag
+from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.resume.table import ResumeTable
 from edge_http.wire.fair_yield import FairYield
 from edge_http.wire.request_callers import RequestCallers
@@ -95,6 +97,7 @@ class Edge:
         self.losses = losses
         self.metrics = EdgeMetrics(lambda: self.num_running, lambda: self.link.connected)
         self.resume = ResumeTable(config.resume, self.metrics)
+        self.kept_answers = KeptAnswers(config.resume)
         self.tag = new_edge_tag()
         """Identifies this process; it is part of the ids of its responses."""
         self.callers = RequestCallers(callers or Callers(), config.trusted_proxies)
@@ -135,6 +138,12 @@ class Edge:
         """Make the responses of the other edges reachable. This happens after construction because the other edges
         need the address of this one, which is known once it listens."""
         self._remote_responses = remote_responses
+
+    def find_by_key(self, tenant: str, idempotency_key: str) -> ResumableStream | KeptAnswer | None:
+        """The response of this edge that a caller's idempotency key stands for."""
+        return self.resume.find_by_key(tenant, idempotency_key) or self.kept_answers.find_by_key(
+            tenant, idempotency_key
+        )
 
     @property
     def draining(self) -> bool:

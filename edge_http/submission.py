@@ -98,7 +98,7 @@ async def run_resumable(
     try:
         await run_submission(edge, submission, answer, on_submitted)
     except KvloomError:
-        pass  # it is the answer's error as well
+        stream.has_failed = True  # the error is the answer's as well
     except Exception:
         log.exception("request broke")
         answer.fail(KvloomError(ErrorReason.ERROR_REASON_INTERNAL, "Something went wrong on our side."))

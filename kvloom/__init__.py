@@ -5,9 +5,11 @@
 The public names are those of `__all__`. Each is loaded when it is first used, so that a process which needs only a part
 of the package does not pay for gRPC. The SDK imports neither Jinja nor any tokenizer, Redis, Prometheus or structlog.
 
-client/          `Client`, the SDK's entry point, and how its answers survive the loss of a connection or a router
+client/          `Client` and `SyncClient`, the SDK's entry points, and how answers survive lost connections and routers
+enums.py         reasons, finish reasons and tiers as Python's enums
 errors.py        the error catalogue: each reason's gRPC code, HTTP status and OpenAI type
 sampling.py      limits and checks of sampling parameters and stop conditions
+request_fields.py  the names of a request's fields where nothing nests them
 guide.py         limits and checks of guides (JSON schemas, regular expressions, grammars)
 config.py        the configuration file as one typed tree
 private_file.py  files that only this user can read
@@ -16,6 +18,7 @@ limits/          bounds on what a process holds, and a share of it for each call
 callers.py       who sends a request, and so who is isolated from whom
 router_link/     the client side of the data plane: requests multiplexed over one stream per router
 replay/          events kept of a response, so that its client can resume it
+conversation/    conversations with tools: prompts, guides and parsers for them
 parsers/         a model's output becomes text, reasoning and tool calls
 text/            tokenizers, chat templates, detokenizing, block hashes
 transport/       streams between processes: gRPC, and Unix sockets on one machine
@@ -33,37 +36,56 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvloom.client.answer import Answer, AnswerChoice
     from kvloom.client.client import Client
+    from kvloom.client.credentials import TlsOptions
+    from kvloom.client.delta_stream import DeltaStream
     from kvloom.client.generate_request import GenerateOptions
     from kvloom.client.generation import Delta
+    from kvloom.client.sync_client import SyncClient, SyncDeltaStream
+    from kvloom.enums import CancelOutcome, ErrorReason, FinishReason, Tier
     from kvloom.errors import ErrorKind, KvloomError
     from kvloom.text.chat_message import ChatMessage
-    from kvloom.v1.error_reason_pb2 import ErrorReason
-    from kvloom.v1.generation_pb2 import FinishReason
 
     __version__: str
 
 __all__ = [
+    "Answer",
+    "AnswerChoice",
+    "CancelOutcome",
     "ChatMessage",
     "Client",
     "Delta",
+    "DeltaStream",
     "ErrorKind",
     "ErrorReason",
     "FinishReason",
     "GenerateOptions",
     "KvloomError",
+    "SyncClient",
+    "SyncDeltaStream",
+    "Tier",
+    "TlsOptions",
     "__version__",
 ]
 
 _MODULES = {
+    "Answer": "kvloom.client.answer",
+    "AnswerChoice": "kvloom.client.answer",
+    "CancelOutcome": "kvloom.enums",
     "ChatMessage": "kvloom.text.chat_message",
     "Client": "kvloom.client.client",
     "Delta": "kvloom.client.generation",
+    "DeltaStream": "kvloom.client.delta_stream",
     "ErrorKind": "kvloom.errors",
-    "ErrorReason": "kvloom.v1.error_reason_pb2",
-    "FinishReason": "kvloom.v1.generation_pb2",
+    "ErrorReason": "kvloom.enums",
+    "FinishReason": "kvloom.enums",
     "GenerateOptions": "kvloom.client.generate_request",
     "KvloomError": "kvloom.errors",
+    "SyncClient": "kvloom.client.sync_client",
+    "SyncDeltaStream": "kvloom.client.sync_client",
+    "Tier": "kvloom.enums",
+    "TlsOptions": "kvloom.client.credentials",
 }
 
 

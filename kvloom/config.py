@@ -75,6 +75,12 @@ class EdgeResumeConfig(ResumeConfig):
     and Redis gets them ten times a second; a client that has seen more than Redis then cannot resume."""
     max_journal_bytes: Annotated[int, Meta(ge=2 * 2**20)] = 32 * 2**20
     """The size of an edge's latest events in Redis, which other edges read after it has died."""
+    idempotency_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 600.0
+    """How long a complete answer to a request with an `Idempotency-Key` is kept for repeats of the request, a streamed
+    one after its last reader. 0: repeats get the answer only while it is made."""
+    max_kept_answer_bytes: Annotated[int, Meta(ge=4096)] = 64 * 2**20
+    """The size of all answers together that are kept for `Idempotency-Key`s and are not streamed. The oldest are
+    dropped first, and one caller may have half of it. An answer over `max_response_bytes` is not kept."""
     advertised_address: str = ""
     """host:port where the other edges reach this one. Empty: where it listens. Set it when `edge.host` is a wildcard,
     otherwise only this edge can resume its streams. For edges that share a port only the host is used, because each

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from kvloom import enums
 from kvloom.v1.error_reason_pb2 import Error, ErrorReason
 
 
@@ -75,20 +76,27 @@ CATALOGUE: Final[dict[int, ErrorKind]] = {
 
 
 class KvloomError(Exception):
-    """A fault with a reason of the catalogue (an `ErrorReason`).
+    """A fault with a reason of the catalogue (a `kvloom.ErrorReason`). Printing it shows all of it.
 
     `message` is a sentence for the user. `field` names the request field at fault, as the caller knows it; "" if there
     is none. `retry_after_seconds` is the time after which a retry makes sense; 0: no advice.
     """
 
-    def __init__(
-        self, reason: ErrorReason.ValueType, message: str, *, field: str = "", retry_after_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, reason: int, message: str, *, field: str = "", retry_after_seconds: float = 0.0) -> None:
+        """`reason` may be a `kvloom.ErrorReason` or the number of one."""
         super().__init__(message)
-        self.reason = reason
+        self.reason = enums.ErrorReason(reason)
         self.message = message
         self.field = field
         self.retry_after_seconds = retry_after_seconds
+
+    def __str__(self) -> str:
+        facts = [self.reason_name]
+        if self.field:
+            facts.append(f"field {self.field}")
+        if self.retry_after_seconds:
+            facts.append(f"retry after {self.retry_after_seconds:.3g} s")
+        return f"{self.message} ({', '.join(facts)})"
 
     @property
     def kind(self) -> ErrorKind:
@@ -102,7 +110,7 @@ class KvloomError(Exception):
 
     def to_proto(self) -> Error:
         return Error(
-            reason=self.reason,  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type, ints are fine)
+            reason=int(self.reason),  # pyright: ignore[reportArgumentType]  (the stubs take the enum's type)
             message=self.message,
             field=self.field,
             retry_after_seconds=self.retry_after_seconds,

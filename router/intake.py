@@ -22,6 +22,7 @@ from kvloom.sampling import (
     check_stop,
     draw_seed,
 )
+from kvloom.text.roles import template_role
 from kvloom.text.token_ids import are_below, unpack_token_ids
 from kvloom.text.tokenizer import ChatMessage, ModelTokenizer
 from kvloom.v1 import router_service_pb2
@@ -276,12 +277,11 @@ def seed_of(request: Request) -> int:
 
 
 def _checked_message(message: Message, at: str) -> ChatMessage:
-    if not message.role:
-        raise invalid_argument(f"{at}.role is required.", f"{at}.role")
+    role = template_role(message.role, f"{at}.role")
     if message.parts and message.content:
         raise invalid_argument(f"{at} has both content and parts.", f"{at}.parts")
     content = "".join(part.text for part in message.parts) if message.parts else message.content
-    return ChatMessage(role=message.role, content=content)
+    return ChatMessage(role=role, content=content)
 
 
 def _prompt_of(submit: Submit) -> Sequence[int]:

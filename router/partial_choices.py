@@ -48,11 +48,14 @@ def num_wanted_choices(wanted: GenerateRequest) -> int:
 
 
 def named_for_callers(error: KvloomError) -> KvloomError:
-    """Renames the error's field for callers of `Generate`. Only shards, which detokenize the output, can check
-    num_delivered_chars, and their field has another name."""
-    if not error.field.startswith("choices."):
+    """Renames the error's field for callers of `Generate`. Some errors are found only by the core and by shards, whose
+    requests name the prompt and the output that was given in another way."""
+    if error.field == "prompt_token_ids":
+        field = "input"
+    elif error.field.startswith("choices."):
+        field = "partial_choices." + error.field.removeprefix("choices.")
+    else:
         return error
-    field = "partial_choices." + error.field.removeprefix("choices.")
     return KvloomError(error.reason, error.message, field=field, retry_after_seconds=error.retry_after_seconds)
 
 

@@ -14,6 +14,9 @@ from kvloom.transport.grpc_errors import abort
 from kvloom.v1 import router_service_pb2_grpc
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.router_service_pb2 import (
+    CANCEL_OUTCOME_ALREADY_ENDED,
+    CANCEL_OUTCOME_CANCELLED,
+    CANCEL_OUTCOME_NOT_FOUND,
     CancelRequest,
     CancelResponse,
     ExplainRequest,
@@ -160,10 +163,12 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             link_id = request.link_id[:MAX_NAME_CHARS]
             found = self._link_sessions.settle(link_id, request_id, request.num_received_tokens)
             return CancelResponse(found=found)
-        found = self._core.has_request(request_id)
-        if found:
+        if self._core.has_request(request_id):
             self._driver.dispatch(RequestCancelled(request_id))
-        return CancelResponse(found=found)
+            return CancelResponse(found=True, outcome=CANCEL_OUTCOME_CANCELLED)
+        remembered = self._decisions.find(request_id)
+        outcome = CANCEL_OUTCOME_NOT_FOUND if remembered is None else CANCEL_OUTCOME_ALREADY_ENDED
+        return CancelResponse(outcome=outcome)
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
         return ListModelsResponse(models=convert.fleet_to_proto(self._core.fleet).models)

@@ -14,16 +14,18 @@ from edge_http.answers.recorded_answer import RecordedAnswer
 from edge_http.answers.shape import ResponseShape, formatter_of, parsed_outputs
 from edge_http.answers.streamed_answer import StreamedAnswer
 from edge_http.edge import AdmissionPermit, Edge, ServedModel
-from edge_http.endpoints.resume import deliver, deliver_found, find_idempotent
+from edge_http.endpoints.resume import deliver, deliver_found, deliver_kept, find_idempotent, send_whole_body
 from edge_http.formatting.response_formatter import Envelope, ResponseFormatter
 from edge_http.openai.prompt import Prompt
 from edge_http.openai.prompt_report import PromptReport
 from edge_http.openai.sampling import check_window
 from edge_http.recovery.takeover import register_for_recovery
+from edge_http.resume.kept_answers import WholeBody
 from edge_http.resume.records import ResponseRecord
 from edge_http.resume.response_name import ResponseName, new_response_id
 from edge_http.submission import Submission, run_resumable, run_submission
 from edge_http.wire.headers import (
+    IDEMPOTENCY_KEY,
     REQUEST_ID,
     RESPONSE_ID,
     RESUME,
@@ -36,11 +38,11 @@ from edge_http.wire.headers import (
     wants_explanation,
     wants_resume,
 )
-from edge_http.wire.large_body import PIECE_BYTES, write_large_body
 from edge_http.wire.request_callers import credential_digest
 from edge_http.wire.request_record import begin_answer
 from edge_http.wire.sse import EventStream
 from kvloom.errors import KvloomError
+from kvloom.limits.byte_budget import ByteLease
 from kvloom.router_link.link import LinkRequest
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.generation_pb2 import SamplingParams, StopConditions
@@ -90,10 +92,12 @@ async def generate(
     envelope = _envelope(edge, job)
     formatter = formatter_of(job.shape, envelope, job.model.tokenizer, job.prompt_report)
     name = envelope.id
+    key = idempotency_key(request) if IDEMPOTENCY_KEY in request.headers else ""
     if not job.stream:
-        return await _collect(edge, request, job, formatter, name)
-    if edge.resume.is_wanted(wants_resume(request)):
-        return await _stream_resumable(edge, request, permit, job, formatter, name)
+        return await _collect(edge, request, permit, job, formatter, name, key)
+    is_resumable = edge.resume.is_wanted(wants_resume(request))
+    if is_resumable or key:
+        return await _stream_resumable(edge, request, permit, job, formatter, name, key, is_resumable=is_resumable)
     events = EventStream(request, edge.config.max_buffered_bytes, edge.write_coalescer)
     streamed = StreamedAnswer(
         job.prompt_sizes, job.n, formatter, events, _headers(request, name), **_stream_options(request, job)
@@ -120,29 +124,47 @@ def _envelope(edge: Edge, job: GenerationJob) -> Envelope:
 
 
 async def _collect(
-    edge: Edge, request: web.BaseRequest, job: GenerationJob, formatter: ResponseFormatter, name: str
+    edge: Edge,
+    request: web.BaseRequest,
+    permit: AdmissionPermit,
+    job: GenerationJob,
+    formatter: ResponseFormatter,
+    name: str,
+    key: str,
 ) -> web.StreamResponse:
-    with edge.collected.lease(edge.callers.caller_of(request)) as lease:
-        collected = CollectedAnswer(
-            job.prompt_sizes,
-            job.n,
-            formatter,
-            edge.config.max_answer_bytes,
-            lease,
-            parsed_outputs(job.shape, job.num_choices),
-        )
-        begin_answer(name, job.model.name, collected)
-        await run_submission(edge, _submission(edge, request, job, name), collected)
-        processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
-        more = explanation(collected.first_start) if wants_explanation(request) else {}
-        headers = {"openai-processing-ms": str(processing_ms), **more}
-        pieces = collected.body(with_details=wants_details(request))
-        if collected.num_bytes <= PIECE_BYTES:
-            return web.Response(body=b"".join(pieces), content_type="application/json", headers=headers)
-        response = web.StreamResponse(headers={**headers, REQUEST_ID: request_id(request)})
-        response.content_type = "application/json"
-        await write_large_body(request, response, pieces, edge.fair_yield)
-        return response
+    """Deliver an answer in one piece. With an idempotency key it is made by a task of its own, and kept."""
+    caller = edge.callers.caller_of(request)
+    if not key:
+        with edge.collected.lease(caller) as lease:
+            return await send_whole_body(edge, request, await _whole_body(edge, request, job, formatter, name, lease))
+    response = _response_name(edge, request, job, name, key)
+    known = await find_idempotent(edge, request, response)
+    if known is not None:
+        return await deliver_found(edge, request, known, 0, is_replay=True)
+    lease = edge.collected.lease(caller)
+    permit.handed_over = True
+    made = _whole_body(edge, request, job, formatter, name, lease)
+    kept = edge.kept_answers.begin(response, lease, made, permit.release)
+    return await deliver_kept(edge, request, kept, is_replay=False)
+
+
+async def _whole_body(
+    edge: Edge,
+    request: web.BaseRequest,
+    job: GenerationJob,
+    formatter: ResponseFormatter,
+    name: str,
+    lease: ByteLease,
+) -> WholeBody:
+    """Raises KvloomError."""
+    parsed = parsed_outputs(job.shape, job.num_choices)
+    collected = CollectedAnswer(job.prompt_sizes, job.n, formatter, edge.config.max_answer_bytes, lease, parsed)
+    begin_answer(name, job.model.name, collected)
+    await run_submission(edge, _submission(edge, request, job, name), collected)
+    processing_ms = round((time.monotonic() - collected.started_at) * 1e3)
+    more = explanation(collected.first_start) if wants_explanation(request) else {}
+    headers = {"openai-processing-ms": str(processing_ms), **more}
+    return WholeBody(collected.body(with_details=wants_details(request)), collected.num_bytes, headers)
 
 
 async def _stream_resumable(
@@ -152,25 +174,21 @@ async def _stream_resumable(
     job: GenerationJob,
     formatter: ResponseFormatter,
     name: str,
+    key: str,
+    *,
+    is_resumable: bool,
 ) -> web.StreamResponse:
-    """Deliver an answer that is made by a task of its own, which survives the loss of this connection."""
-    response = ResponseName(
-        name,
-        credential_digest(request),
-        edge.callers.caller_of(request),
-        idempotency_key(request),
-        job.operation + job.body_digest,
-    )
+    """Deliver an answer that is made by a task of its own, which survives the loss of this connection. If it is not
+    `is_resumable`, its key is the reason."""
+    response = _response_name(edge, request, job, name, key)
     after = last_event_id(request)
-    known = find_idempotent(edge, response, after)
+    known = await find_idempotent(edge, request, response, after)
     if known is not None:
-        return await deliver(edge, request, known, after or 0)
-    if response.idempotency_key:
-        known_remotely = await edge.remote_responses.find_by_key(request, response, after or 0)
-        if known_remotely is not None:
-            return await deliver_found(edge, request, known_remotely, after or 0)
+        return await deliver_found(edge, request, known, after or 0, is_replay=True)
     stream = edge.resume.open(response)
-    headers = {**_headers(request, name), RESUME: f"{edge.resume.grace_seconds:g}"}
+    headers = _headers(request, name)
+    if is_resumable:
+        headers[RESUME] = f"{edge.resume.grace_seconds:g}"
     submission = _submission(edge, request, job, name)
     permit.handed_over = True
     if edge.resume.is_published:
@@ -184,6 +202,11 @@ async def _stream_resumable(
     begin_answer(name, job.model.name, answer)
     edge.resume.start(stream, run, answer.fail, permit.release)
     return await deliver(edge, request, stream, 0)
+
+
+def _response_name(edge: Edge, request: web.BaseRequest, job: GenerationJob, name: str, key: str) -> ResponseName:
+    caller = edge.callers.caller_of(request)
+    return ResponseName(name, credential_digest(request), caller, key, job.shape.api + job.body_digest)
 
 
 def _headers(request: web.BaseRequest, name: str) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 requests.py             decodes and validates the bodies that clients post
 unsupported.py          the parameters that kvloom does not support, and their harmless values
-field_names.py          the body's fields for errors that name the fields of the fabric's messages
 field_names.py          the body's fields, for errors that name those of the fabric's messages
+messages.py             converts the messages of a chat to those of a conversation
+tools.py                the tools of a chat request, and the choice among them
 prompt.py               converts a body to prompts in token ids
 sampling.py             converts a body's parameters to SamplingParams and StopConditions
 prompt_report.py        what an answer repeats of its prompt: echo and prompt_logprobs

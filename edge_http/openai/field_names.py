@@ -6,9 +6,8 @@ from typing import Final
 
 from kvloom.errors import KvloomError
 from kvloom.guide import GUIDE_FIELD
+from kvloom.request_fields import flat_field
 
-_PREFIXES: Final = ("sampling.", "stop.")
-"""Those messages' fields have the names of the body's."""
 _OTHERS: Final = {"sampling.predicted_token_ids": "prediction"}
 _PROMPT_FIELDS: Final = frozenset(("prompt", "prompt_token_ids", "prompt_text"))
 
@@ -30,5 +29,4 @@ def _client_field(field: str, prompt_field: str, guide_field: str) -> str:
         return _OTHERS[field]
     if field in _PROMPT_FIELDS:
         return prompt_field
-    prefix = next((prefix for prefix in _PREFIXES if field.startswith(prefix)), "")
-    return field.removeprefix(prefix)
+    return flat_field(field)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from edge_http.openai.requests import Message, ToolCallBody, message_text
 from kvloom.errors import KvloomError, invalid_argument
 from kvloom.text.chat_message import ChatMessage, ToolCall
+from kvloom.text.roles import template_role
 
 MAX_ARGUMENTS_DEPTH: Final = 64
-_ROLES: Final[Mapping[str, str]] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-"""Maps the roles of the OpenAI API to those of chat templates."""
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
@@ -61,9 +53,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _message(message: Message, at: str, number: int, names: dict[str, str]) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise invalid_argument(f"{at}.role must be one of {', '.join(_ROLES)}.", f"{at}.role")
+    role = template_role(message.role, f"{at}.role")
     if role == "assistant":
         return _assistant(message, at, number, names)
     if message.tool_calls or message.function_call or message.reasoning_content:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
 
 from edge_http.resume.table import not_kept
-from edge_http.wire.headers import LAST_EVENT_ID
+from edge_http.wire.headers import LAST_EVENT_ID, REPLAYED
 from edge_http.wire.request_callers import API_KEY
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 
@@ -22,7 +23,14 @@ ANSWER_SECONDS: Final = 5.0
 """The wait for a status line. An edge has it ready unless the answer has not begun; then the edge is probed."""
 PROBE_SECONDS: Final = 1.0
 _TO_OWNER: Final = ("Authorization", API_KEY, LAST_EVENT_ID, "x-request-id", "traceparent")
-_TO_CLIENT: Final = ("Content-Type", "Cache-Control", "X-Accel-Buffering", "x-request-id", "Retry-After")
+_TO_CLIENT: Final = (
+    "Content-Type",
+    "Cache-Control",
+    "X-Accel-Buffering",
+    "x-request-id",
+    "Retry-After",
+    "openai-processing-ms",
+)
 _OURS: Final = "x-kvloom-"
 
 
@@ -49,8 +57,9 @@ class PeerProxy:
         path = str(request.rel_url)
         if request.method == "POST" and not path.endswith("/cancel"):  # a request repeated under its idempotency key
             path, method = f"{request.path}/{response_id}?stream=true", "GET"
+            more = {REPLAYED: "true"}
         else:
-            method = request.method
+            method, more = request.method, {}
         try:
             tls = self._tls()
         except OSError as error:  # too many open files
@@ -72,7 +81,7 @@ class PeerProxy:
                 raise OwnerLostError("another edge has its address, or it is stopping")
             if answer.status == 404:
                 raise not_kept()
-            return await _copy(answer, request)
+            return await _copy(answer, request, more)
 
     async def _probe(self, address: str) -> None:
         """Raises ClientError, TimeoutError."""
@@ -89,8 +98,10 @@ class PeerProxy:
         await self._session.close()
 
 
-async def _copy(answer: aiohttp.ClientResponse, request: web.BaseRequest) -> web.StreamResponse:
-    response = web.StreamResponse(status=answer.status)
+async def _copy(
+    answer: aiohttp.ClientResponse, request: web.BaseRequest, more_headers: Mapping[str, str]
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, headers=more_headers if answer.status == 200 else None)
     for name, value in answer.headers.items():
         if name.lower().startswith(_OURS) or name in _TO_CLIENT:
             response.headers[name] = value

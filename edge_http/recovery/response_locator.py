@@ -86,9 +86,9 @@ class ResponseLocator:
         before: KeyedResponse | None = None
         for _ in range(MAX_HOPS):
             async with self._key_lock(name.tenant, name.idempotency_key):
-                stream = self._edge.resume.find_by_key(name.tenant, name.idempotency_key)
-                if stream is not None and stream.name.body_digest == name.body_digest:
-                    return stream
+                own = self._edge.find_by_key(name.tenant, name.idempotency_key)
+                if own is not None and own.name.body_digest == name.body_digest:
+                    return own
                 now = await self._named(name, before)
                 if now.response_id == name.id:
                     if after:
@@ -114,13 +114,14 @@ class ResponseLocator:
             return wanted
 
     async def _find_named(self, request: web.BaseRequest, response_id: str, caller: bytes, after: int) -> FoundResponse:
-        stream = self._edge.resume.find(response_id, caller)
-        return stream or await self.find(request, response_id, caller, after)
+        own = self._edge.resume.find(response_id, caller) or self._edge.kept_answers.find(response_id, caller)
+        return own or await self.find(request, response_id, caller, after)
 
     @property
     def _key_seconds(self) -> float:
         config = self._edge.config
-        return config.request_timeout_seconds + 2 * config.resume.grace_seconds
+        resume = config.resume
+        return config.request_timeout_seconds + max(2 * resume.grace_seconds, resume.idempotency_seconds)
 
     @contextlib.asynccontextmanager
     async def _key_lock(self, tenant: str, key: str) -> AsyncIterator[None]:

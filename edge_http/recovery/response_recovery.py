@@ -30,7 +30,7 @@ from edge_http.resume.response_name import edge_tag_of
 from edge_http.resume.resumable_stream import CATCH_UP_BYTES, CATCH_UP_SECONDS, ResumableStream
 from edge_http.resume.table import not_kept
 from edge_http.wire.headers import REQUEST_ID, RESPONSE_ID, request_id
-from edge_http.wire.sse import EventStream
+from edge_http.wire.sse import EventStream, ReplayedEventStream
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 
@@ -183,7 +183,8 @@ class ResponseRecovery:
             raise KvloomError(ErrorReason.ERROR_REASON_EVENTS_GONE, message)
         formatter = recorded_formatter(response, self._edge.find_model(response.model))
         missed = event_data(state.events[after - num_before :], formatter.prefixes, formatter.suffix)
-        events = EventStream(
+        kind = ReplayedEventStream if request.method == "POST" else EventStream
+        events = kind(
             request, self._edge.config.max_buffered_bytes, self._edge.write_coalescer, last_event_number=after
         )
         events.begin({REQUEST_ID: request_id(request), RESPONSE_ID: response.id})

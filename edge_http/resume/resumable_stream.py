@@ -78,6 +78,7 @@ class ResumableStream:
         "ended",
         "error",
         "has_begun",
+        "has_failed",
         "log",
         "name",
     )
@@ -102,6 +103,8 @@ class ResumableStream:
         self._live: EventStream | None = None
         """The reader's connection, once it has caught up."""
         self.has_begun = False
+        self.has_failed = False
+        """The answer ended with an error, which is its last event, or why it was refused."""
         self.ended = False
         self.error: KvloomError | None = None
         """Why it was refused: it ended before it began."""
@@ -278,6 +281,10 @@ class ResumableStream:
     def await_reader(self) -> None:
         """Start the grace period of a stream whose client is expected to attach."""
         self._slot.await_reader()
+
+    def keep_for(self, seconds: float) -> None:
+        """From now on wait that long for a reader, not for the grace period."""
+        self._slot.wait_for(seconds)
 
     def abandon_soon(self) -> None:
         """End and forget it in the next turn of the event loop: the caller may be in the middle of an event."""

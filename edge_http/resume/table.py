@@ -14,7 +14,7 @@ from edge_http.resume.publication import Publication
 from edge_http.resume.response_name import ResponseName
 from edge_http.resume.resumable_stream import ResumableStream
 from edge_http.wire.headers import IDEMPOTENCY_KEY
-from kvloom.config import ResumeConfig
+from kvloom.config import EdgeResumeConfig
 from kvloom.errors import KvloomError
 from kvloom.replay.stream_retention import StreamRetention
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -31,7 +31,7 @@ class _Job:
 class ResumeTable:
     """It lives on the event loop and owns the tasks of its responses."""
 
-    def __init__(self, config: ResumeConfig, metrics: EdgeMetrics) -> None:
+    def __init__(self, config: EdgeResumeConfig, metrics: EdgeMetrics) -> None:
         self._config = config
         self._metrics = metrics
         self._retention: StreamRetention[ResumableStream] = StreamRetention(config, self._remove, metrics.on_evicted)
@@ -75,7 +75,8 @@ class ResumeTable:
             stream.commit = CommitCursor(self._gate, publication)
 
     def is_wanted(self, header: bool | None) -> bool:
-        """Whether a stream is to be resumable; `header` is the client's wish, if it sent one."""
+        """Whether a stream is to be resumable, also without an idempotency key. `header` is the client's wish, if it
+        sent one."""
         return self._config.grace_seconds > 0 and (self._config.by_default if header is None else header)
 
     def open(self, name: ResponseName, num_events_before: int = 0) -> ResumableStream:
@@ -116,6 +117,10 @@ class ResumeTable:
 
     def find_by_key(self, tenant: str, idempotency_key: str) -> ResumableStream | None:
         return self._by_key.get((tenant, idempotency_key))
+
+    def forget(self, stream: ResumableStream) -> None:
+        """Forget a stream that has ended."""
+        self._remove(stream)
 
     def cancel(self, stream: ResumableStream) -> None:
         """End the response, as its client asked."""
@@ -160,6 +165,8 @@ class ResumeTable:
             self._remove(stream)  # refused: the same request may succeed when it is repeated
         else:
             self._retention.on_ended(stream)
+            if stream.name.idempotency_key and not stream.has_failed:
+                stream.keep_for(max(self._config.grace_seconds, self._config.idempotency_seconds))
 
     def _on_abandoned(self, stream: ResumableStream) -> None:
         job = self._jobs.get(stream.name.id)

@@ -21,6 +21,8 @@ CACHED_TOKENS: Final = "x-kvloom-cached-tokens"
 RESPONSE_ID: Final = "x-kvloom-response-id"
 RESUME: Final = "x-kvloom-resume"
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+REPLAYED: Final = "Idempotent-Replayed"
+"""Tells a client that repeats its request with its key that it gets the answer of the first request."""
 LAST_EVENT_ID: Final = "Last-Event-ID"
 MAX_EVENT_NUMBER: Final = 2**53
 SESSION_ID: Final = "x-session-id"

@@ -24,6 +24,7 @@ import aiohttp
 from aiohttp import web
 
 from edge_http.formatting.json_bytes import encode_json
+from edge_http.wire.headers import REPLAYED
 
 _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\n"
@@ -282,6 +283,15 @@ class EventStream:
             if self._coalescer.waiting:
                 self._coalescer.flush()
             self._transport.write(data)
+
+
+class ReplayedEventStream(EventStream):
+    """For a client that has repeated its request with its idempotency key."""
+
+    __slots__ = ()
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        super().begin({**headers, REPLAYED: "true"})
 
 
 class WrittenResponse(web.StreamResponse):

@@ -1,6 +1,12 @@
 """The Python SDK: `kvloom.Client` and its parts.
 
-client.py                `Client`: generate, plan, explain, list_models, cancel
+client.py                `Client`: generate, complete, plan, explain, list_models, cancel
+sync_client.py           `SyncClient`, its synchronous twin
+loop_thread.py           the background thread on which all synchronous clients run
+delta_stream.py          `DeltaStream`, which a caller reads, and how leaving it cancels the request
+answer.py                `Answer`, a whole answer
+retries.py               which failed requests are repeated, and when
+option_help.py           the options of a request in `help()`
 credentials.py           how a client shows who it is: an API key, and TLS
 generate_request.py      the options of `Client.generate`, checked and turned into the wire's message
 generation.py            `Delta`, what a caller reads, and the buffer in which deltas wait for the reader

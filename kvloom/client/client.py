@@ -12,20 +12,28 @@ Resumable requests (`resumable=True`), whose answers outlive their connection, h
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final, Self, Unpack
 
+from kvloom.client.answer import Answer
 from kvloom.client.credentials import TlsOptions, channel_opener
-from kvloom.client.generate_request import GenerateOptions, build_request
+from kvloom.client.delta_stream import DeltaStream
+from kvloom.client.generate_request import GenerateOptions, build_request, name_as_option
 from kvloom.client.generation import Delta, DeltaBuffer, Finishes
+from kvloom.client.option_help import lists_options
 from kvloom.client.resumed_call import failover_deltas
+from kvloom.client.retries import MAX_RETRIES, retry_pause_seconds
 from kvloom.client.router_channels import RouterChannels
+from kvloom.enums import CancelOutcome
 from kvloom.errors import KvloomError
 from kvloom.router_link.cancel_notifier import CancelNotifier
 from kvloom.router_link.group import REATTACH_SECONDS, RouterGroup
 from kvloom.router_link.link import LinkRequest
+from kvloom.sampling import draw_seed
 from kvloom.transport.channel_options import OpenChannel
 from kvloom.v1 import router_service_pb2
 from kvloom.v1.error_reason_pb2 import ErrorReason
@@ -35,7 +43,8 @@ CONNECT_TIMEOUT_SECONDS: Final = 10.0
 
 
 class Client:
-    """A connection to one router, or to several that stand in for each other. Use it on one event loop.
+    """A connection to one router, or to several that stand in for each other. Use it on one event loop; without one,
+    use `SyncClient`.
 
     Every failure of a request is raised as a `KvloomError`; its `reason` says what went wrong.
 
@@ -52,6 +61,7 @@ class Client:
         reattach_seconds: float = REATTACH_SECONDS,
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         max_buffered_tokens: int = MAX_BUFFERED_TOKENS,
+        max_retries: int = MAX_RETRIES,
         api_key: str = "",
         tls: TlsOptions | None = None,
         open_channel: OpenChannel | None = None,
@@ -65,6 +75,8 @@ class Client:
         `connect_timeout_seconds`: how long a call waits for a router to answer. It does not limit an answer's length.
         `max_buffered_tokens`: how many tokens of one request may wait for its reader. Beyond that the request is
         cancelled, and its reader gets a KvloomError (CLIENT_TOO_SLOW).
+        `max_retries`: how often a request is repeated that the fleet could not serve and of which no output has
+        arrived, after the pause that the fleet advises (docs/sdk.md).
         `api_key`: sent with every RPC, for routers that ask for one.
         `tls`: how to use TLS (kvloom/client/credentials.py); None: no TLS.
         `open_channel`: opens a gRPC channel to a router's host:port, for other channel options, instead of `tls` and
@@ -76,12 +88,16 @@ class Client:
         self._client_id = client_id or f"sdk-{os.getpid()}"
         self._connect_timeout_seconds = connect_timeout_seconds
         self._max_buffered_tokens = max_buffered_tokens
+        self._max_retries = max_retries
+        self._is_closed = False
+        self._closing: set[asyncio.Future[None]] = set()
+        """Requests that are being cancelled because their reader has left."""
         self._channels: RouterChannels | None = None
         self._cancel_notifier = CancelNotifier(self._open_channel)
         self._link: RouterGroup | None = None
 
     async def __aenter__(self) -> Self:
-        self._channels = RouterChannels(self._addresses, self._open_channel)
+        _ = self._routers
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,6 +105,8 @@ class Client:
 
     async def close(self) -> None:
         """Cancel the running requests and close all connections. `async with` calls it; calling it again is safe."""
+        self._is_closed = True
+        await asyncio.gather(*self._closing, return_exceptions=True)
         link, self._link = self._link, None
         channels, self._channels = self._channels, None
         if link is not None:
@@ -97,12 +115,13 @@ class Client:
         if channels is not None:
             await channels.close()
 
-    def generate(self, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta, None]:
-        """Generate an answer, or `n` of them. Yields a `Delta` for each progress update, in order.
+    @lists_options
+    def generate(self, **options: Unpack[GenerateOptions]) -> DeltaStream:
+        """Generate an answer, or `n` of them, as a stream. Yields a `Delta` for each progress update, in order.
 
-        The options are those of `GenerateOptions`, by name: `model`, one of `messages`, `text` and `token_ids`, and
-        any others. The last Delta of each choice has its `finish`. Leaving the loop early (`break`, or `aclose` on the
-        generator) cancels the request.
+        `model` and one of `messages`, `text` and `token_ids` are required. The last Delta of each choice has its
+        `finish_reason`. Leaving the loop (`break`, `return`, an exception) cancels the request at once; see
+        `DeltaStream`.
 
             async for delta in client.generate(model=name, messages=[ChatMessage("user", "Hi")], timeout_seconds=60):
                 print(delta.text, end="")
@@ -110,6 +129,9 @@ class Client:
         An answer that loses its connection or its router continues after the last token that the loop has received,
         at another router, or at the same one when it is back. With `resumable=True` nothing is generated again as long
         as only the connection is lost.
+
+        A request that the fleet could not serve is repeated up to `max_retries` times, as long as none of its output
+        has arrived.
 
         Raises KvloomError (INVALID_ARGUMENT) at once for options out of range, and TypeError for unknown ones. While
         iterating, raises the KvloomError of a choice that fails: over the shared stream when all choices have
@@ -119,10 +141,24 @@ class Client:
         request = build_request(options)
         if not request.request_id:
             request.request_id = f"req-{uuid.uuid4().hex}"
-        if request.WhichOneof("input") == "token_ids" and not request.resumable:
-            return self._generate_over_link(request)
-        return self._generate_by_rpc(request)
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = draw_seed()
+        deltas = self._attempts(request)
+        return DeltaStream(deltas, request.request_id, request.sampling.seed, max(1, request.n), self._close_soon)
 
+    @lists_options
+    async def complete(self, **options: Unpack[GenerateOptions]) -> Answer:
+        """Generate an answer, or `n` of them, and return it when it is complete.
+
+            answer = await client.complete(model=name, messages=[ChatMessage("user", "Hi")])
+            print(answer.text, answer.finish_reason.name, answer.num_output_tokens)
+
+        Takes the same options as `generate`, and raises the same errors. Cancelling the task cancels the request.
+        """
+        async with self.generate(**options) as stream:
+            return await stream.collect()
+
+    @lists_options
     async def plan(self, **options: Unpack[GenerateOptions]) -> router_service_pb2.PlanResponse:
         """Return where a request with these options would be placed, and the score of every shard. Nothing is placed.
 
@@ -146,22 +182,62 @@ class Client:
         answer = await self._routers.call(lambda stub: stub.ListModels(request, timeout=self._connect_timeout_seconds))
         return list(answer.models)
 
-    async def cancel(self, request_id: str) -> bool:
-        """Cancel a running request by its id, including one that another client started.
+    async def cancel(self, request_id: str) -> CancelOutcome:
+        """Cancel a running request by its id, including one that another client of the same caller started.
 
-        Returns False when no router runs such a request. Raises KvloomError when no router answers.
+        Returns how it ended; only `CancelOutcome.CANCELLED` is true. Raises KvloomError when no router answers.
         """
         request = router_service_pb2.CancelRequest(request_id=request_id)
         answer = await self._routers.call(
-            lambda stub: stub.Cancel(request, timeout=self._connect_timeout_seconds), lambda answer: answer.found
+            lambda stub: stub.Cancel(request, timeout=self._connect_timeout_seconds),
+            lambda answer: answer.found,
+            lambda answer: answer.outcome == router_service_pb2.CANCEL_OUTCOME_ALREADY_ENDED,
         )
-        return answer.found
+        if answer.found:
+            return CancelOutcome.CANCELLED
+        ended = answer.outcome == router_service_pb2.CANCEL_OUTCOME_ALREADY_ENDED
+        return CancelOutcome.ALREADY_ENDED if ended else CancelOutcome.NOT_FOUND
 
     @property
     def _routers(self) -> RouterChannels:
+        if self._is_closed:
+            raise RuntimeError("The client is closed.")
         if self._channels is None:
-            raise RuntimeError("The client is closed: use `async with Client(...)`.")
+            self._channels = RouterChannels(self._addresses, self._open_channel)
         return self._channels
+
+    def _close_soon(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        """Close the generator of a stream that was left."""
+        task = asyncio.ensure_future(deltas.aclose())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _attempts(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """The deltas of the request, which is repeated if it fails before its first one. Every error of the SDK's
+        requests leaves through here."""
+        request_id, has_output, began_at = request.request_id, False, time.monotonic()
+        timeout_seconds = request.timeout_seconds
+        by_link = request.WhichOneof("input") == "token_ids" and not request.resumable
+        for num_retries in itertools.count():
+            deltas = self._generate_over_link(request) if by_link else self._generate_by_rpc(request)
+            try:
+                async for delta in deltas:
+                    has_output = True
+                    delta.request_id = request_id
+                    yield delta
+            except KvloomError as error:
+                may_retry = not has_output and num_retries < self._max_retries
+                pause_seconds = retry_pause_seconds(error, num_retries) if may_retry else None
+                left_seconds = timeout_seconds - (time.monotonic() - began_at)
+                if pause_seconds is None or (timeout_seconds and pause_seconds >= left_seconds):
+                    raise name_as_option(error, request) from None
+            else:
+                return
+            finally:
+                await deltas.aclose()
+            await asyncio.sleep(pause_seconds)
+            if timeout_seconds:
+                request.timeout_seconds = left_seconds - pause_seconds
 
     async def _generate_by_rpc(self, request: router_service_pb2.GenerateRequest) -> AsyncGenerator[Delta, None]:
         finishes = Finishes(max(1, request.n))

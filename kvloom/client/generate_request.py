@@ -8,7 +8,9 @@ from typing import Any, Literal, Required, TypedDict
 
 from google.protobuf.message import Message
 
-from kvloom.errors import invalid_argument
+from kvloom.enums import Tier
+from kvloom.errors import KvloomError, invalid_argument
+from kvloom.request_fields import flat_field
 from kvloom.sampling import check_num_choices, check_sampling, check_stop
 from kvloom.text.chat_message import ChatMessage
 from kvloom.v1 import router_service_pb2
@@ -71,7 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     """Names the request in logs, in `Client.cancel` and in `Client.explain`. By default a random one is drawn."""
     session_key: str
     """Requests with the same key belong together, e.g. a conversation. A hint for placement, at most 256 characters."""
-    tier: Literal["interactive", "batch"]
+    tier: Tier | Literal["interactive", "batch"]
     """batch: the request can wait, and is rejected before others under overload. The default is interactive."""
     resumable: bool
     """Whether the answer outlives its connection (docs/grpc-api.md). The default is False."""
@@ -134,6 +136,16 @@ def build_request(options: GenerateOptions) -> router_service_pb2.GenerateReques
     check_stop(request.stop)
     check_num_choices(given.get("n", 1))
     return request
+
+
+def name_as_option(error: KvloomError, request: router_service_pb2.GenerateRequest) -> KvloomError:
+    """Let the error of a router or a shard name the option at fault, as the caller has written it."""
+    field = flat_field(error.field)
+    given = request.WhichOneof("input") or ""
+    if field in ("input", "prompt_token_ids", "token_ids.ids"):
+        field = "messages" if given == "conversation" else given
+    error.field = field
+    return error
 
 
 def _set(message: Message, name: str, values: Mapping[str, Any], *, field: str = "") -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from kvloom.enums import FinishReason
 from kvloom.errors import KvloomError
 from kvloom.v1.error_reason_pb2 import ErrorReason
 from kvloom.v1.generation_pb2 import (
@@ -33,6 +34,13 @@ class Delta:
     """Set with the first token: the number of cached tokens, the shard and the queue time."""
     finish: SequenceFinish | None = None
     """Set with the last token: the finish reason and the token counts."""
+    request_id: str = ""
+    """The id of the request, for `Client.cancel` and `Client.explain`."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the choice ended; None before."""
+        return None if self.finish is None else FinishReason(self.finish.reason)
 
     @classmethod
     def from_proto(cls, delta: ChoiceDelta) -> Delta:

@@ -51,9 +51,10 @@ class RouterChannels:
         self,
         call: Callable[[RouterServiceStub], grpc.aio.UnaryUnaryCall[object, _Answer]],
         knows: Callable[[_Answer], bool] = lambda _answer: True,
+        rank: Callable[[_Answer], int] = lambda _answer: 0,
     ) -> _Answer:
-        """The first answer for which `knows` is true, otherwise the last answer. Raises KvloomError when no router
-        answers."""
+        """The first answer for which `knows` is true, otherwise the one with the highest `rank`. Raises KvloomError
+        when no router answers."""
         answers: list[_Answer] = []
         failure = KvloomError(ErrorReason.ERROR_REASON_ROUTER_LOST, "No router address was given.")
         for stub in self.stubs:
@@ -63,7 +64,7 @@ class RouterChannels:
                 peer_error = error_from_peer(error)
                 is_unreachable = peer_error is None and error.code() == grpc.StatusCode.UNAVAILABLE
                 if not is_unreachable and (peer_error is None or peer_error.reason not in ASK_ELSEWHERE):
-                    raise from_rpc_error(error) from error
+                    raise from_rpc_error(error) from None
                 if peer_error is not None or failure.reason == ErrorReason.ERROR_REASON_ROUTER_LOST:
                     failure = from_rpc_error(error)  # a router's own error says more than that another is unreachable
                 continue
@@ -72,5 +73,5 @@ class RouterChannels:
                 return answer
             answers.append(answer)
         if answers:
-            return answers[-1]
+            return max(answers, key=rank)
         raise failure

@@ -98,6 +98,10 @@ class ByteLease:
         return self
 
     def __exit__(self, *_fault: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """End the lease; to be called once, by those that use no `with` block."""
         self._budget.give_back(self._caller, self.num_bytes)
 
     def take(self, num_bytes: int) -> None:

@@ -34,6 +34,12 @@ class GraceTimer:
         """Expire in the next turn of the event loop: the caller may be in the middle of an event."""
         self._run(0)
 
+    def lengthen(self, seconds: float) -> None:
+        """Run for that long from now on; if it runs, from its full new duration."""
+        self._seconds = seconds
+        if self._timer is not None:
+            self.start()
+
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -142,6 +148,10 @@ class ReaderSlot(Generic[R]):
     def await_reader(self) -> None:
         """Start the grace period of an answer whose client is expected to come back."""
         self._timer.start()
+
+    def wait_for(self, seconds: float) -> None:
+        """From now on wait that long for a reader, also if the answer is waiting for one."""
+        self._timer.lengthen(seconds)
 
     def abandon_soon(self) -> None:
         """Abandon the answer in the next turn of the event loop: the caller may be in the middle of an event."""

@@ -4,6 +4,7 @@ tokenizer.py           `ModelTokenizer`: text to ids, ids to bytes, conversation
 tokenization_cache.py  piecewise tokenizing of long texts, mostly from a cache
 special_tokens.py      keeps special tokens in a message's content plain text
 chat_message.py        `ChatMessage`
+roles.py               the roles that messages may have
 chat_template.py       renders a conversation with the model's Jinja template
 bounded_template.py    a Jinja sandbox whose templates end
 token_bytes.py         the exact bytes of every token

@@ -22,7 +22,7 @@ class ChatMessage:
     """One message of a conversation."""
 
     role: str
-    """"system", "user", "assistant", "tool", or any other role that the model's template knows."""
+    """"system", "user", "assistant" or "tool"; "developer" means "system" (kvloom/text/roles.py)."""
     content: str
     tool_calls: Sequence[ToolCall] = ()
     """The calls of an assistant's message."""

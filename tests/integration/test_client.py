@@ -27,7 +27,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    async with Client(router.address, client_id="sdk", reattach_seconds=0.3) as client:
+    async with Client(router.address, client_id="sdk", reattach_seconds=0.3, max_retries=0) as client:
         yield client
 
 
@@ -184,7 +184,7 @@ async def test_a_lost_router_is_an_error_with_a_reason(router: FakeRouter, clien
     assert error.reason == R.ERROR_REASON_ROUTER_LOST
     async with serve_fake_router() as (_, gone):
         pass
-    async with Client(gone, connect_timeout_seconds=0.3) as nobody:
+    async with Client(gone, connect_timeout_seconds=0.3, max_retries=0) as nobody:
         for prompt in ({"token_ids": [1]}, {"text": "hi"}):
             _, error = await collect(nobody.generate(model="m", **prompt))
             assert error is not None

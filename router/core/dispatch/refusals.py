@@ -99,4 +99,4 @@ def _check_window(request: Request, window: int) -> KvloomError | None:
             return None
     elif num_prompt_tokens + request.max_tokens <= window:
         return None
-    return context_length_exceeded(window, num_prompt_tokens, request.max_tokens, "prompt", "prompt")
+    return context_length_exceeded(window, num_prompt_tokens, request.max_tokens, "prompt_token_ids", "stop.max_tokens")

@@ -14,7 +14,7 @@ assert not {"grpc", "google.protobuf"} & sys.modules.keys(), "importing kvloom l
 from kvloom import ChatMessage, Client, KvloomError
 
 async def main():
-    async with Client("127.0.0.1:1", connect_timeout_seconds=0.1) as client:
+    async with Client("127.0.0.1:1", connect_timeout_seconds=0.1, max_retries=0) as client:
         for prompt in ({"token_ids": [1]}, {"text": "a"}, {"messages": [ChatMessage("user", "a")]}):
             try:
                 async for delta in client.generate(model="m", **prompt):

@@ -29,11 +29,11 @@ from tests.fakes.core_rig import CoreRig, has, only, sent, submitted
         ({"model": "other"}, ErrorReason.ERROR_REASON_MODEL_NOT_FOUND, "model"),
         ({"prompt_token_ids": []}, ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "prompt"),
         ({"max_tokens": 0}, ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "max_tokens"),
-        ({"max_tokens": 96}, ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, "prompt"),
+        ({"max_tokens": 96}, ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED, "stop.max_tokens"),
         (
             {"max_tokens": None, "prompt_token_ids": [1] * 100},
             ErrorReason.ERROR_REASON_CONTEXT_LENGTH_EXCEEDED,
-            "prompt",
+            "prompt_token_ids",
         ),
         ({"slots": (3, 3)}, ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, ""),
     ],

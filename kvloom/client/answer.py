@@ -1,0 +1,92 @@
+"""`Answer`, a whole answer of the SDK, put together from its deltas."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+
+from kvloom.client.generation import Delta
+from kvloom.enums import FinishReason
+from kvloom.v1.generation_pb2 import TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerChoice:
+    """One of the `n` answers to a request."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    """One entry per token, if the request asked for them."""
+    finish_reason: FinishReason
+    stop_string: str
+    """The stop string that ended it; "" if none did."""
+    num_output_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What `Client.complete` returns."""
+
+    request_id: str
+    seed: int
+    """The seed that the request gave or that was drawn: with it, the same request gives the same answer."""
+    choices: Sequence[AnswerChoice]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """How many of the prompt's tokens were in the cache."""
+    num_output_tokens: int
+    """Of all choices together."""
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the first choice."""
+        return self.choices[0].finish_reason
+
+
+class AnswerBuilder:
+    """Puts an answer together from its deltas."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._parts: list[list[Delta]] = [[] for _ in range(num_choices)]
+
+    def add(self, delta: Delta) -> None:
+        self._parts[delta.index].append(delta)
+
+    def build(self, request_id: str, seed: int) -> Answer:
+        """Returns the answer, once all choices have finished."""
+        finishes = [deltas[-1].finish for deltas in self._parts]
+        first = finishes[0]
+        return Answer(
+            request_id=request_id,
+            seed=seed,
+            choices=[_choice(index, deltas) for index, deltas in enumerate(self._parts)],
+            num_prompt_tokens=first.num_prompt_tokens if first else 0,
+            num_cached_tokens=first.num_cached_tokens if first else 0,
+            num_output_tokens=sum(finish.num_output_tokens for finish in finishes if finish),
+        )
+
+
+def _choice(index: int, deltas: list[Delta]) -> AnswerChoice:
+    token_ids = array("I")
+    logprobs: list[TokenLogprobs] = []
+    for delta in deltas:
+        token_ids.extend(delta.token_ids)
+        logprobs.extend(delta.logprobs)
+    finish = deltas[-1].finish
+    return AnswerChoice(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=token_ids.tolist(),
+        logprobs=logprobs,
+        finish_reason=FinishReason(finish.reason) if finish else FinishReason.UNSPECIFIED,
+        stop_string=finish.stop_string if finish else "",
+        num_output_tokens=finish.num_output_tokens if finish else 0,
+    )
