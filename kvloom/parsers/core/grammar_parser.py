@@ -65,7 +65,9 @@ class GrammarParser(TextInput):
     # What grammars are made of.
 
     def pass_text(self) -> Steps[None]:
-        """All that comes is text."""
+        """All that comes is text, but for the whitespace between a call and the end."""
+        if self._after_call:
+            yield from self.see_past_space()
         while True:
             self.emit_text(self.take(len(self.text) - self.position))
             yield from self.more()

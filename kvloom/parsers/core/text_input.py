@@ -110,6 +110,15 @@ class TextInput:
                 return
             yield from self.more()
 
+    def see_past_space(self) -> Steps[None]:
+        """Wait until it is known what follows the whitespace that comes next. Nothing is consumed."""
+        while True:
+            match = _BOUNDED_SPACE.match(self.text, self.position)
+            assert match is not None  # the pattern matches the empty string
+            if match.end() < len(self.text) or match.end() - self.position > MAX_SPACE:
+                return
+            yield from self.more()
+
     def run_of(self, characters: re.Pattern[str], max_chars: int) -> Steps[str]:
         """Consume the longest run of characters of a class (`[...]+`), perhaps none. Raises Malformed when it is longer
         than `max_chars`."""
