@@ -28,7 +28,7 @@ async def serve(options: argparse.Namespace) -> None:
         with kept_on_one_cpu(instance_number(options.name), wanted=config.edge.stays_on_cpu):
             async with linked_routers(config, options.name, trust) as link, following(trust):
                 listen = EdgeListenOptions.from_arguments(options, config)
-                await serve_edge(config, link, model, listen, stop, _on_ready, trust)
+                await serve_edge(config, link, model, listen, stop, _on_ready, trust, options.name)
     finally:
         model.tokenizer.close()
 

@@ -28,7 +28,7 @@ def main() -> None:
         port = config.safety.port if args.port is None else args.port
         trust = load_trust(config, ("safety",), args.name)
         async with following(trust):
-            await serve(config, port, args.metrics_port, trust, shares_port=args.share_port)
+            await serve(config, port, args.metrics_port, trust, shares_port=args.share_port, name=args.name)
 
     run_service(run())
 

@@ -43,7 +43,8 @@ async def serve(options: argparse.Namespace) -> None:
     async def serve_edge_side() -> None:
         try:
             edge_listen_options = EdgeListenOptions.from_arguments(options, config)
-            await serve_edge(config, link, served_model(config, tokenizer), edge_listen_options, stop, on_ready, trust)
+            model = served_model(config, tokenizer)
+            await serve_edge(config, link, model, edge_listen_options, stop, on_ready, trust, options.name)
         finally:
             await link.close()
             edge_has_ended.set()
