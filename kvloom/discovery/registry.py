@@ -1,5 +1,5 @@
-"""The registry in Redis: shards announce themselves to routers, routers to edges, safety services to routers, and all of
-them, like the supervisors of `kvloom up`, to those who operate the fleet.
+"""The registry in Redis: shards announce themselves to routers, routers to edges, safety services to routers, and all
+of them, like the supervisors of `kvloom up`, to those who operate the fleet.
 
 There is one key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`,
 `<prefix>:process-<role>:<name>`, JSON) that expires unless it is announced again, one set per kind with the ids, and a

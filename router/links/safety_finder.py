@@ -10,7 +10,9 @@ import redis.exceptions
 import structlog
 import xxhash
 
+from kvloom.access.exposure import is_loopback
 from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import fabric_host
 from kvloom.discovery.registry import ProcessRegistry
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.trust.seal import PLAIN, Sealer
@@ -27,7 +29,8 @@ class SafetyFinder:
 
     def __init__(self, config: KvloomConfig, router_id: str, sealer: Sealer = PLAIN) -> None:
         self._router_id = router_id
-        host = config.fabric.host or config.safety.host
+        # The service of this machine listens where its fabric does; a configured one may be on another machine.
+        host = fabric_host(config, config.safety.host) if is_loopback(config.safety.host) else config.safety.host
         self._configured = f"{host}:{config.safety.port}" if config.safety.port else ""
         self._registry = None
         if config.safety.discover:

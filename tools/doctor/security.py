@@ -86,6 +86,8 @@ def _secret(config: KvloomConfig, trust: FabricTrust) -> Finding:
 def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
     addresses = {"HTTP": state.http_url.partition("://")[2], "gRPC": state.router_address}
     for name, address in addresses.items():
+        if not address:  # other machines of the fleet have them
+            continue
         host = config.edge.host if name == "HTTP" else config.router.host
         if is_loopback(host):
             yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")

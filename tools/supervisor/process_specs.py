@@ -18,6 +18,9 @@ from tools.supervisor.supervised_process import ProcessStatus
 STOP_ORDER: Final = ("edge", "router", "shard", "safety", "redis")
 """From the edges inwards, so that running requests are completed before the processes that serve them stop."""
 
+ROLES: Final = ("edge", "router", "shard", "safety")
+"""What a machine of a fleet can have."""
+
 _STOP_MARGIN_SECONDS: Final = 5.0
 """The time after its own drain timeout before a process is killed."""
 
@@ -34,6 +37,7 @@ def plan_stages(
     `config_path`. Redis starts first, because shards register there. The rest starts together. With `http_port` the
     edges get a socket for that port; otherwise they open the configured port themselves."""
     colocate = config.edge.colocate
+    roles = started_roles(config)
     drain = {
         "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
         "router": config.router.drain_timeout_seconds,
@@ -65,17 +69,32 @@ def plan_stages(
     prefix = config.fabric.name_prefix
     metrics = ("--metrics-port", "0")
     router = ("--share-port", "--own-port", "0", *metrics)
-    services = [service("safety", "safety_svc", f"{prefix}safety", ("--share-port", *metrics), starts_first=True)]
-    if not colocate:
+    services: list[ChildSpec] = []
+    if "safety" in roles:
+        safety = ("--share-port", *metrics)
+        services.append(service("safety", "safety_svc", f"{prefix}safety", safety, starts_first=True))
+    if "router" in roles and not colocate:
         names = numbered(f"{prefix}router", config.router.num_routers)
         services += [service("router", "router", name, router, starts_first=True) for name in names]
-    services += [service("shard", *shard) for shard in _shards(config, metrics)]
-    module, args = ("tools.colocated", router) if colocate else ("edge_http", ())
-    services += [
-        service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
-        for name in numbered(f"{prefix}edge", config.edge.num_edges)
-    ]
+    if "shard" in roles:
+        services += [service("shard", *shard) for shard in _shards(config, metrics)]
+    if "edge" in roles:
+        module, args = ("tools.colocated", router) if colocate else ("edge_http", ())
+        services += [
+            service("edge", module, name, ("--peer-port", "0", *args), starts_first=True, listens_on=http_port)
+            for name in numbered(f"{prefix}edge", config.edge.num_edges)
+        ]
     return [[embedded_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
+
+
+def started_roles(config: KvloomConfig) -> tuple[str, ...]:
+    """The roles of which `kvloom up` starts processes, in the order of ROLES."""
+    return tuple(role for role in ROLES if not config.fabric.roles or role in config.fabric.roles)
+
+
+def supervisor_name(prefix: str) -> str:
+    """The name of a machine's supervisor in the registry. `prefix`: fabric.name_prefix."""
+    return f"{prefix}kvloom"
 
 
 def shard_name(number: int, prefix: str) -> str:
