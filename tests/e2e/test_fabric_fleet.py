@@ -1,5 +1,5 @@
-"""Machines that share a Redis server and a secret are one fleet. Here they are data directories on one machine, each with
-a loopback address of its own."""
+"""Machines that share a Redis server and a secret are one fleet. Here they are data directories on one machine, each
+with a loopback address of its own."""
 
 from __future__ import annotations
 
