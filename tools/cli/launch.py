@@ -28,7 +28,7 @@ from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.fabric import Fabric
 from tools.supervisor.joining import check_fleet, check_roles, check_secret, complete_addresses
 from tools.supervisor.process_specs import started_roles, supervisor_name
-from tools.supervisor.reporters import LogReporter, Reporter
+from tools.supervisor.reporters import LogReporter, Reporter, log_to_stderr
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
 
@@ -145,6 +145,7 @@ class Launch:
 
     def run(self, reporter: Reporter) -> None:
         """Run the fabric until a signal stops it. Raises CommandError if it cannot start."""
+        log_to_stderr()
         with self.folder.locked(), contextlib.ExitStack() as stack:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,8 @@ from tools.fleet.view import FleetView, Machine
 from tools.options import config_option, data_dir_option, local_option, option
 from tools.supervisor.supervised_process import ProcessStatus
 
+_PIPED_WIDTH: Final = 1000
+_COLUMNS: Final = ("name", "role", "pid", "state", "restarts", "address", "metrics")
 _STOPPED: Final[Mapping[str, Any]] = {"phase": "stopped", "http_url": None, "router_address": None, "processes": []}
 
 
@@ -79,6 +80,8 @@ def _machine_as_json(machine: Machine) -> dict[str, Any]:
 
 def _print_tables(view: FleetView) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:  # scripts and logs need whole names
+        console.width = _PIPED_WIDTH
     is_fleet = len(view.machines) > 1 or view.local is None
     for machine in view.machines:
         for line in _headline(machine, is_fleet=is_fleet):
@@ -116,11 +119,23 @@ def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
 
 
 def _table(processes: Iterable[ProcessStatus], title: str) -> Table:
+    rows = [
+        (
+            one.name,
+            one.role,
+            "-" if one.pid is None else str(one.pid),
+            one.state,
+            str(one.restarts),
+            one.address,
+            one.metrics_address,
+        )
+        for one in processes
+    ]
     table = Table(box=None, pad_edge=False)
-    for column in (title, "role", "pid", "state", "restarts", "address", "metrics"):
-        table.add_column(column, no_wrap=True)
-    for process in processes:
-        row = dataclasses.asdict(process) | {"pid": "-" if process.pid is None else process.pid}
-        shown = ("name", "role", "pid", "state", "restarts", "address", "metrics_address")
-        table.add_row(*(str(row[column]) for column in shown))
+    for number, column in enumerate(_COLUMNS):
+        # In a narrow terminal the addresses are shortened, and not the names.
+        width = None if column in ("address", "metrics") else max((len(row[number]) for row in rows), default=0)
+        table.add_column(title if column == "name" else column, no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -21,6 +21,7 @@ from tools.fleet.view import FleetView, Machine, merged, with_loads
 from tools.options import choose_data_dir, load_config_file
 from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
 from tools.supervisor.readiness import shard_info
+from tools.supervisor.reporters import log_to_stderr
 from tools.supervisor.state import FabricState, RunFolder
 from tools.supervisor.supervisor_client import (
     SupervisorClient,
@@ -46,6 +47,7 @@ class Fleet:
     @classmethod
     def open(cls, data_dir: Path | None, config_file: Path | None, *, local_only: bool = False) -> Fleet:
         """Raises CommandError."""
+        log_to_stderr()
         given = load_config_file(config_file)
         folder = RunFolder(choose_data_dir(data_dir, given))
         # A machine without a `kvloom up` of its own finds its fleet by the Redis in its configuration.
