@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def fleet(
             machine.up(*of_machine)
         yield machines
     finally:
-        for machine in machines:
-            run_kvloom("down", env=machine.env)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda machine: run_kvloom("down", env=machine.env), machines))
 
 
 def test_three_machines_are_one_fleet(fleet: list[Machine]) -> None:
