@@ -430,6 +430,9 @@ class SafetyConfig(Section):
 
     host: str = "127.0.0.1"
     port: Port = 0
+    discover: bool = False
+    """Whether routers also use the safety services that announce themselves in Redis: one after the other, until one
+    can be reached, and the one at `host` and `port` first. `kvloom up` sets it for a fleet."""
     reflection: bool = True
     """As for the router."""
     policy_file: str = ""
@@ -452,6 +455,14 @@ class FabricConfig(Section):
     """The file with the fabric's secret (docs/security.md), by which its processes recognise one another. Empty:
     `kvloom up` makes one in the data directory; a service that is started by itself takes the secret from the
     environment variable KVLOOM_FABRIC_SECRET, and works without one if that is not set."""
+    roles: list[Literal["edge", "router", "shard", "safety"]] = []
+    """What `kvloom up` starts on this machine. Empty: all."""
+    host: str = ""
+    """Where processes listen for the other processes of their fabric, which all need its secret. Empty: `router.host`,
+    `shard.host`, `safety.host` and `edge.host`."""
+    advertised_host: str = ""
+    """The host by which other machines reach the processes of this one. Empty: `host`, or the machine's name where
+    `host` is a wildcard."""
     name_prefix: Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")] = ""
     """What the names of the processes that `kvloom up` starts begin with. Names are unique in a fleet, so machines that
     share a Redis need different prefixes."""

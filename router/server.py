@@ -17,8 +17,8 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import Announcer, reachable_address
-from kvloom.discovery.registry import RouterRecord, RouterRegistry, ShardRegistry
+from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
+from kvloom.discovery.registry import NameTakenError, RouterRecord, RouterRegistry, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.limits.address_limit import AddressLimit
 from kvloom.limits.connection_sweep import ConnectionSweep
@@ -54,6 +54,7 @@ from router.intake import Intake
 from router.links.fleet_watcher import FleetWatcher
 from router.links.link_sessions import LinkSessions
 from router.links.local_link import LocalRouterLink
+from router.links.safety_finder import SafetyFinder
 from router.links.safety_link import SafetyLink
 from router.listener import RouterListener
 from router.metrics import RouterMetrics
@@ -102,7 +103,8 @@ class RouterServer:
         """The models whose shards differ in their variant."""
         self._metrics = RouterMetrics(lambda: core.fleet.models, lambda: core.shards, metrics_registry)
         self._driver = CoreDriver(core, self)
-        self._safety_link = _safety_link(config, self._driver, trust)
+        self._safety_finder = SafetyFinder(config, router_id, trust.sealer)
+        self._safety_link = _safety_link(config, self._safety_finder, self._driver, trust)
         self._registry = ShardRegistry(config.redis.url, config.redis.key_prefix, trust.sealer)
         self._watcher = FleetWatcher(self._registry, router_id, self._driver, trust)
         intake = Intake(config.model.name, tokenizer, config.router.max_prompt_tokens, self._needs_prompt_text)
@@ -172,7 +174,7 @@ class RouterServer:
         self._for_fabric: RouterListener | None = None
         """For processes that know the fabric's secret; None when there is none."""
         if trust.has_secret:
-            self._for_fabric = new_listener(lambda: reachable_address(self.internal_address), options, trusts_all=True)
+            self._for_fabric = new_listener(lambda: self._advertised(self.internal_address), options, trusts_all=True)
         health = add_health_and_reflection(
             self._for_clients.server, SERVICE_NAMES, with_reflection=config.router.reflection
         )
@@ -195,8 +197,8 @@ class RouterServer:
         if own_port is not None:
             self._for_clients.bind(host, own_port, add_port)
         if self._for_fabric is not None:
-            self._for_fabric.bind(host, 0, self._trust.add_port)
-        self._answers.address = reachable_address(self._for_clients.address)
+            self._for_fabric.bind(fabric_host(self._config, host), 0, self._trust.add_port)
+        self._answers.address = self._advertised(self._for_clients.address)
         self._sweep.ports = self._for_clients.ports
         return self._for_clients.address
 
@@ -220,7 +222,8 @@ class RouterServer:
                     tasks.create_task(self._health.run(), name="health reporter"),
                 ]
                 if self._safety_link is not None:
-                    owned.append(tasks.create_task(self._safety_link.run(), name="safety link"))
+                    owned.append(tasks.create_task(self._safety_finder.run(), name="safety finder"))
+                    owned.append(tasks.create_task(self._connect_safety(self._safety_link), name="safety link"))
                 if self._decision_writer is not None:
                     tasks.create_task(self._decision_writer.run(), name="decision writer")
                 await service.wait_to_open(self._find_peers(), stop)
@@ -255,14 +258,30 @@ class RouterServer:
         if self._safety_link is not None:
             await self._safety_link.tried.wait()
 
+    async def _connect_safety(self, link: SafetyLink) -> None:
+        await self._safety_finder.found.wait()
+        await link.run()
+
     async def _open(self) -> Announcer[RouterRecord]:
+        """Raises StartError if another machine has a router of this name."""
+        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
+        clients_address = self._answers.address
+        address = self._advertised(self.internal_address) if self.internal_address else clients_address
+        owner = name_owner(self._config.data_dir)
+        record = RouterRecord(address, self._router_id, self._incarnation_id, clients_address, owner)
+        announcer = Announcer(registry, record)
+        try:
+            await announcer.wait_for_name()
+        except NameTakenError as error:
+            await announcer.close()
+            raise service.StartError(str(error)) from error
         for listener in self._listeners:
             await listener.start()
         log.info("router listens", address=self._for_clients.address, internal_address=self.internal_address)
-        registry = RouterRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
-        clients_address = self._answers.address
-        address = reachable_address(self.internal_address) if self.internal_address else clients_address
-        return Announcer(registry, RouterRecord(address, self._router_id, self._incarnation_id, clients_address))
+        return announcer
+
+    def _advertised(self, address: str) -> str:
+        return advertised_address(self._config, address)
 
     async def _drain(self) -> None:
         self._draining = True
@@ -375,13 +394,16 @@ async def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
 
 
-def _safety_link(config: KvloomConfig, driver: CoreDriver, trust: FabricTrust) -> SafetyLink | None:
+def _safety_link(
+    config: KvloomConfig, finder: SafetyFinder, driver: CoreDriver, trust: FabricTrust
+) -> SafetyLink | None:
     """Returns None when there is no safety service. Raises StartError when requests need one and none is configured."""
     safety = config.safety
-    if safety.port:
-        return SafetyLink(f"{safety.host}:{safety.port}", driver, trust)
+    if safety.port or safety.discover:
+        return SafetyLink(finder.candidates, driver, trust)
     if safety.on_unavailable == "refuse":
         raise service.StartError(
-            'safety.port is not set: configure a safety service, or run without one by safety.on_unavailable = "allow"'
+            "safety.port is not set: configure a safety service, find one in the registry by safety.discover = true, "
+            'or run without one by safety.on_unavailable = "allow"'
         )
     return None

@@ -32,7 +32,7 @@ def main() -> None:
             config, trust, "safety", args.name, args.metrics_port, shares_port=args.share_metrics_port
         )
         async with following(trust):
-            await serve(config, port, metrics, trust, shares_port=args.share_port)
+            await serve(config, port, metrics, trust, shares_port=args.share_port, name=args.name)
 
     run_service(run())
 

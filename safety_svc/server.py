@@ -10,6 +10,8 @@ import grpc
 import structlog
 
 from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import announced_process, fabric_host, process_record
+from kvloom.discovery.registry import NameTakenError
 from kvloom.errors import KvloomError
 from kvloom.metrics.exporter import MetricsExporter, NoMetrics
 from kvloom.process.request_context import request_fields
@@ -108,6 +110,7 @@ async def serve(
     trust: FabricTrust,
     *,
     shares_port: bool = False,
+    name: str = "safety",
 ) -> None:
     """Serve until SIGTERM. With `shares_port`, other processes may listen on the same port (SO_REUSEPORT), so that a
     successor takes over without a gap. Raises StartError."""
@@ -120,27 +123,35 @@ async def serve(
     servicer = SafetyServicer(policy_file)
     safety_service_pb2_grpc.add_SafetyServiceServicer_to_server(servicer, CheckedServer(server))
     health = add_health_and_reflection(server, [SERVICE_NAME], with_reflection=config.safety.reflection)
-    address = bind(server, config.safety.host, port, trust.add_port)
+    address = bind(server, fabric_host(config, config.safety.host), port, trust.add_port)
     local = LocalServer(lambda stream: servicer.Screen(None, stream), safety_service_pb2.ScreenRequest)
     await local.start(address)
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
-    async with following(metrics.until(stopping)):
-        announce_ready(ReadyLine(address, metrics.address))
-        watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
-        stopped = asyncio.create_task(stopping.wait(), name="stop signal")
-        done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
+    stopped = asyncio.create_task(stopping.wait(), name="stop signal")
+    try:
+        async with (
+            announced_process(config, "safety", process_record(config, name, address), trust.sealer),
+            following(metrics.until(stopping)),
+        ):
+            announce_ready(ReadyLine(address, metrics.address))
+            done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    except NameTakenError as error:
+        await asyncio.gather(server.stop(None), local.stop(0.0))
+        raise StartError(str(error)) from error
+    finally:
         watcher.cancel()
         stopped.cancel()
-        await set_serving(health, [SERVICE_NAME], serving=False)
-        grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
-        # Both servers reject new streams from now on. Existing streams are served until the routers close them or the
-        # grace period ends.
-        stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
-        if shares_port:
-            await asyncio.sleep(TAKE_OVER_SECONDS)
-            await servicer.drain()
-        await stopping_servers
-        for task in done:
-            task.result()  # if the watcher failed, its error ends the process
+    await set_serving(health, [SERVICE_NAME], serving=False)
+    grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
+    # Both servers reject new streams from now on. Existing streams are served until the routers close them or the grace
+    # period ends.
+    stopping_servers = asyncio.gather(server.stop(grace_seconds), local.stop(grace_seconds))
+    if shares_port:
+        await asyncio.sleep(TAKE_OVER_SECONDS)
+        await servicer.drain()
+    await stopping_servers
+    for task in done:
+        task.result()  # if the watcher failed, its error ends the process

@@ -126,6 +126,11 @@ class EngineMultiplexer:
     def draining(self) -> bool:
         return self._load.draining
 
+    @property
+    def router_ids(self) -> list[str]:
+        """The routers that are connected."""
+        return [connection.router_id for connection in self._connections]
+
     def set_draining(self, draining: bool, *, hand_over: bool = False) -> None:
         """While draining, new sequences are rejected; with `hand_over`, routers move running ones to other shards.
 

@@ -13,7 +13,7 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvloom.config import KvloomConfig
-from kvloom.discovery.announcer import Announcer, name_owner, reachable_address
+from kvloom.discovery.announcer import Announcer, advertised_address, fabric_host, name_owner
 from kvloom.discovery.registry import NameTakenError, ShardRecord, ShardRegistry
 from kvloom.errors import KvloomError
 from kvloom.process import service
@@ -78,7 +78,8 @@ class ShardServer:
         self._server = grpc.aio.server(options=service.SERVER_OPTIONS)
         try:
             # The port is bound first: loading an engine would be wasted if the port were taken.
-            address = service.bind(self._server, self._config.shard.host, port, self._trust.add_port)
+            host = fabric_host(self._config, self._config.shard.host)
+            address = service.bind(self._server, host, port, self._trust.add_port)
             await self._engine.start()
             await self._serve_engine(address)
         except BaseException:
@@ -91,7 +92,7 @@ class ShardServer:
         info = self._engine.info
         if self._config.redis.url:
             registry = ShardRegistry(self._config.redis.url, self._config.redis.key_prefix, self._trust.sealer)
-            advertised = self._advertised_address or reachable_address(address)
+            advertised = self._advertised_address or advertised_address(self._config, address)
             owner = name_owner(self._config.data_dir)
             record = ShardRecord(self._shard_id, advertised, info.model, self.incarnation_id, owner)
             self._announcer = Announcer(registry, record)

@@ -74,7 +74,11 @@ class ShardServicer(shard_service_pb2_grpc.ShardServiceServicer):
         await _end_stream(connection, context, results)
 
     async def GetInfo(self, request: GetInfoRequest, context: Any) -> GetInfoResponse:
-        return GetInfoResponse(info=self._multiplexer.info, load=self._multiplexer.load_report())
+        return GetInfoResponse(
+            info=self._multiplexer.info,
+            load=self._multiplexer.load_report(),
+            router_ids=self._multiplexer.router_ids,
+        )
 
     async def Drain(self, request: DrainRequest, context: Any) -> DrainResponse:
         error = None

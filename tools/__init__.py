@@ -4,6 +4,7 @@ cli/                 the command
 options.py           flags that several commands share
 fabric_trust.py      the fabric's secret, as commands and the supervisor use it
 failures.py          how a command fails
+fleet/               what commands see of all machines of a fabric
 supervisor/          runs the processes of a fabric
 models/              finds, registers and prepares models
 colocated.py         an edge with a router inside

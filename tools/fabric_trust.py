@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,10 +30,10 @@ def provide_secret(config: KvloomConfig, data_dir: Path) -> None:
     config.fabric.secret_file = str(path)
 
 
-def trust_of(config: KvloomConfig) -> FabricTrust:
+def trust_of(config: KvloomConfig, roles: Sequence[str] = ("tools",), name: str = "") -> FabricTrust:
     """Raises CommandError."""
     try:
-        return load_trust(config, ("tools",), f"kvloom {os.getpid()}")
+        return load_trust(config, roles, name or f"kvloom {os.getpid()}")
     except SecretError as error:
         raise CommandError(str(error)) from error
 

@@ -8,6 +8,8 @@ from typing import IO, Any, Final
 import click
 
 EXIT_NOT_RUNNING: Final = 3
+EXIT_INCOMPLETE: Final = 4
+"""Something does not serve, or could not be asked; the rest was done."""
 
 
 class CommandError(click.ClickException):

@@ -31,6 +31,10 @@ def data_dir_option(function: F) -> F:
     )(function)
 
 
+def local_option(function: F) -> F:
+    return option("--local", is_flag=True, help="Only this machine of a fleet.")(function)
+
+
 def config_option(function: F) -> F:
     return option(
         "--config",

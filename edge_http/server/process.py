@@ -23,6 +23,8 @@ from kvloom.access.listener_tls import ListenerTls, listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import KvloomConfig
 from kvloom.conversation.model_output import model_output
+from kvloom.discovery.announcer import advertised_address, announced_process, fabric_host, process_record
+from kvloom.discovery.registry import NameTakenError
 from kvloom.limits.memory_watch import MemoryWatch
 from kvloom.metrics.targets import TargetAnnouncement, TargetList, metrics_registry
 from kvloom.process.access_log import AccessLog
@@ -69,7 +71,7 @@ async def serve_edge(
     stop: asyncio.Event,
     on_ready: Callable[[str, str, str], None],
     trust: FabricTrust = NO_SECRET,
-    name: str = "edge",
+    name: str = "edge-0",
 ) -> None:
     """Serve until `stop` is set, then let running requests end. `on_ready` is called with the address, that of
     /metrics, and that for the processes of the fabric ("" without a secret). Raises StartError, ConfigError."""
@@ -90,8 +92,8 @@ async def serve_edge(
         if listen_options.peer_port is None:
             await wait_to_open(_until_ready(edge), stop)
             address = own_address = await _open(server, config.edge.host, listen_options, tls)
-            peer_address = await _open_to_peers(server, address, trust)
-            peers = join_edges(edge, config.redis, peer_address, trust)
+            peer_address = await _open_to_peers(server, config, address, trust)
+            peers = join_edges(edge, config.redis, _for_peers(config, peer_address), trust)
         else:
             if listen_options.shares_peer_port and not trust.has_secret:
                 raise StartError(
@@ -101,23 +103,28 @@ async def serve_edge(
             own_address = await server.listen(
                 config.edge.host, listen_options.peer_port, _context(tls), shares_port=shares_port
             )
-            peer_address = await _open_to_peers(server, own_address, trust)
-            peers = join_edges(edge, config.redis, peer_address, trust, shares_port=True)
+            peer_address = await _open_to_peers(server, config, own_address, trust)
+            peers = join_edges(edge, config.redis, _for_peers(config, peer_address), trust, shares_port=True)
             await wait_to_open(_until_ready(edge), stop)
             address = await _open(server, config.edge.host, listen_options, tls)
         announcement = TargetAnnouncement(config, trust, role="edge", name=name, address=own_address)
         targets = TargetList(metrics_registry(config, trust), announcement.target)
         edge.list_targets = targets.read
-        on_ready(address, own_address, peer_address if trust.has_secret else "")
         memory = MemoryWatch(
             "edge", config.edge.max_memory_bytes, edge.on_memory_level, edge.metrics.registry, edge.is_idle
         )
-        async with following(memory, announcement, *filter(None, (tls, callers.api_keys))):
-            await stop.wait()
+        url = f"{'http' if tls is None else 'https'}://{advertised_address(config, address)}"
+        record = process_record(config, name, peer_address, url)
+        async with announced_process(config, "edge", record, trust.sealer):
+            on_ready(address, own_address, peer_address if trust.has_secret else "")
+            async with following(memory, announcement, *filter(None, (tls, callers.api_keys))):
+                await stop.wait()
         await server.drain(announce_leaving)
         if peers is not None:
             await peers.stop_publishing()
         await server.stop()
+    except NameTakenError as error:
+        raise StartError(str(error)) from error
     finally:
         if peers is not None:
             await peers.close()
@@ -130,12 +137,18 @@ async def _until_ready(edge: Edge) -> None:
         await edge.link.wait_fleet_change()
 
 
-async def _open_to_peers(server: EdgeServer, own_address: str, trust: FabricTrust) -> str:
+async def _open_to_peers(server: EdgeServer, config: KvloomConfig, own_address: str, trust: FabricTrust) -> str:
     """Where other edges reach this one: with a secret, at a port of their own, which asks for a certificate."""
     tls = trust.server_tls()
     if tls is None:
         return own_address
-    return await server.listen(own_address.rpartition(":")[0].strip("[]"), 0, tls)
+    host = fabric_host(config, own_address.rpartition(":")[0])
+    return await server.listen(host.strip("[]"), 0, tls)
+
+
+def _for_peers(config: KvloomConfig, address: str) -> str:
+    """What is announced to other edges. A wildcard is left as it is where no host is advertised."""
+    return advertised_address(config, address) if config.fabric.advertised_host else address
 
 
 def _context(tls: ListenerTls | None) -> ssl.SSLContext | None:

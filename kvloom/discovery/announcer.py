@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import socket
 import time
-from typing import Generic, TypeVar
+import uuid
+from collections.abc import AsyncIterator
+from typing import Generic, Literal, TypeVar
 
 import redis.exceptions
 import structlog
 
+from kvloom.config import KvloomConfig
 from kvloom.discovery.registry import (
     HEARTBEAT_SECONDS,
     TTL_SECONDS,
     MetricsTarget,
     NameTakenError,
+    ProcessRecord,
+    ProcessRegistry,
     Registry,
     RouterRecord,
     ShardRecord,
 )
 from kvloom.process.aligned_timer import seconds_to_aligned_tick
+from kvloom.trust.seal import Sealer
 
 log = structlog.get_logger()
 
-_Record = TypeVar("_Record", ShardRecord, RouterRecord, MetricsTarget)
+_Record = TypeVar("_Record", ShardRecord, RouterRecord, ProcessRecord, MetricsTarget)
 
 
 class Announcer(Generic[_Record]):
@@ -59,8 +66,10 @@ class Announcer(Generic[_Record]):
             try:
                 await self._registry.announce(self._record)
             except NameTakenError as error:
-                if error.holder.incarnation_id != taken_by:
-                    log.error("Routers do not find this process any more.", cause=str(error))  # noqa: TRY400
+                if error.is_successor and error.holder.incarnation_id != taken_by:
+                    log.info("A successor has replaced this process in the registry.", address=error.holder.address)
+                elif error.holder.incarnation_id != taken_by:
+                    log.error("Other processes do not find this one any more.", cause=str(error))  # noqa: TRY400
                 taken_by = error.holder.incarnation_id
             except (redis.exceptions.RedisError, OSError) as error:
                 if reachable:
@@ -70,7 +79,7 @@ class Announcer(Generic[_Record]):
                 if not reachable:
                     log.info("The registry can be reached again.")
                 if taken_by:
-                    log.info("Routers find this process again.")
+                    log.info("Other processes find this one again.")
                 reachable, taken_by = True, ""
             await asyncio.sleep(seconds_to_aligned_tick(time.monotonic(), HEARTBEAT_SECONDS))
 
@@ -93,7 +102,53 @@ def name_owner(data_dir: str) -> str:
     return hashlib.blake2b(f"{socket.gethostname()}\0{data_dir}".encode(), digest_size=8).hexdigest()
 
 
-def reachable_address(address: str) -> str:
-    """The address for processes on other machines: this machine's name instead of a wildcard host."""
+@contextlib.asynccontextmanager
+async def announced_process(
+    config: KvloomConfig, role: Literal["edge", "safety", "supervisor"], record: ProcessRecord, sealer: Sealer
+) -> AsyncIterator[None]:
+    """Announce an edge, a safety service or a supervisor as long as the context lasts; without Redis this does nothing.
+    Raises NameTakenError if another process has its name."""
+    if not config.redis.url:
+        yield
+        return
+    announcer = Announcer(ProcessRegistry(config.redis.url, config.redis.key_prefix, role, sealer), record)
+    try:
+        await announcer.wait_for_name()
+    except BaseException:
+        await announcer.close()
+        raise
+    announcing = asyncio.create_task(announcer.run(), name="announcer")
+    announcing.add_done_callback(_report_failure)
+    try:
+        yield
+    finally:
+        # The Redis client loses a cancellation that comes while its connection breaks.
+        while not announcing.done():
+            announcing.cancel()
+            await asyncio.wait({announcing}, timeout=0.2)
+        await announcer.withdraw()
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("This process is not announced any more.", exc_info=error)
+
+
+def process_record(config: KvloomConfig, name: str, address: str, url: str = "") -> ProcessRecord:
+    """That of a process that listens at `address`, with a new incarnation."""
+    return ProcessRecord(name, advertised_address(config, address), uuid.uuid4().hex, name_owner(config.data_dir), url)
+
+
+def fabric_host(config: KvloomConfig, host: str) -> str:
+    """Where a process listens for the others of its fabric. `host`: that of its own section."""
+    return config.fabric.host or host
+
+
+def advertised_address(config: KvloomConfig, address: str) -> str:
+    """The address at which processes on other machines reach what listens at `address` for its fabric."""
     host, _, port = address.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else address
+    is_wildcard = host in ("0.0.0.0", "[::]")
+    advertised = config.fabric.advertised_host
+    if advertised and (is_wildcard or host == config.fabric.host):
+        return f"[{advertised}]:{port}" if ":" in advertised else f"{advertised}:{port}"
+    return f"{socket.gethostname()}:{port}" if is_wildcard else address

@@ -1,16 +1,18 @@
-"""The registry in Redis: shards announce themselves to routers, and routers to edges.
+"""The registry in Redis: shards announce themselves to routers, routers to edges, safety services to routers, and all
+of them, like the supervisors of `kvloom up`, to those who operate the fleet.
 
-There is one key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`, JSON) that expires unless it is
-announced again, one set with the ids, and a channel (`<prefix>:shards`, `<prefix>:routers`) that wakes the watchers
-when a process starts, stops, or replaces another one. No process drops an established connection because Redis is
-unreachable: the connection is the truth, and the registry only says where to connect.
+There is one key per process (`<prefix>:shard:<shard_id>`, `<prefix>:router:<address>`,
+`<prefix>:process-<role>:<name>`, JSON) that expires unless it is announced again, one set per kind with the ids, and a
+channel (`<prefix>:shards`, `<prefix>:routers` ...) that wakes the watchers when a process starts, stops, or replaces
+another one. No process drops an established connection because Redis is unreachable: the connection is the truth, and
+the registry only says where to connect.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 import redis.asyncio.retry
@@ -26,6 +28,8 @@ log = structlog.get_logger()
 
 HEARTBEAT_SECONDS: Final = 1.0
 TTL_SECONDS: Final = 5.0
+SUPERVISOR_TTL_SECONDS: Final = 600.0
+"""How long `kvloom status` shows that a machine is missing which was not stopped by `kvloom down`."""
 POLL_SECONDS: Final = 2.0
 """Changes are published at once; polling finds what has expired, or was missed."""
 
@@ -47,6 +51,15 @@ class ShardRecord(msgspec.Struct, frozen=True):
     def key(self) -> str:
         return self.shard_id
 
+    @property
+    def name(self) -> str:
+        return self.shard_id
+
+    @property
+    def key_owner(self) -> str:
+        """Whose processes may take over the key."""
+        return self.owner
+
 
 class RouterRecord(msgspec.Struct, frozen=True):
     """A router's announcement."""
@@ -60,11 +73,20 @@ class RouterRecord(msgspec.Struct, frozen=True):
     client_address: str = ""
     """gRPC target for clients; "": the same as for the processes of the fabric."""
     owner: str = ""
-    """As for a shard; routers have none, because addresses are unique."""
+    """As for a shard."""
 
     @property
     def key(self) -> str:
         return self.address
+
+    @property
+    def name(self) -> str:
+        return self.router_id
+
+    @property
+    def key_owner(self) -> str:
+        """Any process may take over an address: it could not listen there if the former one still did."""
+        return ""
 
 
 class MetricsTarget(msgspec.Struct, frozen=True):
@@ -88,20 +110,49 @@ class MetricsTarget(msgspec.Struct, frozen=True):
     def key(self) -> str:
         return self.address
 
+    @property
+    def key_owner(self) -> str:
+        """As for a router."""
+        return ""
 
-_Record = TypeVar("_Record", ShardRecord, RouterRecord, MetricsTarget)
-AnyRecord = ShardRecord | RouterRecord | MetricsTarget
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """The announcement of an edge, a safety service, or the supervisor of a machine (`kvloom up`)."""
+
+    name: str
+    address: str
+    """Where the process serves the processes of its fabric."""
+    incarnation_id: str
+    """As for a shard."""
+    owner: str = ""
+    """As for a shard."""
+    url: str = ""
+    """Where an edge serves clients."""
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    @property
+    def key_owner(self) -> str:
+        return self.owner
+
+
+AnyRecord = ShardRecord | RouterRecord | ProcessRecord | MetricsTarget
+_Record = TypeVar("_Record", ShardRecord, RouterRecord, ProcessRecord, MetricsTarget)
 
 
 class NameTakenError(Exception):
     """Another process has the same name, and is alive."""
 
-    def __init__(self, name: str, holder: AnyRecord) -> None:
+    def __init__(self, name: str, holder: AnyRecord, *, is_successor: bool = False) -> None:
         super().__init__(
             f"{name} is the name of another process of this fleet, at {holder.address}: names must be unique, for "
-            "example by `kvloom up --name-prefix`"
+            "example by `kvloom up --name-prefix`, or by --name for a process that is started by itself"
         )
         self.holder = holder
+        self.is_successor = is_successor
+        """Whether the other process was started to replace this one."""
 
 
 def may_replace(holder: AnyRecord, own: AnyRecord, *, was_announced: bool) -> bool:
@@ -109,8 +160,12 @@ def may_replace(holder: AnyRecord, own: AnyRecord, *, was_announced: bool) -> bo
     been, so that `holder` came later."""
     if holder.incarnation_id == own.incarnation_id:
         return True
-    is_successor = not holder.owner or not own.owner or holder.owner == own.owner
-    return is_successor and not was_announced
+    return have_one_owner(holder, own) and not was_announced
+
+
+def have_one_owner(one: AnyRecord, other: AnyRecord) -> bool:
+    """Whether two processes of one key belong to the same supervisor or machine, as far as they say."""
+    return not one.key_owner or not other.key_owner or one.key_owner == other.key_owner
 
 
 class Registry(Generic[_Record]):
@@ -118,15 +173,23 @@ class Registry(Generic[_Record]):
     reached."""
 
     def __init__(
-        self, url: str, key_prefix: str, kind: str, record_type: type[_Record], sealer: Sealer | None = None
+        self,
+        url: str,
+        key_prefix: str,
+        kind: str,
+        record_type: type[_Record],
+        sealer: Sealer | None = None,
+        ttl_seconds: float | None = None,
     ) -> None:
-        """With `sealer` the records are signed, and those that this fabric has not signed are left out."""
+        """With `sealer` the records are signed, and those that this fabric has not signed are left out. `ttl_seconds`:
+        how long a record outlives its process; None: TTL_SECONDS."""
         # Callers retry by themselves with every heartbeat. The client's own retries would only hide the outage.
         retry = redis.asyncio.retry.Retry(redis.backoff.NoBackoff(), 0)
         self._redis = redis_client(url, timeout_seconds=2.0, retry=retry)
         self._prefix = f"{key_prefix}:{kind}"
         self._record_type: type[_Record] = record_type
         self._sealer: Sealer = sealer or PLAIN
+        self._ttl_seconds = ttl_seconds or TTL_SECONDS
         self._last_keys: list[str] = []
         self._ignored: dict[str, bytes] = {}
         """By key: values that were reported as unusable."""
@@ -134,7 +197,7 @@ class Registry(Generic[_Record]):
         """The incarnations that this registry has announced last, by key."""
 
     async def announce(self, record: _Record) -> None:
-        """Announce a process for the next TTL_SECONDS. Raises NameTakenError if another one has its name, and
+        """Announce a process for the next `ttl_seconds`. Raises NameTakenError if another one has its name, and
         WatchError, which is a RedisError, if the record changes at this moment."""
         name = self._name(record.key)
         announcement = self._sealer.sign(name, msgspec.json.encode(record))
@@ -144,7 +207,7 @@ class Registry(Generic[_Record]):
             if before not in (None, announcement):
                 self._check_replaceable(record, before)
             pipe.multi()
-            pipe.set(name, announcement, px=round(TTL_SECONDS * 1000))
+            pipe.set(name, announcement, px=round(self._ttl_seconds * 1000))
             pipe.sadd(self._ids_name, record.key)
             if before != announcement:
                 pipe.publish(self._channel, record.key)
@@ -163,7 +226,8 @@ class Registry(Generic[_Record]):
             return  # garbage, or another fabric's, which is reported
         was_announced = self._announced.get(record.key) == record.incarnation_id
         if not may_replace(holder, record, was_announced=was_announced):
-            raise NameTakenError(record.key, holder)
+            is_successor = was_announced and have_one_owner(holder, record)
+            raise NameTakenError(record.name, holder, is_successor=is_successor)
 
     async def withdraw(self, key: str, incarnation_id: str = "") -> None:
         """Remove a process, which has stopped. With `incarnation_id`, a process of the same name that has replaced it
@@ -239,6 +303,11 @@ class Registry(Generic[_Record]):
                     ignore_subscribe_messages=True, timeout=seconds_to_aligned_tick(time.monotonic(), POLL_SECONDS)
                 )
 
+    @property
+    def num_ignored(self) -> int:
+        """How many records the latest list left out because this fabric has not signed them, or they are malformed."""
+        return len(self._ignored)
+
     async def close(self) -> None:
         await self._redis.aclose()
 
@@ -293,6 +362,13 @@ class RouterRegistry(Registry[RouterRecord]):
         """By address."""
         return await self.list_records()
 
+    async def check_free(self, record: RouterRecord) -> None:
+        """Raises NameTakenError if a router of another owner has this one's name. Routers find one another by their
+        addresses; names are for people and tools."""
+        for holder in (await self.list_routers()).values():
+            if holder.router_id == record.router_id and holder.owner and holder.owner != record.owner:
+                raise NameTakenError(record.router_id, holder)
+
 
 class MetricsRegistry(Registry[MetricsTarget]):
     """The announced processes that serve /metrics."""
@@ -304,3 +380,13 @@ class MetricsRegistry(Registry[MetricsTarget]):
         """Sorted by role and name."""
         found = await self.list_records()
         return sorted(found.values(), key=lambda target: (target.role, target.name, target.address))
+
+
+class ProcessRegistry(Registry[ProcessRecord]):
+    """The announced edges, safety services or supervisors, by name."""
+
+    def __init__(
+        self, url: str, key_prefix: str, role: Literal["edge", "safety", "supervisor"], sealer: Sealer | None = None
+    ) -> None:
+        ttl_seconds = SUPERVISOR_TTL_SECONDS if role == "supervisor" else None
+        super().__init__(url, key_prefix, f"process-{role}", ProcessRecord, sealer, ttl_seconds)

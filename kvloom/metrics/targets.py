@@ -76,7 +76,7 @@ class TargetAnnouncement:
         self._config = config
         self._trust = trust
         scheme = "https" if config.tls.certificate_file else "http"
-        self.target = MetricsTarget(scraped_address(address), role, name, config.model.name, scheme)
+        self.target = MetricsTarget(scraped_address(config, address), role, name, config.model.name, scheme)
 
     async def watch(self) -> None:
         """Announce the process until cancelled. Afterwards the announcement expires by itself: a successor at the same
@@ -91,10 +91,11 @@ class TargetAnnouncement:
             await announcer.close()
 
 
-def scraped_address(address: str) -> str:
-    """host:port for scrapers: this machine's name instead of a wildcard, and brackets around an IPv6 address."""
+def scraped_address(config: KvloomConfig, address: str) -> str:
+    """host:port for scrapers: the advertised host or this machine's name instead of a wildcard, and brackets around an
+    IPv6 address."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if host in _WILDCARDS:
-        host = socket.gethostname()
+        host = config.fabric.advertised_host or socket.gethostname()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

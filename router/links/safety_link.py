@@ -1,13 +1,14 @@
 """The router's end of the safety service's data plane: `SafetyService.Screen`, kept up as long as the router runs.
 
-When a service announces that it drains, the link moves to its successor (a new stream to the same address) without a
-gap. New prompts and answers go to the successor at once. A running answer moves as soon as the old service has cleared
-all of its text. The old stream ends when no verdict is outstanding.
+When a service announces that it drains, the link moves to its successor (a new stream to the same address, or else to
+another service of the fleet) without a gap. New prompts and answers go to the successor at once. A running answer moves
+as soon as the old service has cleared all of its text. The old stream ends when no verdict is outstanding.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import grpc
@@ -34,10 +35,13 @@ LONGEST_PAUSE_SECONDS: Final = 0.4
 
 
 class SafetyLink:
-    """The connection to the safety service. `run` is its only task."""
+    """The connection to a safety service. `run` is its only task."""
 
-    def __init__(self, address: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET) -> None:
-        self._address = address
+    def __init__(
+        self, candidates: Callable[[], Sequence[str]], driver: CoreDriver, trust: FabricTrust = NO_SECRET
+    ) -> None:
+        """`candidates` returns the addresses to try, the first one first."""
+        self._candidates = candidates
         self._driver = driver
         self._trust = trust
         self.tried = asyncio.Event()
@@ -96,7 +100,7 @@ class SafetyLink:
 
     async def _serve_connections(self) -> None:
         """Serves one stream after the other, each the successor of the last. Raises when a stream in use breaks."""
-        stream = await SafetyStream.open(self._address, self._trust)
+        stream = await self._open()
         self._drain_announced.clear()
         self._driver.set_safety(self)
         tasks: set[asyncio.Task[None]] = set()
@@ -138,10 +142,21 @@ class SafetyLink:
         backoff = reconnect_backoff()
         while True:
             try:
-                return await SafetyStream.open(self._address, self._trust)
+                return await self._open()
             except _BREAKS as error:
                 log.info("the safety service drains, and has no successor yet", cause=cause_of(error))
             await asyncio.sleep(backoff.next_seconds(0.0))
+
+    async def _open(self) -> SafetyStream:
+        """A stream to the first service that accepts one. Raises what the last one failed with."""
+        failure: BaseException = LinkError("no safety service is known")
+        for address in self._candidates():
+            try:
+                return await SafetyStream.open(address, self._trust)
+            except _BREAKS as error:
+                raise_if_cancelled()
+                failure = error
+        raise failure
 
     def _switch_to(self, stream: SafetyStream) -> None:
         old, self._current = self._current, stream
@@ -150,7 +165,7 @@ class SafetyLink:
             old.hand_over_to(stream)
         self._report_policy(stream)
         self.tried.set()
-        log.info("safety service up", address=self._address, policy_revision=stream.policy.revision)
+        log.info("safety service up", address=stream.address, policy_revision=stream.policy.revision)
 
     async def _serve(self, stream: SafetyStream) -> None:
         """Returns when the stream has been replaced and is done, and raises when it breaks."""

@@ -34,7 +34,10 @@ ScreenCall = (
 class SafetyStream:
     """Whatever waits is sent as one frame, with each answer's text joined."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: ScreenCall, policy: safety_service_pb2.PolicyState) -> None:
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, call: ScreenCall, policy: safety_service_pb2.PolicyState
+    ) -> None:
+        self.address = address
         self.answers = PrefilteredAnswers()
         self.outgoing = Outgoing()
         self.is_replaced = False
@@ -58,7 +61,7 @@ class SafetyStream:
             local = await connect_local(address, safety_service_pb2.ScreenResponse)
             call = local or safety_service_pb2_grpc.SafetyServiceStub(channel).Screen()
             async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-                return cls(channel, call, _policy_in(await call.read()))
+                return cls(address, channel, call, _policy_in(await call.read()))
         except BaseException:
             if call is not None:
                 call.cancel()

@@ -11,7 +11,16 @@ import redis.asyncio
 
 from kvloom.discovery import announcer as announcer_module
 from kvloom.discovery.announcer import Announcer, name_owner
-from kvloom.discovery.registry import NameTakenError, ShardRecord, ShardRegistry, may_replace
+from kvloom.discovery.registry import (
+    NameTakenError,
+    ProcessRecord,
+    ProcessRegistry,
+    RouterRecord,
+    RouterRegistry,
+    ShardRecord,
+    ShardRegistry,
+    may_replace,
+)
 
 FIRST = ShardRecord("shard-0", "a:1", "m", "incarnation-1", owner="east")
 OTHER = ShardRecord("shard-0", "b:1", "m", "incarnation-2", owner="west")
@@ -96,3 +105,26 @@ def test_owners_are_data_directories() -> None:
     """Two fabrics of one machine are two owners, and a path does not get into Redis."""
     assert name_owner("/a") == name_owner("/a") != name_owner("/b")
     assert "/a" not in name_owner("/a")
+
+
+async def test_names_of_routers_and_other_processes_are_unique_too(redis_url: str) -> None:
+    """`kvloom restart` and `kvloom logs` address every process of a fleet by its name. A router is found by its
+    address, so two of one name would both be announced."""
+    east = RouterRecord("a:1", "router", "incarnation-1", owner="east")
+    routers = RouterRegistry(redis_url, "names-5"), RouterRegistry(redis_url, "names-5")
+    edges = ProcessRegistry(redis_url, "names-5", "edge"), ProcessRegistry(redis_url, "names-5", "edge")
+    try:
+        await routers[0].announce(east)
+        with pytest.raises(NameTakenError, match="router is the name of another process"):
+            await routers[1].check_free(RouterRecord("b:1", "router", "incarnation-2", owner="west"))
+        await routers[1].check_free(RouterRecord("a:2", "router", "incarnation-3", owner="east"))
+        await edges[0].announce(ProcessRecord("edge", "a:3", "incarnation-4", "east"))
+        with pytest.raises(NameTakenError, match="edge is the name of another process"):
+            await edges[1].announce(ProcessRecord("edge", "b:3", "incarnation-5", "west"))
+        await edges[1].announce(ProcessRecord("edge", "a:4", "incarnation-6", "east"))
+        with pytest.raises(NameTakenError) as replaced:
+            await edges[0].announce(ProcessRecord("edge", "a:3", "incarnation-4", "east"))
+        assert replaced.value.is_successor
+    finally:
+        for registry in (*routers, *edges):
+            await registry.close()

@@ -8,7 +8,6 @@ status.py         status
 restart.py        restart
 drain.py          drain and undrain
 logs.py           logs
-log_entries.py  log files as entries, and the entries of several processes in one order
 chat.py           chat
 explain.py        explain
 metrics.py        metrics targets

@@ -10,12 +10,11 @@ from typing import Final
 import click
 import grpc
 
-from kvloom.trust.fabric_trust import FabricTrust
 from kvloom.v1 import shard_service_pb2, shard_service_pb2_grpc
-from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
-from tools.supervisor.state import RunFolder
+from tools.fleet.members import Fleet
+from tools.options import config_option, data_dir_option, option
+from tools.supervisor.readiness import reachable_address
 
 POLL_SECONDS: Final = 0.1
 CALL_TIMEOUT_SECONDS: Final = 5.0
@@ -36,12 +35,10 @@ _LOST: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, 
 def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, config_file: Path | None) -> None:
     """Send no new requests to SHARD (a name in `kvloom status`), and return when it has no requests left.
 
-    Requests for which no other shard has room stay on SHARD. It drains until `kvloom undrain` or a restart of its
-    process, even if this command is interrupted.
+    SHARD may be on any machine of the fleet. Requests for which no other shard has room stay on SHARD. It drains until
+    `kvloom undrain` or a restart of its process, even if this command is interrupted.
     """
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    address, trust = find_shard(folder, shard), trust_of_running(folder)
-    asyncio.run(_drain(shard, address, deadline_seconds, trust))
+    asyncio.run(_drain(shard, Fleet.open(data_dir, config_file), deadline_seconds))
     print(f"{shard} is drained")
 
 
@@ -51,26 +48,31 @@ def drain(shard: str, deadline_seconds: float | None, data_dir: Path | None, con
 @config_option
 def undrain(shard: str, data_dir: Path | None, config_file: Path | None) -> None:
     """Send requests to SHARD (a name in `kvloom status`) again."""
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    address, trust = find_shard(folder, shard), trust_of_running(folder)
-    asyncio.run(_undrain(shard, address, trust))
+    asyncio.run(_undrain(shard, Fleet.open(data_dir, config_file)))
     print(f"{shard} takes requests again")
 
 
-def find_shard(folder: RunFolder, name: str) -> str:
+async def find_shard(fleet: Fleet, name: str) -> str:
     """Returns the address of a shard. Raises CommandError, which names the existing shards, if there is none."""
-    shards = {process.name: process for process in folder.require_running().processes if process.role == "shard"}
-    if name not in shards:
-        raise CommandError(f"there is no shard {name!r}; there are: {', '.join(sorted(shards))}")
-    if not shards[name].address:
-        raise CommandError(f"{name} does not serve now ({shards[name].state})")
-    return shards[name].address
+    local, _ = await fleet.local_state()
+    shards = {p.name: p for p in local.processes if p.role == "shard"} if local is not None else {}
+    if name in shards:
+        if not shards[name].address:
+            raise CommandError(f"{name} does not serve now ({shards[name].state})")
+        return reachable_address(shards[name].address)
+    if local is None and not fleet.config.redis.url:
+        fleet.folder.require_running()
+    records = (await fleet.records()).shards
+    if name not in records:
+        raise CommandError(f"there is no shard {name!r}; there are: {', '.join(sorted({*shards, *records}))}")
+    return records[name].address
 
 
-async def _drain(shard: str, address: str, deadline_seconds: float | None, trust: FabricTrust) -> None:
+async def _drain(shard: str, fleet: Fleet, deadline_seconds: float | None) -> None:
     """Prints the counts to stderr whenever they change."""
+    address = await find_shard(fleet, shard)
     try:
-        async with trust.open_channel(address, "shard", shard) as channel:
+        async with fleet.trust.open_channel(address, "shard", shard) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
             request = shard_service_pb2.DrainRequest(draining=True, deadline_seconds=deadline_seconds)
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
@@ -91,9 +93,10 @@ async def _drain(shard: str, address: str, deadline_seconds: float | None, trust
         raise _unreachable(shard, address, error) from error
 
 
-async def _undrain(shard: str, address: str, trust: FabricTrust) -> None:
+async def _undrain(shard: str, fleet: Fleet) -> None:
+    address = await find_shard(fleet, shard)
     try:
-        async with trust.open_channel(address, "shard", shard) as channel:
+        async with fleet.trust.open_channel(address, "shard", shard) as channel:
             stub = shard_service_pb2_grpc.ShardServiceStub(channel)
             request = shard_service_pb2.DrainRequest(draining=False)
             answer = await stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)

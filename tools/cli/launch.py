@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import redis
 
@@ -17,15 +17,18 @@ from kvloom.access.exposure import exposure_risk
 from kvloom.access.listener_tls import listener_tls
 from kvloom.callers import configured_callers
 from kvloom.config import ConfigError, KvloomConfig, ModelConfig, dump_config
+from kvloom.discovery.announcer import fabric_host
+from kvloom.trust.fabric_trust import FabricTrust
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.fabric_trust import provide_secret, trust_of
+from tools.fabric_trust import SECRET_FILE, provide_secret, trust_of
 from tools.failures import CommandError
 from tools.models.registry import ModelRegistry
 from tools.models.resolve import resolve_model
 from tools.supervisor.embedded_redis import embedded_redis_url
 from tools.supervisor.fabric import Fabric
-from tools.supervisor.process_specs import metrics_ports
-from tools.supervisor.reporters import LogReporter, Reporter
+from tools.supervisor.joining import check_fleet, check_roles, check_secret, complete_addresses
+from tools.supervisor.process_specs import metrics_ports, started_roles, supervisor_name
+from tools.supervisor.reporters import LogReporter, Reporter, log_to_stderr
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import RunFolder
 
@@ -55,8 +58,10 @@ def apply_flags(
     edges: int | None,
     routers: int | None,
     colocate: bool,
+    role: Sequence[str],
+    advertise: str | None,
 ) -> None:
-    """Override the settings in the file with the given flags."""
+    """Override the settings in the file with the given flags. Raises CommandError."""
     if shards is not None:
         config.shard.num_shards = shards
     if engine is not None:
@@ -92,6 +97,14 @@ def apply_flags(
         config.router.num_routers = routers
     if colocate:
         config.edge.colocate = True
+    if role:
+        config.fabric.roles = cast("list[Literal['edge', 'router', 'shard', 'safety']]", list(dict.fromkeys(role)))
+    if advertise is not None:
+        config.fabric.advertised_host = advertise
+    roles = started_roles(config)
+    for flag, value, needed in (("shards", shards, "shard"), ("edges", edges, "edge"), ("routers", routers, "router")):
+        if value is not None and needed not in roles:
+            raise CommandError(f"--{flag} {value} needs --role {needed}: this machine has only {', '.join(roles)}")
 
 
 def _apply_client_flags(
@@ -137,48 +150,79 @@ class Launch:
 
     def run(self, reporter: Reporter) -> None:
         """Run the fabric until a signal stops it. Raises CommandError if it cannot start."""
+        log_to_stderr()
         with self.folder.locked(), contextlib.ExitStack() as stack:
             reporter = LogReporter(reporter, self.folder.log_dir / "kvloom.log")
             try:
                 _check_access(self.config)
+                check_roles(self.config)
                 embed_redis = not self.config.redis.url
                 if embed_redis:
                     self.config.redis.url = stack.enter_context(embedded_redis_url(self.folder.run_dir))
                 else:
-                    _check_redis(self.config.redis.url)
+                    self._prepare_fleet(reporter)
                 provide_secret(self.config, self.folder.data_dir)
                 http_port = stack.enter_context(self._claimed_ports())
                 self._fill_in_model(reporter)
                 self.config.data_dir = str(self.folder.data_dir)
                 dump_config(self.config, self.folder.config_path)
-                fabric = Fabric(
-                    self.config,
-                    self.folder,
-                    reporter,
-                    http_port=http_port,
-                    embed_redis=embed_redis,
-                    start_timeout_seconds=self.start_timeout_seconds,
-                    trust=trust_of(self.config),
-                )
-                asyncio.run(fabric.run())
+                name = supervisor_name(self.config.fabric.name_prefix)
+                trust = trust_of(self.config, ("supervisor",), name)
+                asyncio.run(self._run(reporter, http_port, trust, embed_redis=embed_redis))
             except CommandError as error:
                 reporter.note(f"error: {error.message}")
                 raise
 
-    @contextlib.contextmanager
-    def _claimed_ports(self) -> Iterator[SharedPort]:
-        """Choose all ports, because a restarted process must use the same ones. Ports on which several processes listen
-        (of one role, or with their successors) are held as long as the fabric runs. Yields the HTTP port."""
+    def _prepare_fleet(self, reporter: Reporter) -> None:
+        """Complete the settings of a machine that shares its Redis with others. Raises CommandError."""
         config = self.config
+        _check_redis(config.redis.url)
+        check_secret(config, self.folder.data_dir / SECRET_FILE)
+        complete_addresses(config, reporter)
+        config.safety.discover = True
+
+    async def _run(
+        self, reporter: Reporter, http_port: SharedPort | None, trust: FabricTrust, *, embed_redis: bool
+    ) -> None:
+        if not embed_redis:
+            await check_fleet(self.config, trust, reporter)
+        fabric = Fabric(
+            self.config,
+            self.folder,
+            reporter,
+            http_port=http_port,
+            embed_redis=embed_redis,
+            start_timeout_seconds=self.start_timeout_seconds,
+            trust=trust,
+        )
+        await fabric.run()
+
+    @contextlib.contextmanager
+    def _claimed_ports(self) -> Iterator[SharedPort | None]:
+        """Choose all ports, because a restarted process must use the same ones. Ports on which several processes listen
+        (of one role, or with their successors) are held as long as the fabric runs. Roles of other machines get none.
+        Yields the HTTP port, if there is an edge."""
+        config = self.config
+        roles = started_roles(config)
+        has_router = "router" in roles or config.edge.colocate
         if config.edge.colocate and config.router.num_routers > 1:
             raise CommandError("--routers cannot be combined with --colocate: each edge has a router inside")
-        if config.edge.port == config.router.port != 0:
+        if config.edge.port == config.router.port != 0 and "edge" in roles and has_router:
             raise CommandError(f"--http-port and --router-port are both {config.edge.port}")
         with contextlib.ExitStack() as stack:
-            http = stack.enter_context(_claimed(config.edge.host, config.edge.port, "--http-port"))
-            grpc = stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port"))
-            safety = stack.enter_context(_claimed(config.safety.host, config.safety.port, "safety.port"))
-            config.edge.port, config.router.port, config.safety.port = http.port, grpc.port, safety.port
+            http = None
+            if "edge" in roles:
+                http = stack.enter_context(_claimed(config.edge.host, config.edge.port, "--http-port"))
+                config.edge.port = http.port
+            # An edge without a router here must not look for one at the configured port: the registry has the others'.
+            config.router.port = (
+                stack.enter_context(_claimed(config.router.host, config.router.port, "--router-port")).port
+                if has_router
+                else 0
+            )
+            if "safety" in roles:
+                host = fabric_host(config, config.safety.host)
+                config.safety.port = stack.enter_context(_claimed(host, config.safety.port, "safety.port")).port
             self._claim_metrics_ports(stack)
             yield http
 
@@ -227,7 +271,7 @@ def _check_access(config: KvloomConfig) -> None:
 @contextlib.contextmanager
 def _claimed(host: str, port: int, flag: str) -> Iterator[SharedPort]:
     try:
-        claimed = SharedPort(host, port)
+        claimed = SharedPort(host.strip("[]"), port)
     except OSError as error:
         reason = "another process uses the port" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         raise CommandError(f"cannot listen on {host}:{port}: {reason} (choose with {flag})") from error

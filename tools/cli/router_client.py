@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvloom.client.credentials import TlsOptions, channel_opener
 from kvloom.transport.channel_options import CHANNEL_OPTIONS, OpenChannel
 from tools.fabric_trust import trust_of_running
 from tools.failures import CommandError
+from tools.fleet.members import Fleet
 from tools.options import F, choose_data_dir, load_config_file, option
 from tools.supervisor.readiness import reachable_address
 from tools.supervisor.state import RunFolder
@@ -71,6 +73,11 @@ def choose_routers(
         return trust.open_channel(address, "router", options=CHANNEL_OPTIONS)
 
     own = list(map(reachable_address, own))
+    if not own and not state.router_address:
+        # Another machine of the fleet has the routers.
+        own = sorted(asyncio.run(Fleet.open(data_dir, config_file).records()).routers)
+        if not own:
+            raise CommandError("no router of the fleet is registered")
     return Routers(own[0] if own else state.router_address, own, open_channel)
 
 

@@ -1,41 +1,75 @@
-"""`kvloom status`: shows the processes of the fabric, their addresses and their states."""
+"""`kvloom status`: shows the processes of the fabric, of all its machines, their addresses and their states."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tools.failures import EXIT_NOT_RUNNING
-from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
-from tools.supervisor.state import FabricState, RunFolder
+from tools.failures import EXIT_INCOMPLETE, EXIT_NOT_RUNNING, CommandError
+from tools.fleet.members import Fleet
+from tools.fleet.view import FleetView, Machine
+from tools.options import config_option, data_dir_option, local_option, option
+from tools.supervisor.supervised_process import ProcessStatus
+
+_PIPED_WIDTH: Final = 1000
+_COLUMNS: Final = ("name", "role", "pid", "state", "restarts", "address", "metrics")
+_STOPPED: Final[Mapping[str, Any]] = {"phase": "stopped", "http_url": None, "router_address": None, "processes": []}
 
 
 @click.command()
 @option("--json", "as_json", scope="status", is_flag=True, help="Print one JSON object.")
+@local_option
 @data_dir_option
 @config_option
-def status(as_json: bool, data_dir: Path | None, config_file: Path | None) -> None:
-    """Show the fabric that runs with this data directory. The exit status is 0 if one runs, and 3 if none does."""
-    folder = RunFolder(choose_data_dir(data_dir, load_config_file(config_file)))
-    if not as_json:
-        _print_table(folder.require_running())
-        return
-    state = folder.read_running()
-    print(msgspec.json.encode(_as_json(state)).decode())
-    if state is None:
-        raise SystemExit(EXIT_NOT_RUNNING)
+def status(as_json: bool, local: bool, data_dir: Path | None, config_file: Path | None) -> None:
+    """Show the fabric that runs with this data directory, and all machines of its fleet.
+
+    The exit status is 0 if all of it serves, 3 if nothing runs, and 4 if requests are not served or a machine cannot be
+    reached.
+    """
+    fleet = Fleet.open(data_dir, config_file, local_only=local)
+    try:
+        view = asyncio.run(fleet.view(with_shards=True))
+    except CommandError as error:
+        if as_json and error.exit_code == EXIT_NOT_RUNNING:
+            print(msgspec.json.encode(_STOPPED).decode())
+        if as_json:
+            raise SystemExit(error.exit_code) from error
+        raise
+    if as_json:
+        print(msgspec.json.encode(_as_json(view)).decode())
+    else:
+        _print_tables(view)
+    if view.problems or any(machine.phase in ("not_ready", "unreachable") for machine in view.machines):
+        raise SystemExit(EXIT_INCOMPLETE)
 
 
-def _as_json(state: FabricState | None) -> dict[str, Any]:
-    if state is None:
-        return {"phase": "stopped", "http_url": None, "router_address": None, "processes": []}
+def _as_json(view: FleetView) -> dict[str, Any]:
+    """That of this data directory's fabric, and below it everything else."""
+    local = view.local
+    others = [machine for machine in view.machines if machine is not local]
     return {
-        "phase": state.phase,
+        **(_STOPPED if local is None else _machine_as_json(local)),
+        "machines": [_machine_as_json(machine) | {"address": machine.address} for machine in others],
+        "unsupervised": view.bare,
+        "problems": view.problems,
+    }
+
+
+def _machine_as_json(machine: Machine) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": machine.name, "phase": machine.phase, "problem": machine.problem}
+    state = machine.state
+    if state is None:
+        return found | {"http_url": None, "router_address": None, "processes": []}
+    return found | {
+        "not_ready": state.not_ready,
         "http_url": state.http_url,
         "router_address": state.router_address,
         "model": state.model,
@@ -44,31 +78,64 @@ def _as_json(state: FabricState | None) -> dict[str, Any]:
     }
 
 
-def _print_table(state: FabricState) -> None:
+def _print_tables(view: FleetView) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{state.phase}: {state.http_url} (router {state.router_address}, model {state.model})", markup=False)
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "role", "pid", "state", "restarts", "address", "metrics"):
-        table.add_column(column, no_wrap=True)
-    for process in state.processes:
-        pid = "-" if process.pid is None else str(process.pid)
-        table.add_row(
-            process.name,
-            process.role,
-            pid,
-            process.state,
-            str(process.restarts),
-            process.address,
-            process.metrics_address,
-        )
-    console.print(table)
-    for process in state.processes:
+    if not console.is_terminal:  # scripts and logs need whole names
+        console.width = _PIPED_WIDTH
+    is_fleet = len(view.machines) > 1 or view.local is None
+    for machine in view.machines:
+        for line in _headline(machine, is_fleet=is_fleet):
+            console.print(line, markup=False)
+    for problem in view.problems:
+        console.print(f"warning: {problem}", markup=False)
+    supervised = [process for machine in view.machines if machine.state for process in machine.state.processes]
+    console.print(_table(supervised, "name"))
+    if view.bare:
+        console.print(_table(view.bare, "not started by kvloom up"))
+    processes = view.processes
+    for process in processes:
         if process.engine:
             console.print(f"{process.name}: {process.engine}", markup=False)
-    variants = sorted({process.variant for process in state.processes if process.variant})
+    variants = sorted({process.variant for process in processes if process.variant})
     if len(variants) > 1:
         console.print(
             f"warning: shards compute in different ways ({', '.join(variants)}): an answer that fails over from one to "
             "another may continue with other tokens; shard.torch.kernels can hold them to one",
             markup=False,
         )
+
+
+def _headline(machine: Machine, *, is_fleet: bool) -> list[str]:
+    where = f"{machine.name}{f' at {machine.address}' if machine.address else ''}: " if is_fleet else ""
+    state = machine.state
+    if state is None:
+        return [f"{where}UNREACHABLE ({machine.problem})"]
+    router = f"router {state.router_address}, " if state.router_address else ""
+    url = f"{state.http_url} " if state.http_url else ""
+    phase = machine.phase.replace("_", " ")
+    lines = [f"{where}{phase}: {url}({router}model {state.model})"]
+    lines += [f"  {reason}" for reason in state.not_ready]
+    return lines + [f"  {machine.problem}"] * bool(machine.problem)
+
+
+def _table(processes: Iterable[ProcessStatus], title: str) -> Table:
+    rows = [
+        (
+            one.name,
+            one.role,
+            "-" if one.pid is None else str(one.pid),
+            one.state,
+            str(one.restarts),
+            one.address,
+            one.metrics_address,
+        )
+        for one in processes
+    ]
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(_COLUMNS):
+        # In a narrow terminal the addresses are shortened, and not the names.
+        width = None if column in ("address", "metrics") else max((len(row[number]) for row in rows), default=0)
+        table.add_column(title if column == "name" else column, no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
+    return table

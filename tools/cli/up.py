@@ -14,6 +14,7 @@ from tools.cli.launch import Launch, absolute_model, apply_flags
 from tools.failures import CommandError
 from tools.options import choose_data_dir, config_option, data_dir_option, load_config_file, option
 from tools.supervisor.detach import run_detached
+from tools.supervisor.process_specs import ROLES
 from tools.supervisor.reporters import foreground_reporter
 from tools.supervisor.state import RunFolder
 
@@ -86,9 +87,26 @@ PORT = click.IntRange(0, 65535)
 @option(
     "--name-prefix",
     metavar="TEXT",
-    help="What the names of the processes begin with, for machines that share a Redis: names are unique in a fleet.",
+    help="What the names of the processes begin with: names are unique in a fleet.  [default: from --advertise]",
 )
-@option("--redis-url", metavar="URL", help="Use this Redis-protocol server instead of the embedded one.")
+@option(
+    "--redis-url",
+    "--join",
+    "redis_url",
+    metavar="URL",
+    help="Use this Redis-protocol server instead of the embedded one. Machines that share one are a fleet.",
+)
+@option(
+    "--role",
+    type=click.Choice(ROLES),
+    multiple=True,
+    help="What this machine of a fleet has. May be repeated.  [default: all]",
+)
+@option(
+    "--advertise",
+    metavar="HOST",
+    help="The host by which the other machines of a fleet reach this one (docs/fleet.md).",
+)
 @option(
     "--start-timeout-seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -107,7 +125,8 @@ def up(
 ) -> None:
     """Start the fabric: Redis, safety service, routers, engine shards and HTTP edges.
 
-    Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them.
+    Prints `ready: URL` when all processes are ready. Ctrl-C stops all of them. With --join, this machine becomes one of
+    a fleet, and --role chooses its part.
     """
     config = load_config_file(config_file)
     model = flags.pop("model")
@@ -148,4 +167,4 @@ def down(data_dir: Path | None, config_file: Path | None, timeout_seconds: float
     os.kill(state.supervisor_pid, signal.SIGTERM)
     if not folder.wait_until_gone(state, timeout_seconds):
         raise CommandError(f"kvloom (pid {state.supervisor_pid}) still runs after {timeout_seconds:g} s")
-    print(f"stopped {state.http_url}")
+    print(f"stopped {state.place}")

@@ -90,6 +90,8 @@ def _listeners(config: KvloomConfig, state: FabricState) -> Iterator[Finding]:
     hosts = {"HTTP": config.edge.host, "gRPC": config.router.host, "metrics": config.metrics.host}
     addresses["metrics"] = config.metrics.host
     for name, address in addresses.items():
+        if not address:  # other machines of the fleet have them
+            continue
         host = hosts[name]
         if is_loopback(host):
             yield Finding(f"{name} listener", "ok", f"{address} is reachable from this machine only")

@@ -1,6 +1,6 @@
 """Runs the processes of a fabric on this machine for `kvloom up`.
 
-fabric.py              one run of a whole fabric
+fabric.py              one run of a whole fabric, or of a machine's part of a fleet
 process_specs.py       its processes: arguments, and order of starts, stops and restarts
 embedded_redis.py      the Redis-protocol server that `kvloom up` starts
 supervisor.py          starts, watches, replaces and stops a set of processes
@@ -9,8 +9,15 @@ child.py               one operating-system process
 exec_bound.py          the wrapper that binds a child to the life of its parent
 shared_port.py         a TCP port on which several processes listen
 readiness.py           checks whether the fabric is ready
+fleet_records.py       what the registry says about the whole fleet
+joining.py             what a machine checks and completes before it joins a fleet
+bindings.py            what the processes listen on, for people
 state.py               the run folder: lock, state file, logs
-control.py             the socket for commands such as `kvloom restart`
+state_messages.py      the state as a message
+supervisor_server.py   SupervisorService, for commands such as `kvloom restart`, here and on other machines
+supervisor_client.py   its client
+log_entries.py         log files as entries, and the entries of several processes in one order
+log_files.py           reads the logs of this machine's processes
 reporters.py           where progress is reported
 bounded_log.py         a log file that cannot fill the disk
 detach.py              runs a fabric in the background

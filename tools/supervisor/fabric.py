@@ -1,25 +1,43 @@
-"""Runs a whole fabric in the foreground: starts it, reports when it is ready, keeps it running, stops it."""
+"""Runs a machine's part of a fabric, mostly the whole: starts it, reports when it is ready, keeps it running, stops
+it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import redis.exceptions
 
 from kvloom.config import KvloomConfig
+from kvloom.discovery.announcer import announced_process, name_owner, process_record
+from kvloom.discovery.registry import NameTakenError
 from kvloom.process.watched_files import following
 from kvloom.trust.fabric_trust import FabricTrust
 from tools.failures import CommandError
+from tools.supervisor.bindings import describe_bindings
 from tools.supervisor.child import ChildFailedError
-from tools.supervisor.control import control_socket
-from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages
-from tools.supervisor.readiness import http_url, is_complete, router_address
+from tools.supervisor.fleet_records import FleetRecords, FleetRegistry
+from tools.supervisor.log_files import log_paths
+from tools.supervisor.process_specs import STOP_ORDER, plan_restart, plan_stages, started_roles, supervisor_name
+from tools.supervisor.readiness import (
+    http_url,
+    not_ready_reasons,
+    roles_missing,
+    router_address,
+    shards_to_register,
+    shards_without_router,
+)
 from tools.supervisor.reporters import Reporter
 from tools.supervisor.shared_port import SharedPort
 from tools.supervisor.state import FabricState, RunFolder, StateWriter, own_start_time
 from tools.supervisor.supervisor import Supervisor
+from tools.supervisor.supervisor_server import SupervisorServicer, serving
 
 _READY_TIMEOUT_SECONDS = 60.0
 """The time in which processes that are ready must find one another."""
@@ -37,23 +55,30 @@ class Fabric:
         folder: RunFolder,
         reporter: Reporter,
         *,
-        http_port: SharedPort,
+        http_port: SharedPort | None,
         embed_redis: bool,
         start_timeout_seconds: float,
         trust: FabricTrust,
     ) -> None:
+        """Without `embed_redis` this machine may be one of several of a fleet."""
         self._config = config
         self._folder = folder
         self._reporter = reporter
+        self._is_fleet = not embed_redis
+        self._roles = started_roles(config)
         self._state_writer = StateWriter(folder, reporter.step)
+        has_router = "router" in self._roles or config.edge.colocate
         self._state = FabricState(
             supervisor_pid=os.getpid(),
             supervisor_started=own_start_time(),
-            http_url=http_url(config),
-            router_address=router_address(config),
+            http_url=http_url(config) if "edge" in self._roles else "",
+            router_address=router_address(config) if has_router else "",
             model=config.model.name,
+            name=supervisor_name(config.fabric.name_prefix),
+            owner=name_owner(config.data_dir),
         )
         self._trust = trust
+        self._registry = FleetRegistry(config.redis, trust.sealer)
         self._restarting = asyncio.Lock()
         self._supervisor = Supervisor(
             plan_stages(
@@ -90,24 +115,46 @@ class Fabric:
                 task.cancel()
             await asyncio.gather(work, stopped, return_exceptions=True)
             await self._supervisor.stop()
+            await self._registry.close()
             self._state_writer.close()
             if stop.is_set():
                 self._reporter.line("stopped")
 
     async def _start_and_watch(self) -> None:
-        async with following(self._trust):
+        fleet_host = self._config.fabric.host or "127.0.0.1" if self._is_fleet else ""
+        servicer = SupervisorServicer(self._current_state, self._restart, self._log_paths)
+        async with (
+            following(self._trust),
+            serving(servicer, self._folder.run_dir, self._trust, fleet_host) as address,
+            self._announced(address),
+        ):
             await self._run_and_watch()
+
+    @contextlib.asynccontextmanager
+    async def _announced(self, address: str) -> AsyncIterator[None]:
+        """In a fleet, other machines find this supervisor in the registry. Raises CommandError if another one has its
+        name."""
+        if not address:
+            yield
+            return
+        record = process_record(self._config, self._state.name, address)
+        try:
+            async with announced_process(self._config, "supervisor", record, self._trust.sealer):
+                yield
+        except NameTakenError as error:
+            raise CommandError(str(error)) from error
 
     async def _run_and_watch(self) -> None:
         await self._supervisor.start()
         await self._wait_ready()
         self._enter_phase("ready")
-        self._announce()
-        async with control_socket(self._folder.run_dir, self._restart):
-            await self._supervisor.watch()
+        await self._announce()
+        await self._supervisor.watch()
 
     async def _restart(self, wanted: Sequence[str], on_step: Callable[[str], None]) -> None:
         """Restart one process after another, each when the fabric is complete again. Raises CommandError."""
+        if self._state.phase != "ready":
+            raise CommandError(f"the fabric accepts no commands now: it is {self._state.phase}")
         if self._restarting.locked():
             raise CommandError("another restart is in progress")
         async with self._restarting:
@@ -120,31 +167,95 @@ class Fabric:
                 for report in (on_step, self._reporter.step):
                     report(f"{name} was restarted")
 
-    async def _is_complete(self) -> bool:
+    # -- readiness ----------------------------------------------------------------------------------------------------
+
+    async def _what_is_missing(self) -> list[str]:
+        """What keeps this machine from being ready. Roles that other machines of the fleet are to have, and that none
+        has yet, do not: then it is ready as soon as its own processes are, and registered."""
+        statuses = self._supervisor.statuses
         if not self._supervisor.all_ready:
-            return False
-        return await is_complete(self._supervisor.statuses, self._config.shard.num_shards, self._trust)
+            away = [f"{status.name} is {status.state}" for status in statuses if status.state != "ready"]
+            return away or ["not all processes run"]
+        num_shards = self._config.shard.num_shards if "shard" in self._roles else 0
+        records = await self._records()
+        if records is None:
+            return await not_ready_reasons(statuses, num_shards, self._trust)
+        missing = [f"{name} is not registered yet" for name in shards_to_register(statuses, records)]
+        if not missing and not self._roles_missing(records):
+            missing = await not_ready_reasons(statuses, num_shards, self._trust)
+        if not missing and records.routers:
+            alone = await shards_without_router(statuses, self._trust)
+            missing = [f"no router has connected to {name} yet" for name in alone]
+        return missing
+
+    def _roles_missing(self, records: FleetRecords) -> list[str]:
+        has_router = "router" in self._roles or self._config.edge.colocate
+        roles = {*self._roles, *(["router"] if has_router else [])}
+        needs_safety = has_router and self._config.safety.on_unavailable == "refuse"
+        return roles_missing(roles, records, needs_safety=needs_safety)
+
+    async def _records(self) -> FleetRecords | None:
+        """None outside a fleet, or if the registry cannot be read."""
+        if not self._is_fleet:
+            return None
+        try:
+            return await self._registry.read()
+        except (redis.exceptions.RedisError, OSError):
+            return None
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
-        while not await self._is_complete():
+        while missing := await self._what_is_missing():
             if time.monotonic() > deadline:
                 raise CommandError(
-                    f"every process runs, but {self._state.http_url}/ready did not become ready within "
-                    f"{_READY_TIMEOUT_SECONDS:g} s (logs: {self._folder.log_dir})"
+                    f"every process runs, but {self._state.place} did not become ready within "
+                    f"{_READY_TIMEOUT_SECONDS:g} s: {'; '.join(missing)} (logs: {self._folder.log_dir})"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _announce(self) -> None:
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    async def _announce(self) -> None:
         url = self._state.http_url
-        self._reporter.line("")
-        self._reporter.line(f"  model      {self._config.model.name}")
-        self._reporter.line(f"  chat page  {url}/")
-        self._reporter.line(f"  API        {url}/v1")
-        self._reporter.line(f"  router     {self._state.router_address} (gRPC)")
-        self._reporter.line(f"  logs       {self._folder.log_dir}")
-        self._reporter.line("")
-        self._reporter.ready(url)
+        line = self._reporter.line
+        line("")
+        line(f"  model      {self._config.model.name}")
+        if url:
+            line(f"  chat page  {url}/")
+            line(f"  API        {url}/v1")
+        if self._state.router_address:
+            line(f"  router     {self._state.router_address} (gRPC)")
+        line(f"  logs       {self._folder.log_dir}")
+        for text in describe_bindings(self._config, self._supervisor.statuses, is_fleet=self._is_fleet):
+            line(f"  {text}")
+        records = await self._records()
+        for role in [] if records is None else self._roles_missing(records):
+            line(f"  waiting    the fleet has no {role} yet: requests are refused until a machine joins that has one")
+        line("")
+        self._reporter.ready(self._state.place)
+
+    async def _current_state(self) -> FabricState:
+        """The state, and whether the fabric serves, as asked for by a command."""
+        state = copy.copy(self._state)
+        state.processes = self._supervisor.statuses
+        if state.phase == "ready":
+            state.not_ready = await self._not_ready()
+        return state
+
+    async def _not_ready(self) -> list[str]:
+        """Why requests are not served. A fabric that has lost some of its shards serves."""
+        statuses = self._supervisor.statuses
+        records = await self._records()
+        missing = [] if records is None else self._roles_missing(records)
+        reasons = [f"the fleet has no {role}" for role in missing]
+        reasons += await not_ready_reasons(statuses, 0 if missing else 1, self._trust)
+        if not reasons and self._is_fleet:
+            alone = await shards_without_router(statuses, self._trust)
+            reasons = [f"no router is connected to {name}" for name in alone]
+        return reasons
+
+    def _log_paths(self) -> dict[str, Path]:
+        return log_paths(self._folder.log_dir, self._config.fabric.name_prefix)
 
     def _stop_on_signals(self) -> asyncio.Event:
         stop = asyncio.Event()

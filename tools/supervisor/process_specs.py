@@ -18,6 +18,9 @@ from tools.supervisor.supervised_process import ProcessStatus
 STOP_ORDER: Final = ("edge", "router", "shard", "safety", "redis")
 """From the edges inwards, so that running requests are completed before the processes that serve them stop."""
 
+ROLES: Final = ("edge", "router", "shard", "safety")
+"""What a machine of a fleet can have."""
+
 _STOP_MARGIN_SECONDS: Final = 5.0
 """The time after its own drain timeout before a process is killed."""
 
@@ -34,6 +37,7 @@ def plan_stages(
     `config_path`. Redis starts first, because shards register there. The rest starts together. With `http_port` the
     edges get a socket for that port; otherwise they open the configured port themselves."""
     colocate = config.edge.colocate
+    roles = started_roles(config)
     drain = {
         "edge": config.edge.drain_timeout_seconds + (config.router.drain_timeout_seconds if colocate else 0.0),
         "router": config.router.drain_timeout_seconds,
@@ -72,18 +76,32 @@ def plan_stages(
     def router(name: str) -> tuple[str, ...]:
         return "--share-port", "--own-port", "0", *metrics("router", name)
 
-    safety = f"{prefix}safety"
-    safety_args = ("--share-port", *metrics("safety", safety))
-    services = [service("safety", "safety_svc", safety, safety_args, starts_first=True)]
-    if not colocate:
+    services: list[ChildSpec] = []
+    if "safety" in roles:
+        safety = f"{prefix}safety"
+        args = ("--share-port", *metrics("safety", safety))
+        services.append(service("safety", "safety_svc", safety, args, starts_first=True))
+    if "router" in roles and not colocate:
         names = numbered(f"{prefix}router", config.router.num_routers)
         services += [service("router", "router", name, router(name), starts_first=True) for name in names]
-    services += [service("shard", *shard) for shard in _shards(config, lambda name: metrics("shard", name))]
-    module = "tools.colocated" if colocate else "edge_http"
-    for name in numbered(f"{prefix}edge", config.edge.num_edges):
-        args = (*metrics("edge", name, "peer-port"), *(router(name) if colocate else ()))
-        services.append(service("edge", module, name, args, starts_first=True, listens_on=http_port))
+    if "shard" in roles:
+        services += [service("shard", *shard) for shard in _shards(config, lambda name: metrics("shard", name))]
+    if "edge" in roles:
+        module = "tools.colocated" if colocate else "edge_http"
+        for name in numbered(f"{prefix}edge", config.edge.num_edges):
+            args = (*metrics("edge", name, "peer-port"), *(router(name) if colocate else ()))
+            services.append(service("edge", module, name, args, starts_first=True, listens_on=http_port))
     return [[embedded_redis(config.redis.url, config_path.parent)], services] if embed_redis else [services]
+
+
+def started_roles(config: KvloomConfig) -> tuple[str, ...]:
+    """The roles of which `kvloom up` starts processes, in the order of ROLES."""
+    return tuple(role for role in ROLES if not config.fabric.roles or role in config.fabric.roles)
+
+
+def supervisor_name(prefix: str) -> str:
+    """The name of a machine's supervisor in the registry. `prefix`: fabric.name_prefix."""
+    return f"{prefix}kvloom"
 
 
 def shard_name(number: int, prefix: str) -> str:
@@ -105,7 +123,9 @@ def metrics_ports(config: KvloomConfig) -> dict[tuple[str, str], int]:
         *(("edge", name) for name in edges),
     ]
     order += [("shard", name) for module, name, _ in _shards(config, lambda _: ()) if module == "shard_server"]
-    return {process: config.metrics.port + number for number, process in enumerate(order)}
+    roles = started_roles(config)
+    started = [(role, name) for role, name in order if ("edge" if name in edges else role) in roles]
+    return {process: config.metrics.port + number for number, process in enumerate(started)}
 
 
 def _shards(config: KvloomConfig, metrics: Callable[[str], Sequence[str]]) -> list[tuple[str, str, Sequence[str]]]:

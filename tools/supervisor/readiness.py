@@ -1,21 +1,25 @@
-"""Checks from outside, like a client, whether the fabric is ready."""
+"""Checks from outside, like a client, whether the fabric is ready, and says why if it is not."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 
 from kvloom.config import KvloomConfig
 from kvloom.trust.fabric_trust import FabricTrust
-from kvloom.v1 import router_service_pb2, router_service_pb2_grpc
+from kvloom.v1 import router_service_pb2, router_service_pb2_grpc, shard_service_pb2, shard_service_pb2_grpc
+from tools.supervisor.fleet_records import FleetRecords
 from tools.supervisor.supervised_process import ProcessState, ProcessStatus
 
 _TIMEOUT_SECONDS = 2.0
+_MAX_BODY_BYTES = 4096
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+_SERVING_ROLES = ("edge", "router", "shard", "safety")
 
 
 def reachable_host(host: str) -> str:
@@ -39,21 +43,45 @@ def reachable_address(address: str) -> str:
     return f"{reachable_host(host.strip('[]'))}:{port}"
 
 
+# -- one machine ------------------------------------------------------------------------------------------------------
+
+
 async def is_complete(statuses: Iterable[ProcessStatus], num_shards: int, trust: FabricTrust) -> bool:
     """Whether every running router knows all shards, and every edge accepts requests."""
+    return not await not_ready_reasons(list(statuses), num_shards, trust)
+
+
+async def not_ready_reasons(statuses: Sequence[ProcessStatus], num_shards: int, trust: FabricTrust) -> list[str]:
+    """What keeps the running processes from serving: the answers of each edge's /ready, and of each router, which must
+    know at least `num_shards` ready shards."""
     running = [status for status in statuses if status.state == ProcessState.READY]
-    routers = [status.internal_address or status.router_address for status in running if status.router_address]
-    edges = [status for status in running if status.role == "edge"]
-    answers = await asyncio.gather(
-        *(fleet_is_complete(address, num_shards, trust) for address in routers),
-        *(is_edge_ready(status, trust) for status in edges),
+    reasons = await asyncio.gather(
+        *(_router_reason(status, num_shards, trust) for status in running if status.router_address),
+        *(edge_reason(status, trust) for status in running if status.role == "edge"),
     )
-    return all(answers)
+    return [*roles_away(statuses), *filter(None, reasons)]
 
 
-async def is_edge_ready(status: ProcessStatus, trust: FabricTrust) -> bool:
-    """Whether the edge answers /ready with 200. With a secret it is asked where it serves its fabric, because clients
-    may need a certificate."""
+def roles_away(statuses: Sequence[ProcessStatus]) -> list[str]:
+    """The roles of which this machine has processes, but none that runs."""
+    reasons: list[str] = []
+    for role in _SERVING_ROLES:
+        states = {status.name: status.state for status in statuses if status.role == role}
+        if states and ProcessState.READY not in states.values():
+            reasons.append(", ".join(f"{name} is {state}" for name, state in states.items()))
+    return reasons
+
+
+async def _router_reason(status: ProcessStatus, num_shards: int, trust: FabricTrust) -> str:
+    num_ready = await num_ready_shards(status.internal_address or status.router_address, trust)
+    if num_ready is None:
+        return f"{status.name}: the router does not answer"
+    return "" if num_ready >= num_shards else f"{status.name} knows {num_ready} of {num_shards} shards"
+
+
+async def edge_reason(status: ProcessStatus, trust: FabricTrust) -> str:
+    """Why the edge's /ready does not answer 200; "" if it does. With a secret it is asked where it serves its fabric,
+    because clients may need a certificate."""
     host, _, port = reachable_address(status.peer_address or status.metrics_address).rpartition(":")
     tls: dict[str, Any] = {}
     if status.peer_address:
@@ -63,20 +91,84 @@ async def is_edge_ready(status: ProcessStatus, trust: FabricTrust) -> bool:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **tls)
             try:
                 writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                status_line = await reader.readline()
+                answer = await reader.read(_MAX_BODY_BYTES)
+                while b"\r\n\r\n" not in answer and (more := await reader.read(_MAX_BODY_BYTES)):
+                    answer += more
+                if b"\r\n\r\n" in answer and not answer.partition(b"\r\n\r\n")[2]:
+                    answer += await reader.read(_MAX_BODY_BYTES)
             finally:
                 writer.close()
     except (OSError, TimeoutError):
-        return False
-    return status_line.split(b" ")[1:2] == [b"200"]
+        return f"{status.name} does not answer"
+    if answer.split(b" ")[1:2] == [b"200"]:
+        return ""
+    _, _, body = answer.partition(b"\r\n\r\n")
+    return f"{status.name}: {_reason_in(body)}"
+
+
+def _reason_in(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["reason"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return "/ready does not answer 200"
 
 
 async def fleet_is_complete(address: str, num_shards: int, trust: FabricTrust) -> bool:
     """Whether the router that serves its fabric at this address sees at least `num_shards` ready shards."""
+    num_ready = await num_ready_shards(address, trust)
+    return num_ready is not None and num_ready >= num_shards
+
+
+async def num_ready_shards(address: str, trust: FabricTrust) -> int | None:
+    """None if the router does not answer."""
     async with trust.open_channel(reachable_address(address), "router") as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:
             answer = await stub.ListModels(router_service_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError:
-            return False
-    return sum(model.num_ready_shards for model in answer.models) >= num_shards
+            return None
+    return sum(model.num_ready_shards for model in answer.models)
+
+
+# -- a machine of a fleet ---------------------------------------------------------------------------------------------
+
+
+def roles_missing(roles: Collection[str], records: FleetRecords, *, needs_safety: bool) -> list[str]:
+    """The roles that requests need, that this machine does not have, and that no other machine has announced."""
+    needed = ("router", "shard", "safety") if needs_safety else ("router", "shard")
+    return [role for role in needed if role not in roles and not records.num_of(role)]
+
+
+def shards_to_register(statuses: Iterable[ProcessStatus], records: FleetRecords) -> list[str]:
+    """This machine's shards that the registry does not have yet."""
+    local = [status for status in statuses if status.role == "shard"]
+    addresses = {record.address.rpartition(":")[2] for record in records.shards.values()}
+    return [
+        status.name
+        for status in local
+        # A process of several simulated shards has another name than they.
+        if status.name not in records.shards and status.address.rpartition(":")[2] not in addresses
+    ]
+
+
+async def shards_without_router(statuses: Iterable[ProcessStatus], trust: FabricTrust) -> list[str]:
+    """The running shards of this machine to which no router is connected."""
+    running = [s for s in statuses if s.role == "shard" and s.state == ProcessState.READY]
+    infos = await asyncio.gather(*(shard_info(status.address, trust) for status in running))
+    return [
+        status.name
+        for status, info in zip(running, infos, strict=True)
+        if isinstance(info, grpc.aio.AioRpcError) or not info.router_ids
+    ]
+
+
+async def shard_info(
+    address: str, trust: FabricTrust, name: str = ""
+) -> shard_service_pb2.GetInfoResponse | grpc.aio.AioRpcError:
+    """What the shard says about itself, or why it does not answer."""
+    async with trust.open_channel(reachable_address(address), "shard", name) as channel:
+        stub = shard_service_pb2_grpc.ShardServiceStub(channel)
+        try:
+            return await stub.GetInfo(shard_service_pb2.GetInfoRequest(), timeout=_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return error

@@ -11,9 +11,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 from rich.console import Console
 
 from tools.supervisor.bounded_log import BoundedLog
+
+
+def log_to_stderr() -> None:
+    """What parts that services share log in a command, for example about a malformed record in the registry, must not
+    get into the command's output."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 class Reporter(Protocol):

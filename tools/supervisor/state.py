@@ -27,9 +27,22 @@ class FabricState(msgspec.Struct, kw_only=True):
     phase: str = "starting"
     """"starting", "ready" or "stopping"."""
     http_url: str
+    """"" if this machine has no edge."""
     router_address: str
+    """"" if this machine has no router."""
     model: str
     processes: list[ProcessStatus] = []
+    name: str = "kvloom"
+    """Of the supervisor, in the registry."""
+    owner: str = ""
+    """As in the records of its processes."""
+    not_ready: list[str] = []
+    """Why requests that reach this machine are not served; not known from the file."""
+
+    @property
+    def place(self) -> str:
+        """What people call this fabric, or this machine of a fleet."""
+        return self.http_url or f"{self.name} ({', '.join(dict.fromkeys(p.role for p in self.processes))})"
 
 
 class RunFolder:
@@ -57,7 +70,7 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 state = self.read_running()
-                holder = f" (pid {state.supervisor_pid}, {state.http_url})" if state else ""
+                holder = f" (pid {state.supervisor_pid}, {state.place})" if state else ""
                 raise CommandError(
                     f"kvloom is already running with the data directory {self.data_dir}{holder}: "
                     "stop it with `kvloom down`, or give another --data-dir"

@@ -77,7 +77,10 @@ def test_flags_override_the_file(tmp_path: Path):
         edges=2,
         routers=None,
         colocate=True,
+        role=("edge", "shard", "edge"),
+        advertise="gpu1",
     )
+    assert (config.fabric.roles, config.fabric.advertised_host) == (["edge", "shard"], "gpu1")
     assert (config.edge.num_edges, config.edge.colocate, config.router.num_routers) == (2, True, 1)
     assert (config.edge.host, config.router.host, config.callers.allow_insecure) == ("0.0.0.0", "0.0.0.0", True)
     assert config.callers.api_keys_file == str(Path.cwd() / "keys")  # a daemon reads it from another directory

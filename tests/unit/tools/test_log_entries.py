@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.cli.log_entries import EntryParser, LiveMerge, LogEntry, RequestFilter, entries_of, level_filter, merged
+from tools.supervisor.log_entries import (
+    EntryParser,
+    LiveMerge,
+    LogEntry,
+    RequestFilter,
+    entries_of,
+    level_filter,
+    merged,
+)
 
 
 def stamp(seconds: float) -> str:

@@ -11,12 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvloom.trust.fabric_trust import NO_SECRET
 from tests.unit.tools.test_supervisor import TIMEOUT_SECONDS, World, assert_gone, breakable, stand_in
 from tools.failures import CommandError
 from tools.supervisor.child import ChildFailedError, ChildSpec
-from tools.supervisor.control import control_socket, request_restart
 from tools.supervisor.process_specs import plan_restart
+from tools.supervisor.state import FabricState
 from tools.supervisor.supervised_process import ProcessStatus
+from tools.supervisor.supervisor_client import UnreachableError, local_supervisor
+from tools.supervisor.supervisor_server import SupervisorServicer, serving
 
 RUNNING = [
     ProcessStatus(role=name.split("-")[0], name=name, pid=number, state="ready")
@@ -143,12 +146,22 @@ async def test_commands_reach_a_fabric_in_a_deep_directory_and_get_each_step(tmp
             raise CommandError("it cannot be")
         tell("a was restarted")
 
+    async def state() -> FabricState:
+        return fabric_state
+
+    fabric_state = FabricState(
+        supervisor_pid=1, supervisor_started=2.5, http_url="", router_address="", model="m", processes=RUNNING
+    )
     steps: list[str] = []
-    async with control_socket(run_dir, restart), asyncio.timeout(TIMEOUT_SECONDS):
-        await asyncio.to_thread(request_restart, run_dir, ["a"], steps.append)
-        with pytest.raises(CommandError, match="it cannot be"):
-            await asyncio.to_thread(request_restart, run_dir, ["bad"], steps.append)
-    assert asked == [["a"], ["bad"]]
-    assert steps == ["a was restarted"]
-    with pytest.raises(CommandError, match="accepts no commands"):
-        request_restart(run_dir, ["a"], steps.append)
+    servicer = SupervisorServicer(state, restart, dict)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        async with serving(servicer, run_dir, NO_SECRET), local_supervisor(run_dir) as supervisor:
+            await supervisor.restart(["a"], steps.append)
+            with pytest.raises(CommandError, match="it cannot be"):
+                await supervisor.restart(["bad"], steps.append)
+            assert await supervisor.state() == fabric_state
+        assert asked == [["a"], ["bad"]]
+        assert steps == ["a was restarted"]
+        with pytest.raises(UnreachableError, match="accepts no commands"):
+            async with local_supervisor(run_dir) as supervisor:
+                await supervisor.restart(["a"], steps.append)

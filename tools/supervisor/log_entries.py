@@ -115,23 +115,25 @@ class RequestFilter:
     """Selects the lines of one request by the fabric's id or by the caller's. `learn` is called with all entries before
     `matches`: lines that have only the fabric's id are then found by the caller's as well."""
 
-    def __init__(self, wanted: str) -> None:
+    def __init__(self, *wanted: str) -> None:
+        """Several ids of one request may be given."""
         self._wanted = wanted
-        self._request_ids: set[str] = {wanted}
+        self.request_ids: set[str] = set(wanted)
+        """Those that were given and learned."""
 
     def learn(self, entry: LogEntry) -> None:
-        if self._wanted not in entry.lines[0] or len(self._request_ids) >= MAX_RELATED_IDS:
+        if len(self.request_ids) >= MAX_RELATED_IDS or not any(name in entry.lines[0] for name in self._wanted):
             return
         fields = entry.fields()
-        if fields.get("client_request_id") == self._wanted and fields.get("request_id"):
-            self._request_ids.add(str(fields["request_id"]))
+        if fields.get("client_request_id") in self._wanted and fields.get("request_id"):
+            self.request_ids.add(str(fields["request_id"]))
 
     def matches(self, entry: LogEntry) -> bool:
         fields = entry.fields()
         found = [str(fields[key]) for key in _ID_KEYS if key in fields]
         # One request of several prompts is one request per prompt in the fabric: ID.0, ID.1, ... Inside the fabric the
         # id of a gRPC client's request ends with @ and the caller.
-        return any(not self._request_ids.isdisjoint((name, *_beginnings(name))) for name in found)
+        return any(not self.request_ids.isdisjoint((name, *_beginnings(name))) for name in found)
 
 
 def _beginnings(name: str) -> tuple[str, str]:

@@ -1,0 +1,71 @@
+"""What the registry says about a whole fleet: every process that announces itself."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+
+from kvloom.config import RedisConfig
+from kvloom.discovery.registry import (
+    ProcessRecord,
+    ProcessRegistry,
+    Registry,
+    RouterRecord,
+    RouterRegistry,
+    ShardRecord,
+    ShardRegistry,
+)
+from kvloom.trust.seal import Sealer
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetRecords:
+    """By name (routers, of which two may have one name while one replaces the other: by address)."""
+
+    shards: Mapping[str, ShardRecord] = dataclasses.field(default_factory=dict)
+    routers: Mapping[str, RouterRecord] = dataclasses.field(default_factory=dict)
+    edges: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
+    safety: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
+    supervisors: Mapping[str, ProcessRecord] = dataclasses.field(default_factory=dict)
+    num_ignored: int = 0
+    """Records that this fabric has not signed."""
+
+    def num_of(self, role: str) -> int:
+        by_role = {"shard": self.shards, "router": self.routers, "edge": self.edges, "safety": self.safety}
+        return len(by_role[role])
+
+    @property
+    def num_usable(self) -> int:
+        return len(self.supervisors) + sum(map(self.num_of, ("shard", "router", "edge", "safety")))
+
+
+class FleetRegistry:
+    """Reads all kinds of records. `close` it."""
+
+    def __init__(self, redis: RedisConfig, sealer: Sealer) -> None:
+        url, prefix = redis.url, redis.key_prefix
+        self._shards = ShardRegistry(url, prefix, sealer)
+        self._routers = RouterRegistry(url, prefix, sealer)
+        self._edges = ProcessRegistry(url, prefix, "edge", sealer)
+        self._safety = ProcessRegistry(url, prefix, "safety", sealer)
+        self.supervisors = ProcessRegistry(url, prefix, "supervisor", sealer)
+
+    async def read(self) -> FleetRecords:
+        """Raises redis.exceptions.RedisError and OSError when the registry cannot be read."""
+        shards, routers, edges, safety, supervisors = await asyncio.gather(
+            self._shards.list_shards(),
+            self._routers.list_routers(),
+            self._edges.list_records(),
+            self._safety.list_records(),
+            self.supervisors.list_records(),
+        )
+        num_ignored = sum(registry.num_ignored for registry in self._all)
+        return FleetRecords(shards, routers, edges, safety, supervisors, num_ignored)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(registry.close() for registry in self._all))
+
+    @property
+    def _all(self) -> list[Registry[ShardRecord] | Registry[RouterRecord] | Registry[ProcessRecord]]:
+        return [self._shards, self._routers, self._edges, self._safety, self.supervisors]

@@ -1,0 +1,106 @@
+"""The client of SupervisorService: asks a running `kvloom up`, on this machine or on another one of its fleet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from kvloom.process.service import MAX_MESSAGE_BYTES
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.v1 import supervisor_service_pb2_grpc
+from kvloom.v1.supervisor_service_pb2 import GetStateRequest, ReadLogsRequest, RestartRequest
+from tools.failures import CommandError
+from tools.supervisor.log_entries import LogEntry
+from tools.supervisor.log_files import LogQuery
+from tools.supervisor.state import FabricState
+from tools.supervisor.state_messages import state_from_proto
+from tools.supervisor.supervisor_server import SOCKET, short_path
+
+STATE_TIMEOUT_SECONDS: Final = 5.0
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
+class UnreachableError(CommandError):
+    """The supervisor does not answer; the message says why."""
+
+
+class SupervisorClient:
+    """`name` is what messages call the supervisor."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+        self._stub = supervisor_service_pb2_grpc.SupervisorServiceStub(channel)
+        self._name = name
+
+    async def state(self) -> FabricState:
+        """Raises UnreachableError."""
+        try:
+            return state_from_proto(await self._stub.GetState(GetStateRequest(), timeout=STATE_TIMEOUT_SECONDS))
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable(error) from error
+
+    async def restart(self, names: Sequence[str], on_step: Callable[[str], None]) -> None:
+        """Returns when the restart is complete. Raises CommandError with the reason if it fails."""
+        has_begun = False
+        try:
+            async for response in self._stub.Restart(RestartRequest(names=names)):
+                has_begun = True
+                on_step(response.step)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise CommandError(error.details() or "") from error
+            if has_begun:
+                raise CommandError(f"{self._name} stopped before the restart was complete") from error
+            raise self._unreachable(error) from error
+
+    async def logs(self, query: LogQuery, *, follow: bool) -> AsyncIterator[list[LogEntry] | None]:
+        """Yields entries, and None once: at the end of what existed when the call began. Raises CommandError."""
+        request = ReadLogsRequest(
+            processes=sorted(query.processes),
+            request_ids=query.request_ids,
+            level=query.level,
+            since=query.since,
+            max_lines=query.max_lines,
+            follow=follow,
+        )
+        try:
+            async for response in self._stub.ReadLogs(request):
+                if response.entries:
+                    yield [LogEntry(one.process, one.at, one.level, tuple(one.lines)) for one in response.entries]
+                if response.end_of_history:
+                    yield None
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: grpc.aio.AioRpcError) -> UnreachableError:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return UnreachableError(f"{self._name} cannot be reached")
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return UnreachableError(f"{self._name} does not answer within {STATE_TIMEOUT_SECONDS:g} s")
+        return UnreachableError(f"{self._name}: {error.details()}")
+
+
+@contextlib.asynccontextmanager
+async def local_supervisor(run_dir: Path) -> AsyncIterator[SupervisorClient]:
+    """That of the fabric which runs with this run folder. Raises UnreachableError if none does."""
+    if not (run_dir / SOCKET).exists():
+        raise UnreachableError("the fabric accepts no commands now")
+    with short_path(run_dir) as short:
+        async with grpc.aio.insecure_channel(f"unix:{short}/{SOCKET}", options=_OPTIONS) as channel:
+            yield SupervisorClient(channel, "the fabric")
+
+
+@contextlib.asynccontextmanager
+async def remote_supervisor(address: str, name: str, trust: FabricTrust) -> AsyncIterator[SupervisorClient]:
+    """The one called `name`, which serves its fleet at `address`."""
+    async with trust.open_channel(address, "supervisor", name, options=_OPTIONS) as channel:
+        yield SupervisorClient(channel, f"{name} at {address}")

@@ -1,0 +1,154 @@
+"""SupervisorService: how commands reach a running `kvloom up`, on this machine and from others of its fleet.
+
+On this machine it listens on a Unix socket in the run folder, which only the folder's owner can access. In a fleet it
+also listens on TCP, where callers need a certificate of the fabric.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from kvloom.process import service
+from kvloom.trust.fabric_trust import FabricTrust
+from kvloom.v1 import supervisor_service_pb2_grpc
+from kvloom.v1.supervisor_service_pb2 import (
+    GetStateRequest,
+    GetStateResponse,
+    LogEntry,
+    ReadLogsRequest,
+    ReadLogsResponse,
+    RestartRequest,
+    RestartResponse,
+)
+from tools.failures import CommandError
+from tools.supervisor import log_entries
+from tools.supervisor.log_files import LogQuery, LogReader, chunked
+from tools.supervisor.state import FabricState
+from tools.supervisor.state_messages import state_to_proto
+
+SOCKET: Final = "control.sock"
+MAX_LOG_LINES: Final = 100_000
+MAX_LOG_READERS: Final = 16
+MAX_CONCURRENT_RPCS: Final = 64
+_MAX_NAMES: Final = 4096
+_MAX_CHUNK_CHARS: Final = 2**18
+_POLL_SECONDS: Final = 0.2
+_STOP_GRACE_SECONDS: Final = 0.5
+
+Restart = Callable[[Sequence[str], Callable[[str], None]], Awaitable[None]]
+"""Called with names and a callback for each step. Raises CommandError."""
+
+
+class SupervisorServicer(supervisor_service_pb2_grpc.SupervisorServiceServicer):
+    """Answers with what these functions return; `log_paths` gives the logs by the names of their processes."""
+
+    def __init__(
+        self,
+        current_state: Callable[[], Awaitable[FabricState]],
+        restart: Restart,
+        log_paths: Callable[[], dict[str, Path]],
+    ) -> None:
+        self._current_state = current_state
+        self._restart = restart
+        self._log_paths = log_paths
+        self._num_log_readers = 0
+
+    async def GetState(self, request: GetStateRequest, context: Any) -> GetStateResponse:  # noqa: N802, ARG002
+        return state_to_proto(await self._current_state())
+
+    async def Restart(self, request: RestartRequest, context: Any) -> AsyncIterator[RestartResponse]:  # noqa: N802
+        if len(request.names) > _MAX_NAMES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"names: at most {_MAX_NAMES}")
+        steps: asyncio.Queue[str] = asyncio.Queue()  # as many as processes
+        work = asyncio.ensure_future(self._restart(list(request.names), steps.put_nowait))
+        work.add_done_callback(lambda _: steps.put_nowait(""))
+        try:
+            while step := await steps.get():
+                yield RestartResponse(step=step)
+            work.result()
+        except CommandError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        finally:
+            # Like the Ctrl-C of the command that asked: the process that is being replaced still completes that.
+            work.cancel()
+
+    async def ReadLogs(self, request: ReadLogsRequest, context: Any) -> AsyncIterator[ReadLogsResponse]:  # noqa: N802
+        query = _query(request)
+        if query.level and query.level not in log_entries.LEVELS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"level: one of {', '.join(log_entries.LEVELS)}")
+        if self._num_log_readers >= MAX_LOG_READERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LOG_READERS} others read the logs now")
+        self._num_log_readers += 1
+        try:
+            reader = await asyncio.to_thread(lambda: LogReader(self._log_paths(), query, follow=request.follow))
+            with contextlib.closing(reader):
+                for chunk in chunked(await asyncio.to_thread(reader.first), _MAX_CHUNK_CHARS):
+                    yield _response(chunk)
+                yield ReadLogsResponse(end_of_history=True)
+                while request.follow:
+                    await asyncio.sleep(_POLL_SECONDS)
+                    for chunk in chunked(await asyncio.to_thread(reader.poll), _MAX_CHUNK_CHARS):
+                        yield _response(chunk)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the logs cannot be read: {error.strerror}")
+        finally:
+            self._num_log_readers -= 1
+
+
+def _query(request: ReadLogsRequest) -> LogQuery:
+    max_lines = request.max_lines if request.HasField("max_lines") else MAX_LOG_LINES
+    return LogQuery(
+        frozenset(request.processes),
+        tuple(request.request_ids),
+        request.level,
+        request.since,
+        min(max_lines, MAX_LOG_LINES),
+    )
+
+
+def _response(entries: Sequence[log_entries.LogEntry]) -> ReadLogsResponse:
+    return ReadLogsResponse(
+        entries=[
+            LogEntry(process=entry.process, at=entry.at, level=entry.level, lines=entry.lines) for entry in entries
+        ]
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    servicer: SupervisorServicer, run_dir: Path, trust: FabricTrust, fleet_host: str = ""
+) -> AsyncIterator[str]:
+    """Serve as long as the context lasts; its end cancels running calls. Yields the address for other machines, which
+    listens on `fleet_host`, or "". Raises CommandError."""
+    server = grpc.aio.server(options=service.SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+    supervisor_service_pb2_grpc.add_SupervisorServiceServicer_to_server(servicer, server)
+    (run_dir / SOCKET).unlink(missing_ok=True)
+    with short_path(run_dir) as short:
+        try:
+            server.add_insecure_port(f"unix:{short}/{SOCKET}")
+            address = service.bind(server, fleet_host, 0, trust.add_port) if fleet_host else ""
+        except (RuntimeError, service.StartError) as error:
+            raise CommandError(f"cannot listen for commands: {error}") from error
+        await server.start()
+        try:
+            yield address
+        finally:
+            await server.stop(_STOP_GRACE_SECONDS)
+            (run_dir / SOCKET).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def short_path(directory: Path) -> Iterator[str]:
+    """A short alias of a directory, because paths of sockets are limited to about 100 characters."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
