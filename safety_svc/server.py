@@ -24,6 +24,7 @@ from kvloom.process.service import (
     stop_event,
 )
 from kvloom.process.telemetry import serve_metrics
+from kvloom.process.watched_files import following
 from kvloom.transport.checked_server import CheckedServer
 from kvloom.transport.grpc_errors import abort
 from kvloom.transport.local_server import LocalServer
@@ -123,11 +124,8 @@ async def serve(
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
     announce_ready(ReadyLine(address, metrics_address))
-    watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
-    stopped = asyncio.create_task(stopping.wait(), name="stop signal")
-    done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    watcher.cancel()
-    stopped.cancel()
+    async with following(policy_file):
+        await stopping.wait()
     await set_serving(health, [SERVICE_NAME], serving=False)
     grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
     # Both servers reject new streams from now on. Existing streams are served until the routers close them or the grace
@@ -137,8 +135,6 @@ async def serve(
         await asyncio.sleep(TAKE_OVER_SECONDS)
         await servicer.drain()
     await stopping_servers
-    for task in done:
-        task.result()  # if the watcher failed, its error ends the process
 
 
 def _serve_metrics(host: str, port: int) -> int:

@@ -78,6 +78,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, res
         reply(Reply(error=error.message))
     except (msgspec.MsgspecError, ValueError, TimeoutError) as error:
         reply(Reply(error=f"not a request: {error}"))
+    except OSError as error:  # too many open files
+        reply(Reply(error=f"the fabric cannot do this now: {error}"))
     except asyncio.CancelledError:
         reply(Reply(error="the fabric is being stopped"))
     finally:
