@@ -18,6 +18,7 @@ from kvloom.client.client import Client
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
 from kvloom.text.tokenizer import ModelTokenizer
+from tools.chaos.attackers.targets import attackers_tenants
 from tools.chaos.checking.attack_report import attack_figures
 from tools.chaos.checking.explanations import FleetSize
 from tools.chaos.checking.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
@@ -161,7 +162,8 @@ class _Run:
             await self._cluster.start()
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
-            self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
+            attackers = attackers_tenants(self._cluster.trust.caller_key)
+            self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")], attackers)
             async with self._context() as context:
                 await self._run_users_and_faults(context)
             problems = await wait_for_quiescence(self._cluster)

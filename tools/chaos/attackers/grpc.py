@@ -10,7 +10,7 @@ from typing import Final
 
 from kvloom.v1 import router_service_pb2 as router
 from tools.chaos.attackers import http2
-from tools.chaos.attackers.targets import ATTACKER_HOST, Attack, Stream, connection, read_all
+from tools.chaos.attackers.targets import ATTACKER_HOST, GUESSED_KEY, Attack, Stream, connection, read_all
 
 _BOMB: Final = gzip.compress(b"\x00" * 64_000_000, 9)
 """64 kB that inflate to 64 MB."""
@@ -85,7 +85,7 @@ async def guessed_names(attack: Attack) -> None:
                     ("Generate", router.GenerateRequest(model=attack.targets.model, text="x", request_id=name)),
                 )
             )
-            headers = http2.call_headers(stream, method, host=ATTACKER_HOST, authorization="Bearer guess")
+            headers = http2.call_headers(stream, method, host=ATTACKER_HOST, authorization=f"Bearer {GUESSED_KEY}")
             writer.write(headers + b"".join(http2.call_message(stream, message.SerializeToString())))
             await asyncio.sleep(0.01)
         attack.note("sent", _NUM_NAMES)

@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from kvloom.callers import Callers
+
 ATTACKER_HOST: Final = "127.0.0.66"
 """Fabrics without keys take an IP address for a caller, so that the attackers are not the users' caller."""
 FLOOD_HOST: Final = "127.0.0.67"
@@ -18,6 +20,16 @@ TIMEOUT_SECONDS: Final = 20.0
 """Of one exchange: an attacker that waits forever attacks nothing."""
 _CONNECT_SECONDS: Final = 5.0
 _MAX_READ_BYTES: Final = 64 * 2**20
+
+
+GUESSED_KEY: Final = "guess"
+"""The bearer token of attackers that use gRPC."""
+
+
+def attackers_tenants(caller_key: bytes) -> set[str]:
+    """Whom a fabric with this key takes the attackers for."""
+    callers = Callers(caller_key)
+    return {callers.name(GUESSED_KEY, ""), callers.name("", ATTACKER_HOST), callers.name("", FLOOD_HOST)}
 
 
 class Targets(msgspec.Struct, frozen=True):

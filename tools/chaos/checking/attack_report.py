@@ -63,7 +63,7 @@ def _growth(before: float | None, during: float | None) -> float | None:
 
 
 def _verdict(num_wrong: int, growth: float | None) -> str:
-    answers = f"{num_wrong} wrong answers" if num_wrong else "no wrong answer"
+    answers = f"{num_wrong} answers wrong, lost or doubled" if num_wrong else "no answer wrong, lost or doubled"
     if growth is None:
         return f"{answers}; too few answers to compare the time to the first token"
     is_within = growth <= MAX_TTFT_GROWTH

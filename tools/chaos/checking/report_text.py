@@ -80,7 +80,7 @@ def soak_page(report: dict[str, Any]) -> str:
 def attack_page(report: dict[str, Any]) -> str:
     """The Markdown between the markers of `attack`, and the end of the summary."""
     figures = report["attack"]
-    heads = ("users", "requests", "wrong", "failed", "429 or 503, retried", "TTFT p50 s", "TTFT p99 s")
+    heads = ("users", "requests", "wrong, lost or doubled", "failed", "429 or 503, retried", "TTFT p50 s", "TTFT p99 s")
     rows = [
         (
             name,

@@ -97,7 +97,7 @@ def test_users_are_compared_before_during_and_after_an_attack() -> None:
 
 def test_one_wrong_answer_fails_the_verdict() -> None:
     """Slowness is a goal, correctness a promise."""
-    assert str(figures(answered(101, 0.1), answered(111, 0.1))["verdict"]).startswith("passed: no wrong answer")
+    assert str(figures(answered(101, 0.1), answered(111, 0.1))["verdict"]).startswith("passed: no answer wrong")
     assert str(figures(answered(101, 0.1), answered(111, 0.1, Verdict.WRONG))["verdict"]).startswith("FAILED")
 
 
