@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from router.core.actions import SubmitAttempt
+from router.core.actions import Action, SubmitAttempt
+from router.core.events import Event, ShardUp
 from tools.dst.checker import Checker
 from tools.dst.observed import ObservedRequest
 from tools.dst.views import RouterView, WorldView
@@ -38,14 +40,16 @@ class ShardsFound(Checker):
 
 
 class RecordsFollowed(Checker):
-    """A request is sent only to the incarnation that the router's latest record of a shard names, and a connection ends
-    for the registry's sake only if that names another."""
+    """A request is sent only to the incarnation that the router's latest record of a shard names, or that connected
+    while the router could read none, and a connection ends for the registry's sake only if that names another."""
 
     invariant = "records_followed"
 
     def __init__(self) -> None:
         self._named: dict[RouterView, dict[str, str]] = {}
         """The incarnations that each router has read last. Without an entry, it could not read them."""
+        self._connected_blindly: dict[tuple[RouterView, str], str] = {}
+        """The incarnations that connected while there was no entry."""
 
     def on_registry_read(self, node: RouterView, world: WorldView) -> None:
         self._named[node] = world.named_incarnations()
@@ -58,8 +62,15 @@ class RecordsFollowed(Checker):
         if shard_id in node.streams and named in (None, node.witness.shards[shard_id].description.incarnation_id):
             self.fail(f"{node.name} gave up {shard_id}, which is connected; its record names {named or 'no other'}")
 
+    def after_event(self, node: RouterView, event: Event, actions: Sequence[Action]) -> None:
+        if isinstance(event, ShardUp):
+            key = (node, event.shard.shard_id)
+            self._connected_blindly.pop(key, None)
+            if node not in self._named:
+                self._connected_blindly[key] = event.shard.incarnation_id
+
     def on_dispatch(self, node: RouterView, observed: ObservedRequest | None, attempt: SubmitAttempt) -> None:
         named = self._named.get(node, {}).get(attempt.shard_id)
         connected = node.witness.shards[attempt.shard_id].description.incarnation_id
-        if named is not None and named != connected:
+        if named not in (None, connected) and self._connected_blindly.get((node, attempt.shard_id)) != connected:
             self.fail(f"{node.name} uses {connected} although the record names {named}")
