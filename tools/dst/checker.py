@@ -73,7 +73,7 @@ class Hooks:
     def on_registry_lost(self, node: RouterView) -> None:
         """A router could not read the registry."""
 
-    def on_link_ended(self, node: RouterView, shard_id: str) -> None:
+    def on_link_ended(self, node: RouterView, shard_id: str, world: WorldView) -> None:
         """A router gives up a shard, connected or not, because of what it has read. It still has the stream."""
 
     # -- shards and clients -------------------------------------------------------------------------------------------

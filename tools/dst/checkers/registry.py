@@ -57,8 +57,8 @@ class RecordsFollowed(Checker):
     def on_registry_lost(self, node: RouterView) -> None:
         self._named.pop(node, None)
 
-    def on_link_ended(self, node: RouterView, shard_id: str) -> None:
-        named = self._named.get(node, {}).get(shard_id)
+    def on_link_ended(self, node: RouterView, shard_id: str, world: WorldView) -> None:
+        named = world.named_incarnations().get(shard_id)
         if shard_id in node.streams and named in (None, node.witness.shards[shard_id].description.incarnation_id):
             self.fail(f"{node.name} gave up {shard_id}, which is connected; its record names {named or 'no other'}")
 

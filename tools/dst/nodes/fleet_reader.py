@@ -51,11 +51,12 @@ class FleetReader:
             self._env.checks.on_registry_lost(node)
             return
         changes = follow_registry(records, self._links)
-        self._env.checks.on_registry_read(node, self._world)
         for shard_id in changes.ended:
-            self._env.checks.on_link_ended(node, shard_id)
+            self._env.checks.on_link_ended(node, shard_id, self._world)
             del self._links[shard_id]
             node.give_up(shard_id)
+        # Only now: work of the first of several links that end may be sent to the next one.
+        self._env.checks.on_registry_read(node, self._world)
         for record in changes.started:
             link = self._links[record.shard_id] = _Link(LinkTarget(record), node)
             self._env.timeline.after(0.0, self._try, node, link)
