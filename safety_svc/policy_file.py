@@ -26,6 +26,8 @@ class PolicyFile:
         self._stamp = _stamp(self._path)
         self.current: Policy = load_policy(self._path)
         self._listeners: set[Callable[[], None]] = set()
+        self._reported = ""
+        """The fault of the current file that was reported last."""
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change until it is passed to `unlisten`."""
@@ -44,13 +46,17 @@ class PolicyFile:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
+        # Until it has been read: it may be unreadable only for now, for example for want of descriptors.
+        self._stamp = None
         try:
             policy = await asyncio.to_thread(load_policy, self._path)
         except PolicyError as error:
-            POLICY_LOADS.labels("refused").inc()
-            log.warning("the policy file is invalid; the old policy remains in force", error=str(error))
+            if str(error) != self._reported:
+                POLICY_LOADS.labels("refused").inc()
+                log.warning("the policy file is invalid; the old policy remains in force", error=str(error))
+            self._reported = str(error)
             return
+        self._stamp, self._reported = stamp, ""
         if policy.revision == self.current.revision:
             return
         self.current = policy

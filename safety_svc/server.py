@@ -129,21 +129,16 @@ async def serve(
     await server.start()
     await set_serving(health, [SERVICE_NAME], serving=True)
     log.info("serving", address=address, policy_revision=policy_file.current.revision)
-    watcher = asyncio.create_task(policy_file.watch(), name="policy watcher")
-    stopped = asyncio.create_task(stopping.wait(), name="stop signal")
     try:
         async with (
             announced_process(config, "safety", process_record(config, name, address), trust.sealer),
-            following(metrics.until(stopping)),
+            following(policy_file, metrics.until(stopping)),
         ):
             announce_ready(ReadyLine(address, metrics.address))
-            done, _ = await asyncio.wait({watcher, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await stopping.wait()
     except NameTakenError as error:
         await asyncio.gather(server.stop(None), local.stop(0.0))
         raise StartError(str(error)) from error
-    finally:
-        watcher.cancel()
-        stopped.cancel()
     await set_serving(health, [SERVICE_NAME], serving=False)
     grace_seconds = config.safety.drain_timeout_seconds if shares_port else STOP_GRACE_SECONDS
     # Both servers reject new streams from now on. Existing streams are served until the routers close them or the grace
@@ -153,5 +148,3 @@ async def serve(
         await asyncio.sleep(TAKE_OVER_SECONDS)
         await servicer.drain()
     await stopping_servers
-    for task in done:
-        task.result()  # if the watcher failed, its error ends the process

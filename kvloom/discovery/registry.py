@@ -168,6 +168,21 @@ def have_one_owner(one: AnyRecord, other: AnyRecord) -> bool:
     return not one.key_owner or not other.key_owner or one.key_owner == other.key_owner
 
 
+class RecordError(Exception):
+    """A value in the registry is no record that can be used; the message says why."""
+
+
+def read_record(sealer: Sealer, name: str, key: str, value: bytes, record_type: type[_Record]) -> _Record:
+    """The record of `key`, stored under `name`. Raises RecordError."""
+    try:
+        record = msgspec.json.decode(sealer.verified(name, value), type=record_type)
+    except (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(str(error)) from error
+    if record.key != key:  # it would take the place of the process that it names
+        raise RecordError(f"it is a record of {record.key[:100]!r}")
+    return record
+
+
 class Registry(Generic[_Record]):
     """The announced processes of one kind. All methods raise redis.exceptions.RedisError when the server cannot be
     reached."""
@@ -273,9 +288,8 @@ class Registry(Generic[_Record]):
         if self._ignored.get(key) == value:
             return None
         try:
-            content = self._sealer.verified(self._name(key), value)
-            return msgspec.json.decode(content, type=self._record_type)
-        except (SealError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return read_record(self._sealer, self._name(key), key, value, self._record_type)
+        except RecordError as error:
             self._ignored[key] = value
             log.warning("a record in the registry is ignored", key=self._name(key), cause=str(error)[:200])
             return None
@@ -287,7 +301,13 @@ class Registry(Generic[_Record]):
             pipe.smembers(self._ids_name)
             if keys:
                 pipe.mget([self._name(key) for key in keys])
-            members, *values = await pipe.execute()
+            try:
+                members, *values = await pipe.execute()
+            except redis.exceptions.ResponseError as error:
+                if "WRONGTYPE" in str(error):  # foreign; no process could be found or announced beside it
+                    log.warning("a foreign value in the registry was deleted", key=self._ids_name)
+                    await self._redis.delete(self._ids_name)
+                raise
         # No process has a name that is not UTF-8, so such a member is foreign.
         names = [member.decode() for member in members if _is_text(member)]
         return sorted(names), values[0] if values else []

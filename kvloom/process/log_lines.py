@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import json
 import threading
 from collections.abc import MutableMapping
@@ -60,8 +61,11 @@ class LineWriter:
         with self._lock:
             lines, self._lines = self._lines, []
             if lines:
-                self._file.write("\n".join(lines) + "\n")
-                self._file.flush()
+                # Lines that cannot be written (a full disk, a reader that has gone) are lost: an exception would appear
+                # in whatever code logs something.
+                with contextlib.suppress(OSError):
+                    self._file.write("\n".join(lines) + "\n")
+                    self._file.flush()
 
 
 def render_console(_logger: object, _name: str, event: MutableMapping[str, Any]) -> str:

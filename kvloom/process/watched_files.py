@@ -11,10 +11,12 @@ from typing import Final, Protocol, TypeVar
 import structlog
 
 from kvloom.config import ConfigError
+from kvloom.process.backoff import Backoff
 
 log = structlog.get_logger()
 
 POLL_SECONDS: Final = 1.0
+MAX_RETRY_SECONDS: Final = 60.0
 
 _T = TypeVar("_T")
 _Version = tuple[int, int, int]
@@ -61,10 +63,9 @@ class WatchedFiles:
 
 @contextlib.asynccontextmanager
 async def following(*watchers: Watcher) -> AsyncIterator[None]:
-    """Run the watchers within the block. If one fails, that is logged, and the process keeps what it has."""
-    tasks = [asyncio.create_task(watcher.watch(), name=f"watcher {type(watcher).__name__}") for watcher in watchers]
-    for task in tasks:
-        task.add_done_callback(_report_failure)
+    """Run the watchers within the block. If one fails (for example because no thread can be started), that is logged,
+    the process keeps what it has, and the watcher is run again."""
+    tasks = [asyncio.create_task(_kept_up(watcher), name=f"watcher {type(watcher).__name__}") for watcher in watchers]
     try:
         yield
     finally:
@@ -73,9 +74,18 @@ async def following(*watchers: Watcher) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a watcher has failed", watcher=task.get_name(), exc_info=error)
+async def _kept_up(watcher: Watcher) -> None:
+    loop = asyncio.get_running_loop()
+    backoff = Backoff(POLL_SECONDS, MAX_RETRY_SECONDS, stable_seconds=MAX_RETRY_SECONDS)
+    while True:
+        started = loop.time()
+        try:
+            await watcher.watch()
+        except Exception:
+            log.exception("a watched file could not be followed; retrying", watcher=type(watcher).__name__)
+        else:
+            return
+        await asyncio.sleep(backoff.next_seconds(loop.time() - started))
 
 
 def _version(path: Path) -> _Version | None:

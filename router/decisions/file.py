@@ -156,10 +156,10 @@ class DecisionWriter:
         entries, self._waiting = self._waiting, []
         try:
             num_dropped = await asyncio.to_thread(self._file.append, entries)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             num_dropped = len(entries)
             if not self._is_failing:
-                log.warning("decisions cannot be written", path=str(self._file.path), cause=error.strerror)
+                log.warning("decisions cannot be written", path=str(self._file.path), cause=str(error))
             self._is_failing = True
         else:
             self._is_failing = False

@@ -5,6 +5,7 @@ submit_queue.py     submits and cancels of one client that the router has not pr
 step_outbox.py      steps that wait for one client, merged into one when it takes them
 link_sessions.py    the open streams by link id, so that what a broken link lost can be settled
 local_link.py       a RouterLink for an edge that runs in the router's own process
+fleet_links.py      which shards have a link, and which process may answer at its end
 fleet_watcher.py    keeps one shard link per registered or connected shard
 shard_link.py       the router's end of one shard's stream (`ShardService.Connect`)
 reconnect.py        what links to shards and to the safety service share: timeouts, backoff, errors

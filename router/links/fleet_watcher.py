@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
-from typing import Final
 
 import redis.exceptions
 import structlog
@@ -13,12 +13,29 @@ from kvloom.discovery.registry import ShardRecord, ShardRegistry
 from kvloom.process.cancellation import raise_if_cancelled
 from kvloom.trust.fabric_trust import NO_SECRET, FabricTrust
 from router.core_driver import CoreDriver
+from router.links.fleet_links import LinkTarget, follow_registry, lose_registry
 from router.links.reconnect import reconnect_backoff
 from router.links.shard_link import ShardLink
 
 log = structlog.get_logger()
 
-MAX_SHARDS: Final = 4096
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RunningLink:
+    link: ShardLink
+    task: asyncio.Task[None]
+
+    @property
+    def target(self) -> LinkTarget:
+        return self.link.target
+
+    @property
+    def connected(self) -> bool:
+        return self.link.connected
+
+    @property
+    def is_over(self) -> bool:
+        return self.task.done()
 
 
 class FleetWatcher:
@@ -31,7 +48,7 @@ class FleetWatcher:
         self._router_id = router_id
         self._driver = driver
         self._trust = trust
-        self._links: dict[str, tuple[ShardLink, asyncio.Task[None]]] = {}
+        self._links: dict[str, _RunningLink] = {}
         self._registry_read = asyncio.Event()
         """Set once the registry has been read, or could not be read, for the first time."""
 
@@ -46,7 +63,7 @@ class FleetWatcher:
     async def wait_until_tried(self) -> None:
         """Returns once a connection to every registered shard has been tried, or the registry cannot be read."""
         await self._registry_read.wait()
-        while untried := [link for link, _ in self._links.values() if not link.tried.is_set()]:
+        while untried := [running.link for running in self._links.values() if not running.link.tried.is_set()]:
             await untried[0].tried.wait()
 
     async def _watch(self, links: asyncio.TaskGroup) -> None:
@@ -60,8 +77,7 @@ class FleetWatcher:
                     self._registry_read.set()
             except (redis.exceptions.RedisError, OSError) as error:
                 log.warning("the shard registry cannot be read", cause=type(error).__name__, num_links=len(self._links))
-                for link, _ in self._links.values():
-                    link.expected_incarnation_id = ""
+                lose_registry(running.target for running in self._links.values())
             except Exception:  # e.g. a malformed ShardRecord: one bad announcement must not end the watch
                 log.exception("the shard registry holds something unexpected")
             raise_if_cancelled()
@@ -69,22 +85,15 @@ class FleetWatcher:
             await asyncio.sleep(backoff.next_seconds(loop.time() - started))
 
     def _follow(self, records: Mapping[str, ShardRecord], links: asyncio.TaskGroup) -> None:
-        for shard_id, (link, task) in list(self._links.items()):
-            record = records.get(shard_id)
-            link.registered = record is not None
-            link.expected_incarnation_id = link.record.incarnation_id
-            is_replaced = record is not None and record.incarnation_id != link.record.incarnation_id
-            is_gone = record is None and not link.connected
-            if is_replaced or is_gone:
-                task.cancel()
-            if task.done() or is_replaced or is_gone:
-                del self._links[shard_id]
-                link.tried.set()  # A caller that waits for this link then checks the links that exist now.
-        for shard_id, record in records.items():
-            if shard_id not in self._links and len(self._links) < MAX_SHARDS:
-                self._start(record, links)
+        changes = follow_registry(records, self._links)
+        for shard_id in changes.ended:
+            running = self._links.pop(shard_id)
+            running.task.cancel()
+            running.link.tried.set()  # A caller that waits for this link then checks the links that exist now.
+        for record in changes.started:
+            self._start(record, links)
 
     def _start(self, record: ShardRecord, links: asyncio.TaskGroup) -> None:
         link = ShardLink(record, self._router_id, self._driver, self._trust)
         task = links.create_task(link.run(), name=f"shard link {record.shard_id}")
-        self._links[record.shard_id] = (link, task)
+        self._links[record.shard_id] = _RunningLink(link, task)

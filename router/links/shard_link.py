@@ -35,6 +35,7 @@ from router.core.events import (
     TokensOnlyFrame,
 )
 from router.core_driver import CoreDriver
+from router.links.fleet_links import LinkTarget
 from router.links.reconnect import CONNECT_TIMEOUT_SECONDS, LINK_OPTIONS, LinkError, cause_of, reconnect_backoff
 
 log = structlog.get_logger()
@@ -52,15 +53,10 @@ ConnectCall = (
 
 
 class ShardLink:
-    """The link to one shard of the registry. `run` is its only task. The fleet watcher sets `registered`, which decides
-    whether the link reconnects once its connection has broken."""
+    """The link to one shard of the registry. `run` is its only task. The fleet watcher keeps `target` up to date."""
 
     def __init__(self, record: ShardRecord, router_id: str, driver: CoreDriver, trust: FabricTrust = NO_SECRET) -> None:
-        self.record = record
-        self.registered = True
-        self.expected_incarnation_id = record.incarnation_id
-        """The incarnation that must answer at the shard's address. It is "" while the registry cannot be read, because
-        a process with the shard's id may then be its new incarnation."""
+        self.target = LinkTarget(record)
         self._router_id = router_id
         self._driver = driver
         self._trust = trust
@@ -79,6 +75,11 @@ class ShardLink:
         """The writer of the current connection."""
 
     @property
+    def record(self) -> ShardRecord:
+        """The shard, as the registry names it."""
+        return self.target.record
+
+    @property
     def connected(self) -> bool:
         """Whether the core regards this shard as up."""
         return self._connected
@@ -86,7 +87,7 @@ class ShardLink:
     async def run(self) -> None:
         """Connects, serves and reconnects with backoff, until the shard is neither registered nor connected."""
         backoff = reconnect_backoff()
-        while self.registered:
+        while self.target.registered:
             started = self._driver.now()
             try:
                 await self._serve_one_connection()
@@ -96,7 +97,7 @@ class ShardLink:
                 log.exception("shard link failed", shard_id=self.record.shard_id)
             raise_if_cancelled()
             self.tried.set()
-            if self.registered:
+            if self.target.registered:
                 await asyncio.sleep(backoff.next_seconds(self._driver.now() - started))
 
     # -- ShardSink ----------------------------------------------------------------------------------------------------
@@ -147,11 +148,9 @@ class ShardLink:
         if not isinstance(first, shard_service_pb2.ShardServiceConnectResponse) or not first.HasField("hello"):
             raise LinkError("the shard's first frame was no hello")
         info = first.hello.info
-        if info.shard_id != self.record.shard_id:
-            raise LinkError(f"{self.record.address} is shard {info.shard_id}, not {self.record.shard_id}")
-        if self.expected_incarnation_id not in ("", info.incarnation_id):
-            # Every fabric has a shard-0, and the port of a dead shard may since belong to one of another fabric.
-            raise LinkError(f"{self.record.address} is another incarnation of {info.shard_id} than the registered one")
+        if refusal := self.target.refusal(info.shard_id, info.incarnation_id):
+            raise LinkError(refusal)
+        self.target.accept(info.incarnation_id)
         return first
 
     async def _serve_frames(self, call: ConnectCall, first: shard_service_pb2.ShardServiceConnectResponse) -> None:

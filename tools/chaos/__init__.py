@@ -5,5 +5,6 @@ run.py      one run: the fabric, its users, the faults and the report
 users.py    simulated users
 clients/    their questions, the correct answers, and the clients that they use
 fabric/     the processes under test and the faults
+attackers/  a process that attacks the fabric
 checking/   judges answers, failures, usage records and memory
 """

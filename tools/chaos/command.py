@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import click
 
 from kvloom.config import ModelConfig
 from shard_server.engines.torch_engine.checkpoint.converted_model import BUILTIN_MODEL_NAME
-from tools.chaos.checking.report_text import chaos_page, soak_page, summary
+from tools.chaos.attackers.mix import ATTACK_NAMES
+from tools.chaos.checking.report_text import attack_page, chaos_page, soak_page, summary
 from tools.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind
+from tools.chaos.fabric.surroundings import unavailable
 from tools.chaos.run import ChaosPlan, Progress, run_chaos
 from tools.failures import CommandError
 from tools.models.resolve import resolve_model
@@ -30,11 +33,32 @@ _NAMES: Final = ", ".join(FaultKind)
 
 def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: str) -> list[FaultKind]:
     if value == "all":
-        return list(FaultKind)
+        return [kind for kind in FaultKind if not unavailable(kind)]
     try:
-        return [FaultKind(name.strip()) for name in value.split(",")]
+        kinds = [FaultKind(name.strip()) for name in value.split(",")]
     except ValueError as error:
         raise click.BadParameter(f"{error}; there are {_NAMES}") from error
+    for kind in kinds:
+        if reason := unavailable(kind):
+            raise click.BadParameter(f"{kind} is not available here: {reason}")
+    return kinds
+
+
+def _parse_attacks(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
+    names = [] if value == "all" else [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in ATTACK_NAMES:
+            raise click.BadParameter(f"there is no attack {name!r}; there are {', '.join(ATTACK_NAMES)}")
+    return names
+
+
+def _list_faults(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if not value or context.resilient_parsing:
+        return
+    for kind in FaultKind:
+        reason = unavailable(kind)
+        click.echo(f"{kind:<18} {kind.story}{f'  [not available here: {reason}]' if reason else ''}")
+    context.exit()
 
 
 @click.command("chaos")
@@ -105,6 +129,30 @@ def _parse_kinds(_context: click.Context, _parameter: click.Parameter, value: st
     callback=_parse_kinds,
     help=f"The kinds of faults, separated by commas: {_NAMES}.",
 )
+@click.option(
+    "--list-faults",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_list_faults,
+    help="List the kinds of faults, what each does and whether it is available on this machine, and exit.",
+)
+@option(
+    "--attack-seconds",
+    type=click.FloatRange(1.0, 24 * 3600),
+    scope="chaos",
+    default=None,
+    help="Instead of faults: attackers use every port for so long. The report compares the users before, during and "
+    "after.",
+)
+@option(
+    "--attacks",
+    scope="chaos",
+    default="all",
+    show_default=True,
+    callback=_parse_attacks,
+    help=f"What a hostile neighbour does, separated by commas: {', '.join(ATTACK_NAMES)}.",
+)
 @option(
     "--long-hangs",
     "long_hang_share",
@@ -135,6 +183,7 @@ def chaos(
     kinds: list[FaultKind],
     num_users: int | None,
     soak: bool,
+    attack_seconds: float | None,
     page: Path | None,
     model: str,
     data_dir: Path | None,
@@ -147,7 +196,9 @@ def chaos(
     The exit status is 1 if an answer was wrong, lost, doubled or metered twice, or failed without a fault that explains
     it. For a soak it is also 1 if the memory of a process grew or a process was replaced.
     """
-    table = "soak" if soak else "chaos"
+    if soak and attack_seconds:
+        raise click.UsageError("--soak is without faults: leave --attack-seconds out")
+    table = "soak" if soak else "attack" if attack_seconds else "chaos"
     if page is not None:
         check_page(page, [table])
     show = _ProgressLine()
@@ -155,7 +206,8 @@ def chaos(
     found = resolve_model(model, cache_dir, show.say)
     plan = ChaosPlan(
         model=ModelConfig(name=found.name, path=str(found.path)),
-        kinds=[] if soak else kinds,
+        kinds=[] if soak or attack_seconds else kinds,
+        attack_seconds=attack_seconds or 0.0,
         num_users=num_users or (_NUM_SOAK_USERS if soak else _NUM_USERS),
         **sizes,
     )
@@ -166,7 +218,7 @@ def chaos(
         raise CommandError("stopped by a signal") from error
     show.end()
     if page is not None:
-        write_table(page, table, soak_page(report) if soak else chaos_page(report))
+        write_table(page, table, {"soak": soak_page, "attack": attack_page, "chaos": chaos_page}[table](report))
     print(json.dumps(report, indent=2) if as_json else summary(report))
     if report["problems"]:
         show.say(
@@ -181,6 +233,9 @@ def _command(plan: ChaosPlan, kinds: list[FaultKind], soak: bool) -> str:
     words += [f"--users {plan.num_users}"]
     if soak:
         words.append("--soak")
+    elif plan.attack_seconds:
+        words[1] = f"--attack-seconds {plan.attack_seconds:g}"
+        words += [f"--attacks {','.join(plan.attacks)}"] if plan.attacks else []
     elif len(kinds) < len(FaultKind):
         words.append("--faults " + ",".join(kinds))
     if plan.long_hang_share != LONG_HANG_SHARE:
@@ -212,4 +267,5 @@ class _ProgressLine:
             sys.stderr.write("\n")
 
     def say(self, message: str) -> None:
-        click.echo(message, err=True)
+        with contextlib.suppress(OSError):  # during the fault disk-full, if stderr is a file
+            click.echo(message, err=True)

@@ -18,6 +18,8 @@ from kvloom.client.client import Client
 from kvloom.config import KvloomConfig, ModelConfig
 from kvloom.errors import KvloomError
 from kvloom.text.tokenizer import ModelTokenizer
+from tools.chaos.attackers.targets import attackers_tenants
+from tools.chaos.checking.attack_report import attack_figures
 from tools.chaos.checking.explanations import FleetSize
 from tools.chaos.checking.memory import SAMPLE_SECONDS, MemoryWatch, soak_problems
 from tools.chaos.checking.record import Record
@@ -28,12 +30,14 @@ from tools.chaos.clients.http_client import HttpClient
 from tools.chaos.clients.oracle import Oracle, RecordedOracle, SimOracle
 from tools.chaos.clients.questions import draw_question
 from tools.chaos.clients.sdk_client import SdkClient
+from tools.chaos.fabric.clocks import with_own_clock
 from tools.chaos.fabric.cluster import Cluster
-from tools.chaos.fabric.faults import LONG_HANG_SHARE, FaultKind, plan_faults
+from tools.chaos.fabric.faults import LONG_HANG_SHARE, Fault, FaultKind, plan_faults
 from tools.chaos.fabric.injector import Injector
 from tools.chaos.fabric.quiescence import wait_for_quiescence
 from tools.chaos.users import PATIENCE_SECONDS, QuestionSource, UserContext, run_user
 from tools.failures import CommandError
+from tools.supervisor.child import ChildSpec
 
 _NUM_RECORDED: Final = 40
 _NUM_SOAK_QUESTIONS: Final = 500
@@ -43,6 +47,8 @@ _RECORDED_MAX_TOKENS: Final = (8, 40)
 _COMMON_WORDS: Final = (".", ",", " the", " and", " of", " a")
 _MAX_STOP_WORDS: Final = 256
 _USAGE_LOG_SECONDS: Final = 1.0
+_MIN_QUIET_SECONDS: Final = 4.0
+_MAX_QUIET_SECONDS: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,10 +66,26 @@ class ChaosPlan:
     num_routers: int = 2
     num_users: int = 12
     long_hang_share: float = LONG_HANG_SHARE
+    attack_seconds: float = 0.0
+    """A single fault: a hostile neighbour for so long, with quiet before and after it. 0: as `kinds` and `minutes`
+    say."""
+    attacks: Sequence[str] = ()
+    """What hostile neighbours do; everything if it is empty."""
 
     @property
     def seconds(self) -> float:
-        return 60.0 * self.minutes
+        return self.attack_seconds + 2 * self.quiet_seconds if self.attack_seconds else 60.0 * self.minutes
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Before and after an attack."""
+        return min(_MAX_QUIET_SECONDS, max(_MIN_QUIET_SECONDS, self.attack_seconds / 4))
+
+    @property
+    def faults(self) -> list[Fault]:
+        if self.attack_seconds:
+            return [Fault(self.quiet_seconds, FaultKind.HOSTILE_NEIGHBOUR, 0.0, self.attack_seconds)]
+        return plan_faults(self.seed, self.seconds, self.kinds, self.long_hang_share)
 
     @property
     def fleet(self) -> FleetSize:
@@ -130,7 +152,8 @@ class _Run:
         self._on_progress = on_progress
         self._progress = Progress()
         self._events: list[str] = []
-        self._cluster = Cluster(plan.config(), data_dir, self._events.append)
+        self._cluster = Cluster(plan.config(), data_dir, self._events.append, self._change_spec)
+        self._cluster.user_seed, self._cluster.attacks = plan.seed, plan.attacks
         self._records: list[Record] = []
         self._memory = MemoryWatch()
 
@@ -139,7 +162,8 @@ class _Run:
             await self._cluster.start()
             self._injector = Injector(self._cluster, self._plan.seed, self._note_fault)
             log_dir = self._cluster.folder.log_dir
-            self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")])
+            attackers = attackers_tenants(self._cluster.trust.caller_key)
+            self._usage_log = UsageLog([log_dir / f"{name}.log" for name in self._cluster.names("router")], attackers)
             async with self._context() as context:
                 await self._run_users_and_faults(context)
             problems = await wait_for_quiescence(self._cluster)
@@ -148,6 +172,11 @@ class _Run:
         finally:
             await self._cluster.stop()
         return self._report(problems)
+
+    def _change_spec(self, spec: ChildSpec) -> ChildSpec:
+        if FaultKind.CLOCK_JUMP in self._plan.kinds:
+            return with_own_clock(spec, self._cluster.folder.run_dir)
+        return spec
 
     @contextlib.asynccontextmanager
     async def _context(self) -> AsyncIterator[UserContext]:
@@ -164,7 +193,7 @@ class _Run:
         if self._plan.engine == "sim":
             oracle = SimOracle(self._tokenizer)
             questions = QuestionSource(stop_words=oracle.words[:_MAX_STOP_WORDS])
-            return oracle, questions if self._plan.kinds else questions.limited_to(_NUM_SOAK_QUESTIONS, rng)
+            return oracle, questions if self._plan.faults else questions.limited_to(_NUM_SOAK_QUESTIONS, rng)
         pool = [draw_question(rng, _COMMON_WORDS, _RECORDED_MAX_TOKENS) for _ in range(_NUM_RECORDED)]
         try:
             async with Client(self._cluster.router_address) as client:
@@ -177,7 +206,6 @@ class _Run:
         plan = self._plan
         self._begin = time.monotonic()
         stop = asyncio.Event()
-        faults = plan_faults(plan.seed, plan.seconds, plan.kinds, plan.long_hang_share)
         users = [
             asyncio.create_task(run_user(context, plan.seed, i, stop), name=f"user {i}") for i in range(plan.num_users)
         ]
@@ -185,8 +213,8 @@ class _Run:
             asyncio.create_task(self._cluster.watch(), name="supervisor"),
             asyncio.create_task(self._watch(), name="watch"),
         ]
-        injecting = asyncio.create_task(self._injector.run(faults, self._begin), name="faults")
-        timer = asyncio.create_task(asyncio.sleep(plan.seconds), name="end of the run")
+        injecting = asyncio.create_task(self._injector.run(plan.faults, self._begin), name="faults")
+        timer = asyncio.create_task(self._until_end(injecting), name="end of the run")
         try:
             await _all_unless_failed([timer, injecting], [*users, *others])
             stop.set()
@@ -197,13 +225,20 @@ class _Run:
                 task.cancel()
             await asyncio.gather(*users, *others, injecting, timer, return_exceptions=True)
 
+    async def _until_end(self, injecting: asyncio.Task[None]) -> None:
+        if self._plan.attack_seconds:
+            await asyncio.shield(injecting)  # attackers that get little of the CPU begin and end late
+            await asyncio.sleep(self._plan.quiet_seconds)
+        else:
+            await asyncio.sleep(self._plan.seconds)
+
     async def _watch(self) -> None:
         """Sample memory, read usage records and show progress, once a second. Never returns."""
         next_sample = 0.0
         while True:
             seconds = time.monotonic() - self._begin
             if seconds >= next_sample:
-                next_sample += SAMPLE_SECONDS
+                next_sample += min(SAMPLE_SECONDS, self._plan.quiet_seconds / 4)
                 self._memory.sample(self._cluster.statuses, seconds)
                 await asyncio.to_thread(self._usage_log.read)
             self._progress.seconds = seconds
@@ -226,10 +261,14 @@ class _Run:
         )
         memory = self._memory.figures()
         figures["problems"] += [*self._injector.never_restarted, *problems]
-        if not plan.kinds:
+        if plan.attack_seconds:
+            (attack,) = self._injector.disturbances
+            answers = self._cluster.attack_answers
+            figures["attack"] = attack_figures(self._records, attack, answers, self._memory, self._begin)
+        elif not plan.kinds:
             figures["problems"] += soak_problems(memory)
         return {
-            "minutes": plan.minutes,
+            "minutes": round(plan.seconds / 60, 2),
             "seed": plan.seed,
             "engine": plan.engine,
             "shards": plan.num_shards,

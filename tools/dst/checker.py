@@ -65,6 +65,17 @@ class Hooks:
     def integrity(self, node: RouterView) -> None:
         """The router has handled a whole message, so that the core's state must be consistent."""
 
+    # -- the registry -------------------------------------------------------------------------------------------------
+
+    def on_registry_read(self, node: RouterView, world: WorldView) -> None:
+        """A router has read the registry and followed its records."""
+
+    def on_registry_lost(self, node: RouterView) -> None:
+        """A router could not read the registry."""
+
+    def on_link_ended(self, node: RouterView, shard_id: str, world: WorldView) -> None:
+        """A router gives up a shard, connected or not, because of what it has read. It still has the stream."""
+
     # -- shards and clients -------------------------------------------------------------------------------------------
 
     def on_submit(self, shard: ShardView, stream: ShardStreamView, attempt: SubmitAttempt, spec: ChoiceSpec) -> None:

@@ -8,22 +8,25 @@ from router.core.frames import Finish, Start, Step
 from tools.dst.nodes.client import ClientStream
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.shard import SimShard
-from tools.dst.scenario import FAULTS_PER_SECOND
+from tools.dst.registry_faults import RegistryFaults
+from tools.dst.scenario import FAULTS_PER_SECOND, REGISTRY_FAULTS_PER_SECOND
 from tools.dst.world import World
 
 UNKNOWN_SLOT = 10**6
 
 
 class Faults:
-    """Until the world is calm. `FAULTS_PER_SECOND` names the methods."""
+    """Until the world is calm. `FAULTS_PER_SECOND` names the methods, `REGISTRY_FAULTS_PER_SECOND` those of
+    RegistryFaults."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._env = world.env
+        self._registry = RegistryFaults(world)
         self._rng = world.env.rng
 
     def start(self) -> None:
-        for kind in FAULTS_PER_SECOND:
+        for kind in (*FAULTS_PER_SECOND, *REGISTRY_FAULTS_PER_SECOND):
             if kind in self._env.scenario.rates:
                 self._schedule(kind)
 
@@ -35,7 +38,7 @@ class Faults:
         if self._env.is_calm:
             return
         self._env.count_fault(kind)
-        getattr(self, kind)()
+        getattr(self._registry if kind in REGISTRY_FAULTS_PER_SECOND else self, kind)()
         self._schedule(kind)
 
     def _shard(self) -> SimShard:

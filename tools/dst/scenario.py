@@ -47,6 +47,15 @@ FAULTS_PER_SECOND: Final[dict[str, float]] = {
 }
 """The kinds that strike by themselves, and their rates in a seed that has them at all."""
 
+REGISTRY_FAULTS_PER_SECOND: Final[dict[str, float]] = {
+    "registry_garbage": 1.0,
+    "registry_stale": 1.0,
+    "registry_name_twice": 0.7,
+    "registry_removed": 1.0,
+    "registry_down": 0.5,
+}
+"""The kinds that need a registry, which about a third of the seeds have; in the others routers know all shards."""
+
 FAULTS_PER_CHANCE: Final[dict[str, float]] = {
     "engine_failure": 0.004,
     "kv_events_lost": 0.1,
@@ -64,7 +73,7 @@ FAULTS_PER_CHANCE: Final[dict[str, float]] = {
 OWN_DRAWS: Final = frozenset({"shard_hands_over", "router_drain_deadline", "fleet_outage"})
 """Kinds with generators of their own: adding them did not change the rest of a seed's scenario."""
 
-FAULT_KINDS: Final = (*FAULTS_PER_SECOND, *FAULTS_PER_CHANCE)
+FAULT_KINDS: Final = (*FAULTS_PER_SECOND, *REGISTRY_FAULTS_PER_SECOND, *FAULTS_PER_CHANCE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +110,10 @@ class Scenario:
     rates: Mapping[str, float]
     """Kind of fault to rate per second, or to probability. Kinds that this seed does not have are left out."""
 
+    @property
+    def has_registry(self) -> bool:
+        return not REGISTRY_FAULTS_PER_SECOND.keys().isdisjoint(self.rates)
+
 
 DEFAULT_POLICY: Final = CoreConfig().policy
 
@@ -114,6 +127,7 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         if drawn_by.random() < share:
             factor = drawn_by.choice((0.5, 1.0, 3.0) if rate < 1 else (0.5, 1.0))
             rates[kind] = min(0.9, rate * factor) if rate < 1 else rate * factor
+    rates |= _draw_registry_rates(random.Random(f"{seed} registry rates"))
     num_tenants = rng.choice((1, 2, 2, 3, 4))
     num_epochs = rng.choice((1, 1, 2))
     return Scenario(
@@ -133,6 +147,14 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
         num_epochs=num_epochs,
         rates=rates,
     )
+
+
+def _draw_registry_rates(rng: random.Random) -> dict[str, float]:
+    if rng.random() > 0.35:
+        return {}
+    return {
+        kind: rate * rng.choice((1.0, 3.0)) for kind, rate in REGISTRY_FAULTS_PER_SECOND.items() if rng.random() < 0.7
+    }
 
 
 def _draw_config(seed: int, rng: random.Random) -> CoreConfig:

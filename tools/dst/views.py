@@ -71,6 +71,9 @@ class ShardView(Protocol):
 
     shard_id: str
     shape: ShardShape
+    incarnation: int
+    is_up: bool
+    is_hung: bool
     has_hung_engine: bool
 
     @property
@@ -110,6 +113,9 @@ class RouterView(Protocol):
     def clients(self) -> Mapping[str, ClientStreamView]: ...
 
     @property
+    def streams(self) -> Mapping[str, Any]: ...
+
+    @property
     def stuck_shard_ids(self) -> set[str]: ...
 
 
@@ -129,8 +135,22 @@ class WorldView(Protocol):
     @property
     def traffic(self) -> TrafficView: ...
 
+    def is_announced(self, shard: ShardView) -> bool: ...
+
+    def named_incarnations(self) -> dict[str, str]: ...
+
 
 # -- what nodes see of one another ------------------------------------------------------------------------------------
+
+
+class RegistryReader(Protocol):
+    """A router as the registry sees it."""
+
+    is_alive: bool
+
+    def post(self, callback: Callable[..., None], *args: Any) -> None: ...
+
+    def read_registry(self) -> None: ...
 
 
 class RouterProcess(Protocol):
@@ -156,6 +176,8 @@ class RouterProcess(Protocol):
     def check_integrity(self) -> None: ...
 
     def connect(self, shard: Any, *, replace: bool = False) -> None: ...
+
+    def accepts(self, stream: Any, incarnation_id: str) -> bool: ...
 
     def reconnect_safety(self) -> None: ...
 

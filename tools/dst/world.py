@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 from tools.dst.checkers import Checks
 from tools.dst.environment import Environment
+from tools.dst.nodes.fleet_reader import FleetReader
+from tools.dst.nodes.registry import SimRegistry
 from tools.dst.nodes.router_node import RouterNode
 from tools.dst.nodes.safety import SimSafety
 from tools.dst.nodes.shard import SimShard
 from tools.dst.traffic import Traffic
+from tools.dst.views import ShardView
 
 
 class World:
@@ -16,12 +21,17 @@ class World:
         scenario = self.env.scenario
         self.safety = SimSafety(self.env)
         self.shards = [SimShard(self.env, f"shard-{i}", shape) for i, shape in enumerate(scenario.shards)]
+        self.registry = SimRegistry(self.env, self.shards)
         self.nodes = [self._router(i, incarnation=1) for i in range(scenario.num_routers)]
         self.traffic = Traffic(self.env, self.nodes)
 
     def start(self) -> None:
         for shard in self.shards:
+            if self.env.scenario.has_registry:
+                shard.on_start = functools.partial(self.registry.announce, shard)
             shard.start()
+        if self.env.scenario.has_registry:
+            self.registry.start()
         for node in self.nodes:
             node.start()
             for _ in range(self.env.scenario.clients_per_router):
@@ -40,7 +50,8 @@ class World:
             self.restart_router(node.number)
 
     def repair(self) -> None:
-        """Undo all faults that are still in effect."""
+        """Undo all faults that are still in effect. Bad records stay until they expire."""
+        self.repair_registry()
         for node in list(self.nodes):
             if node.is_draining:
                 self.replace_drained(node)
@@ -51,6 +62,16 @@ class World:
             for node in self.nodes:
                 node.connect(shard)
         self.safety.restore_speed()
+
+    def repair_registry(self) -> None:
+        self.registry.is_reachable = True
+
+    def is_announced(self, shard: ShardView) -> bool:
+        return self.registry.is_announced(shard)
+
+    def named_incarnations(self) -> dict[str, str]:
+        """The incarnations that the registry names now, also those that it should not."""
+        return {key: record.incarnation_id for key, record in (self.registry.list_shards() or {}).items()}
 
     def is_quiescent(self) -> bool:
         """Whether nothing is in flight and every process is up and connected."""
@@ -75,4 +96,5 @@ class World:
         )
 
     def _router(self, number: int, incarnation: int) -> RouterNode:
-        return RouterNode(self.env, number, incarnation, self.shards, self.safety)
+        fleet = FleetReader(self.env, self.registry, self) if self.env.scenario.has_registry else None
+        return RouterNode(self.env, number, incarnation, self.shards, self.safety, fleet)

@@ -84,9 +84,9 @@ async def edge_reason(status: ProcessStatus, trust: FabricTrust) -> str:
     because clients may need a certificate."""
     host, _, port = reachable_address(status.peer_address or status.metrics_address).rpartition(":")
     tls: dict[str, Any] = {}
-    if status.peer_address:
-        tls = {"ssl": trust.client_tls(), "server_hostname": trust.server_hostname("edge")}
     try:
+        if status.peer_address:
+            tls = {"ssl": trust.client_tls(), "server_hostname": trust.server_hostname("edge")}
         async with asyncio.timeout(_TIMEOUT_SECONDS):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **tls)
             try:

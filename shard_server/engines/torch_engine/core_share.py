@@ -51,7 +51,8 @@ class CoreShare:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a+b") as file:
                 self._own = _claim_slot(file)
-                file.truncate(_NUM_SLOTS * 8)
+                # Not `truncate`: if the disk is full, the first write into a hole of the file would kill this process.
+                os.posix_fallocate(file.fileno(), 0, _NUM_SLOTS * 8)
                 # This keeps a descriptor of its own, and with it the lock on the slot.
                 self._slots = memoryview(mmap.mmap(file.fileno(), _NUM_SLOTS * 8)).cast("q")
         self._slots[self._own] = 0

@@ -3,7 +3,16 @@
 Each is a mistake that a change could make: a forgotten line, an inverted condition, a step too early. Those in `found`
 are real: they were in the core until the simulation found them."""
 
-from tests.simulation.planted_bugs import answers, dispatch, fairness, found, overload, shard_health, surroundings
+from tests.simulation.planted_bugs import (
+    answers,
+    dispatch,
+    fairness,
+    found,
+    overload,
+    registry_records,
+    shard_health,
+    surroundings,
+)
 from tests.simulation.planted_bugs.registry import PLANTED_BUGS, PlantedBug
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "fairness",
     "found",
     "overload",
+    "registry_records",
     "shard_health",
     "surroundings",
 ]

@@ -10,8 +10,9 @@ from router.core.dispatch.dispatch_queue import DispatchQueue
 from router.core.events import Tick
 from router.core.live import Attempt, LiveRequest
 from router.core.prefix_index.event_order import EventOrder
+from router.links.fleet_links import LinkTarget
 from tests.simulation.planted_bugs.registry import Patch, caught_by
-from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact, PlacementsFit
+from tools.dst.checkers import DeadlinesKept, EndsJustified, IndexExact, PlacementsFit, RecordsFollowed
 
 
 @caught_by(None, "never_fails")
@@ -69,6 +70,13 @@ def sends_requests_past_their_deadline(patch: Patch) -> None:
     patch.setattr(RouterCore, "event", None, raising=False)
     patch.setattr(RouterCore, "handle", handle)
     patch.setattr(RouterCore, "_expire", expire)
+
+
+@caught_by(RecordsFollowed, max_seeds=20, first_seed=110)
+def drops_a_shard_that_restarted_while_redis_was_away(patch: Patch) -> None:
+    """A shard that was reached under its old record, because the registry could not be read, is disconnected when its
+    new record can be."""
+    patch.setattr(LinkTarget, "accept", lambda _self, _incarnation_id: None)
 
 
 @caught_by(PlacementsFit, max_seeds=150)

@@ -21,6 +21,8 @@ class PlantedBug:
     invariant: str
     max_seeds: int
     """Within which it must be caught."""
+    first_seed: int = 0
+    """For rare bugs: near a seed that finds it."""
 
     @property
     def name(self) -> str:
@@ -35,13 +37,13 @@ PLANTED_BUGS: list[PlantedBug] = []
 
 
 def caught_by(
-    checker: type[Checker] | None, invariant: str = "", max_seeds: int = 60
+    checker: type[Checker] | None, invariant: str = "", max_seeds: int = 60, first_seed: int = 0
 ) -> Callable[[Callable[[Patch], None]], Any]:
     """Register a planted bug. Without a checker the simulation itself must break the invariant."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         name = invariant if checker is None else checker.invariant
-        PLANTED_BUGS.append(PlantedBug(plant, checker, name, max_seeds))
+        PLANTED_BUGS.append(PlantedBug(plant, checker, name, max_seeds, first_seed))
         return plant
 
     return register

@@ -6,6 +6,7 @@ record.py        what is kept of every answer
 usage_log.py     reads the usage records from the routers' logs
 metering.py      compares the usage records with what was delivered
 memory.py        the resident memory of the processes
+attack_report.py  what users noticed of an attack, and what it left in memory
 report.py        the figures of a run
 report_text.py   the figures as text and Markdown
 """

@@ -10,7 +10,7 @@ from typing import Final
 from tools.chaos.checking.verdicts import NEVER_ALLOWED, Finding, Verdict
 from tools.chaos.clients.questions import Behaviour, Endpoint, UserCall
 from tools.chaos.clients.transcript import End, Transcript
-from tools.chaos.fabric.faults import Disturbance
+from tools.chaos.fabric.faults import Disturbance, FaultKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ def is_explained(
         return "safety" in by_part or "router" in by_part
     if code == "draining" and _breaks_connections(by_part):
         return True
+    if code in _LOST_EVENTS and any(one.kind is FaultKind.REDIS_TAKEOVER for one in by_part.get("redis", [])):
+        return is_resumable  # two edges may be with different servers, which do not know each other's journals
     if code in _LOST_EVENTS:
         # Another edge continues a stream of a dead one if the dead one could write its journal.
         return (

@@ -91,6 +91,24 @@ class MemoryWatch:
                 by_name.setdefault(process.name, []).append(process)
         return [_figures_of(processes) for _, processes in sorted(by_name.items())]
 
+    def around(self, begin: float, end: float) -> list[dict[str, Any]]:
+        """One row for each name: the last sample before `begin`, the most until `end`, and the last sample of all."""
+        by_name: dict[str, list[Sample]] = {}
+        pids: dict[str, int] = {}
+        for process in self._processes.values():
+            by_name.setdefault(process.name, []).extend(process.samples)
+            pids[process.name] = pids.get(process.name, 0) + bool(process.samples)
+        rows: list[dict[str, Any]] = []
+        for name, samples in sorted(by_name.items()):
+            samples.sort()
+            before = [size for at, size in samples if at <= begin]
+            during = [size for at, size in samples if begin < at <= end]
+            if before and during:
+                sizes = {"before_mb": before[-1], "most_mb": max(during), "after_mb": samples[-1][1]}
+                row = {key: round(size / 1e6, 1) for key, size in sizes.items()}
+                rows.append({"name": name, **row, "incarnations": pids[name]})
+        return rows
+
 
 def _figures_of(processes: Sequence[ProcessMemory]) -> dict[str, Any]:
     longest = max(processes, key=lambda process: process.seconds)

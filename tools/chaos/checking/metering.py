@@ -20,6 +20,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
     num_credited_tokens: int = 0
     outcome: str = ""
     process: str = ""
+    tenant: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from tools.chaos.checking.metering import MeteringResult, UsageRecord, compare_m
 from tools.chaos.checking.record import Record
 from tools.chaos.checking.verdicts import NEVER_ALLOWED, Verdict
 from tools.chaos.clients.questions import Behaviour
+from tools.chaos.clients.transcript import Transcript
 from tools.chaos.fabric.faults import Disturbance, FaultKind
 
 MAX_LISTED: Final = 20
@@ -36,7 +37,8 @@ def make_report(
         and not is_explained(record.call, record.transcript, record.finding, disturbances, fleet)
     ]
     metering = compare_metering(
-        (record.delivery(may_miss_usage_record=_router_died(record, disturbances)) for record in records), usage_records
+        (record.delivery(may_miss_usage_record=_may_miss_usage_record(record, disturbances)) for record in records),
+        usage_records,
     )
     never = [record for record in records if record.finding.verdict in NEVER_ALLOWED]
     failed = [record for record in records if _has_failed(record)]
@@ -97,9 +99,13 @@ USAGE_RECORD_SECONDS: Final = 0.1
 machine."""
 
 
-def _router_died(record: Record, disturbances: Sequence[Disturbance]) -> bool:
+_LOSES_RECORDS: Final = frozenset({FaultKind.KILL_ROUTER, FaultKind.DISK_FULL})
+"""A router that is killed has not logged its last usage records; on a full disk its log is not kept."""
+
+
+def _may_miss_usage_record(record: Record, disturbances: Sequence[Disturbance]) -> bool:
     return any(
-        one.kind is FaultKind.KILL_ROUTER
+        one.kind in _LOSES_RECORDS
         and one.is_felt(record.transcript.sent_at, record.transcript.ended_at + USAGE_RECORD_SECONDS)
         for one in disturbances
     )
@@ -171,12 +177,20 @@ def _latency(records: Sequence[Record], disturbances: Sequence[Disturbance]) -> 
 
 
 def _latency_of(records: Sequence[Record]) -> dict[str, Any]:
-    streamed = [record.transcript for record in records if record.call.behaviour is not Behaviour.WHOLE]
     return {
         "requests": len(records),
-        "ttft": _percentiles([one.first_at - one.sent_at for one in streamed if one.first_at is not None]),
-        "longest_pause": _percentiles([one.longest_pause_seconds for one in streamed]),
+        "ttft": ttft_percentiles(records),
+        "longest_pause": _percentiles([one.longest_pause_seconds for one in _streamed(records)]),
     }
+
+
+def ttft_percentiles(records: Sequence[Record]) -> dict[str, float | None]:
+    """p50 and p99 of the seconds until the first token, of streamed answers."""
+    return _percentiles([one.first_at - one.sent_at for one in _streamed(records) if one.first_at is not None])
+
+
+def _streamed(records: Sequence[Record]) -> list[Transcript]:
+    return [record.transcript for record in records if record.call.behaviour is not Behaviour.WHOLE]
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float | None]:

@@ -32,7 +32,7 @@ def summary(report: dict[str, Any]) -> str:
         lines += report["explained"]
     if report["faults"]:
         lines += ["", _fault_table(report)]
-    lines += ["", _memory_table(report)]
+    lines += ["", attack_page(report) if "attack" in report else _memory_table(report)]
     return "\n".join(lines)
 
 
@@ -75,6 +75,48 @@ def soak_page(report: dict[str, Any]) -> str:
         f"{report['verdicts']['ok'] + report['verdicts']['left']:,} of them right."
     )
     return f"{about}\n\n{_memory_table(report)}"
+
+
+def attack_page(report: dict[str, Any]) -> str:
+    """The Markdown between the markers of `attack`, and the end of the summary."""
+    figures = report["attack"]
+    heads = ("users", "requests", "wrong, lost or doubled", "failed", "429 or 503, retried", "TTFT p50 s", "TTFT p99 s")
+    rows = [
+        (
+            name,
+            f"{row['requests']:,}",
+            f"{row['wrong']}",
+            f"{row['failed']}",
+            f"{row['rejections']}",
+            f"{row['ttft']['p50']}",
+            f"{row['ttft']['p99']}",
+        )
+        for name, row in figures["phases"].items()
+    ]
+    memory = [
+        (row["name"], f"{row['before_mb']}", f"{row['most_mb']}", f"{row['after_mb']}", f"{row['incarnations']}")
+        for row in figures["memory"]
+    ]
+    attacks = [
+        (name, ", ".join(f"{answer} {count:,}" for answer, count in answers.items()))
+        for name, answers in _by_attack(figures["answers_to_attackers"]).items()
+    ]
+    return "\n\n".join(
+        (
+            _table(heads, rows),
+            _table(("process", "RSS MB before", "most during", "after", "incarnations"), memory),
+            _table(("attack", "answers"), attacks),
+            figures["verdict"],
+        )
+    )
+
+
+def _by_attack(answers: dict[str, int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for key, count in answers.items():
+        name, _, answer = key.partition(": ")
+        found.setdefault(name, {})[answer] = count
+    return found
 
 
 def _fault_table(report: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tools.chaos.checking.metering import UsageRecord, parse_usage_record
@@ -14,14 +14,17 @@ _MAX_READ_BYTES = 4 * 2**20
 class UsageLog:
     """Follows log files that are rotated when they are full. The previous file is `path` + ".1"."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], others: Collection[str] = ()) -> None:
+        """`others`: tenants who are not the users. They may use the same names for requests of their own."""
         self._tails = [_Tail(path) for path in paths]
+        self._others = others
         self.records: list[UsageRecord] = []
 
     def read(self) -> None:
         """Read what was written since the last call. Blocks while reading."""
         for tail in self._tails:
-            self.records += [record for line in tail.new_lines() if (record := parse_usage_record(line)) is not None]
+            found = [record for line in tail.new_lines() if (record := parse_usage_record(line)) is not None]
+            self.records += [record for record in found if record.tenant not in self._others]
 
 
 class _Tail:

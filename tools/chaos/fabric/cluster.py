@@ -9,7 +9,8 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,8 +38,16 @@ class Cluster:
     """`config` must name the model; the ports are chosen here. `on_event` is called with a line whenever a process dies
     or restarts."""
 
-    def __init__(self, config: KvloomConfig, data_dir: Path, on_event: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: KvloomConfig,
+        data_dir: Path,
+        on_event: Callable[[str], None],
+        change_spec: Callable[[ChildSpec], ChildSpec] = lambda spec: spec,
+    ) -> None:
+        """`change_spec` may change how each process is started."""
         self.config = config
+        self._change_spec = change_spec
         self.folder = RunFolder(data_dir)
         self._on_event = on_event
         self._stopped: set[int] = set()
@@ -50,6 +59,12 @@ class Cluster:
         self._ports: list[SharedPort] = []
         self._stack = contextlib.ExitStack()
         self.trust: FabricTrust = NO_SECRET
+        self.user_seed = 0
+        """The seed in the names of the users' requests, which a hostile neighbour guesses."""
+        self.attacks: Sequence[str] = ()
+        """What hostile neighbours do; everything if it is empty."""
+        self.attack_answers: Counter[str] = Counter()
+        """How hostile neighbours were answered."""
 
     async def start(self) -> None:
         """Returns when the fabric is ready. Raises CommandError. `stop` must be called in any case."""
@@ -77,7 +92,7 @@ class Cluster:
             http_port=self._ports[0],
         )
         self._supervisor = Supervisor(
-            [[self._behind_proxy(spec) for spec in stage] for stage in stages],
+            [[self._change_spec(self._behind_proxy(spec)) for spec in stage] for stage in stages],
             stop_order=STOP_ORDER,
             log_dir=self.folder.log_dir,
             on_change=lambda: None,
@@ -125,6 +140,11 @@ class Cluster:
     def edge_urls(self) -> dict[str, str]:
         """The URL of each edge proxy, by its name."""
         return {name: f"http://127.0.0.1:{proxy.port}" for name, proxy in self.edge_proxies.items()}
+
+    @property
+    def http_address(self) -> str:
+        """Where the edges listen themselves, behind the proxies."""
+        return f"{self.config.edge.host}:{self.config.edge.port}"
 
     @property
     def router_address(self) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 
 class FaultKind(enum.StrEnum):
-    """`VERB-PART`."""
+    """`VERB-PART` for faults of processes and connections."""
 
     KILL_SHARD = "kill-shard"
     KILL_ROUTER = "kill-router"
@@ -35,15 +35,69 @@ class FaultKind(enum.StrEnum):
     RESET_LINK = "reset-link"
     """The connections between the routers and a shard."""
     STALL_LINK = "stall-link"
+    DISK_FULL = "disk-full"
+    EMFILE = "emfile"
+    BAD_RECORDS = "bad-records"
+    REDIS_FULL = "redis-full"
+    REDIS_TAKEOVER = "redis-takeover"
+    CLOCK_JUMP = "clock-jump"
+    HOSTILE_NEIGHBOUR = "hostile-neighbour"
 
     @property
     def verb(self) -> str:
-        return self.value.partition("-")[0]
+        """What happens to `part`; "surround" for faults of what the processes depend on."""
+        return "surround" if self in SURROUNDINGS else self.value.partition("-")[0]
 
     @property
     def part(self) -> str:
-        """ "shard", "router", "edge", "safety", "redis", "clients" or "link"."""
+        """ "shard", "router", "edge", "safety", "redis", "clients" or "link"; of a fault of the surroundings "redis" or
+        its own name, which explains no failure."""
+        if self in SURROUNDINGS:
+            return "redis" if self in (FaultKind.REDIS_FULL, FaultKind.REDIS_TAKEOVER) else self.value
         return self.value.partition("-")[2]
+
+    @property
+    def story(self) -> str:
+        """What it does, in one line."""
+        return _STORIES.get(self) or _STORIES_BY_VERB[self.verb].format(_PARTS.get(self.part, f"a {self.part}"))
+
+
+SURROUNDINGS: Final = frozenset(
+    {
+        FaultKind.DISK_FULL,
+        FaultKind.EMFILE,
+        FaultKind.BAD_RECORDS,
+        FaultKind.REDIS_FULL,
+        FaultKind.REDIS_TAKEOVER,
+        FaultKind.CLOCK_JUMP,
+        FaultKind.HOSTILE_NEIGHBOUR,
+    }
+)
+"""Faults of what the processes depend on. All of them last for a while, and are undone."""
+_PARTS: Final = {
+    "edge": "an edge",
+    "safety": "the safety service",
+    "redis": "Redis",
+    "clients": "the connections between clients and an edge",
+    "link": "the connections between the routers and a shard",
+}
+_STORIES_BY_VERB: Final = {
+    "kill": "SIGKILL to {}",
+    "hang": "SIGSTOP to {}, SIGCONT some seconds later",
+    "stop": "SIGTERM to {} from outside",
+    "restart": "a planned restart of {}",
+    "reset": "{} are reset",
+    "stall": "{} transfer nothing for some seconds",
+}
+_STORIES: Final = {
+    FaultKind.DISK_FULL: "no process of the fabric can write to a file, logs included",
+    FaultKind.EMFILE: "a shard, router, edge or safety service can open no more files and sockets",
+    FaultKind.BAD_RECORDS: "garbage, foreign, stale and mistyped records in the registry",
+    FaultKind.REDIS_FULL: "Redis reaches its memory limit and refuses writes",
+    FaultKind.REDIS_TAKEOVER: "another server, with other data, answers at the address of Redis, then Redis is back",
+    FaultKind.CLOCK_JUMP: "the wall clock of a process jumps by hours, then back",
+    FaultKind.HOSTILE_NEIGHBOUR: "a process attacks every port over HTTP, gRPC and the Redis protocol",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +144,9 @@ _MAX_HANG_SECONDS: Final = 4.0
 LONG_HANG_SHARE: Final = 0.35
 _LONG_HANG_SECONDS: Final = {"shard": (6.0, 9.0), "link": (6.0, 9.0), "router": (15.5, 18.0)}
 """Longer than a process may be silent before the others continue without it (docs/reliability.md)."""
-_LASTING: Final = frozenset({"hang", "stall"})
+_LASTING: Final = frozenset({"hang", "stall", "surround"})
+_NEIGHBOUR_SECONDS: Final = (6.0, 12.0)
+"""Its slower attacks take some seconds."""
 
 
 def plan_faults(
@@ -120,6 +176,8 @@ def plan_faults(
 
 
 def _draw_hang_seconds(rng: random.Random, kind: FaultKind, long_hang_share: float) -> float:
+    if kind is FaultKind.HOSTILE_NEIGHBOUR:
+        return rng.uniform(*_NEIGHBOUR_SECONDS)
     if rng.random() < long_hang_share and kind.part in _LONG_HANG_SECONDS:
         return rng.uniform(*_LONG_HANG_SECONDS[kind.part])
     return rng.uniform(_MIN_HANG_SECONDS, _MAX_HANG_SECONDS)

@@ -12,6 +12,7 @@ from typing import Final
 from tools.chaos.fabric.cluster import Cluster
 from tools.chaos.fabric.faults import Disturbance, Fault
 from tools.chaos.fabric.proxy import FaultProxy
+from tools.chaos.fabric.surroundings import STRIKES
 from tools.supervisor.supervised_process import ProcessState
 
 _REPLACED_TIMEOUT_SECONDS: Final = 60.0
@@ -40,7 +41,9 @@ class Injector:
 
     async def _strike(self, fault: Fault) -> None:
         part = fault.kind.part
-        if part in ("clients", "link"):
+        if fault.kind in STRIKES:
+            await self._disturb_surroundings(fault)
+        elif part in ("clients", "link"):
             proxies = self._cluster.edge_proxies if part == "clients" else self._cluster.link_proxies
             name = _pick(list(proxies), fault.choice)
             await self._disturb_link(fault, name, proxies[name])
@@ -48,6 +51,15 @@ class Injector:
             await self._restart_process(fault, _pick(self._cluster.names(part), fault.choice))
         else:
             await self._disturb_process(fault, _pick(self._cluster.names(part), fault.choice))
+
+    async def _disturb_surroundings(self, fault: Fault) -> None:
+        rng = random.Random(f"{fault.kind} at {fault.at_seconds}")
+        began_at = time.monotonic()
+        async with STRIKES[fault.kind](self._cluster, fault, rng) as name:
+            disturbance = self._begin(fault, name)
+            disturbance.began_at = began_at
+            await asyncio.sleep(fault.duration_seconds)
+        disturbance.ended_at = time.monotonic()
 
     async def _disturb_link(self, fault: Fault, name: str, proxy: FaultProxy) -> None:
         disturbance = self._begin(fault, name)

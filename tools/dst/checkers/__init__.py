@@ -10,6 +10,7 @@ health.py      hung and draining shards, and the bounds of suspicion
 integrity.py   the core's own consistency check
 overload.py    rejections, service tiers, and patience with outages
 queueing.py    queued requests: no needless waiting, no starvation, a bounded queue
+registry.py    shards are found by their records, and no other process is used
 quiescence.py  the state of the routers when nothing is in flight
 safety.py      unsafe text is not delivered
 """
@@ -38,6 +39,7 @@ from tools.dst.checkers.integrity import Integrity
 from tools.dst.checkers.overload import DrainsEnd, OutagePatience, RejectionsJustified, TiersKept
 from tools.dst.checkers.queueing import NoIdleWait, NoStarvation, QueueBound
 from tools.dst.checkers.quiescence import IndexExact, LoadExact
+from tools.dst.checkers.registry import RecordsFollowed, ShardsFound
 from tools.dst.checkers.safety import SafetyKept
 
 CHECKERS: Final[tuple[type[Checker], ...]] = (
@@ -62,6 +64,8 @@ CHECKERS: Final[tuple[type[Checker], ...]] = (
     DeadlinesKept,
     SafetyKept,
     FleetReported,
+    ShardsFound,
+    RecordsFollowed,
     HungShardsAbandoned,
     SuspicionBounded,
     DrainedShardsEmpty,

@@ -29,6 +29,7 @@ from router.core.placement import POLICIES
 from tools.dst.checker import Violation
 from tools.dst.environment import Environment
 from tools.dst.nodes.client import ClientStream
+from tools.dst.nodes.fleet_reader import FleetReader
 from tools.dst.nodes.safety import SafetyStream, SimSafety
 from tools.dst.nodes.shard import SimShard
 from tools.dst.nodes.shard_stream import ShardStream
@@ -41,9 +42,17 @@ class RouterNode:
     """One incarnation of a router; a restart creates another. It has a clock of its own."""
 
     def __init__(
-        self, env: Environment, number: int, incarnation: int, shards: Sequence[SimShard], safety: SimSafety
+        self,
+        env: Environment,
+        number: int,
+        incarnation: int,
+        shards: Sequence[SimShard],
+        safety: SimSafety,
+        fleet: FleetReader | None,
     ) -> None:
+        """Without `fleet`, the router knows all shards from the beginning."""
         self._env = env
+        self._fleet = fleet
         self._shards = shards
         self._safety_service = safety
         self.number = number
@@ -87,6 +96,8 @@ class RouterNode:
     def start(self) -> None:
         for shard in self._shards:
             self._env.timeline.after(self._env.rng.random() * 0.01, self.connect, shard)
+        if self._fleet is not None:
+            self._fleet.start(self)
         self.reconnect_safety()
 
     def stop(self) -> None:
@@ -131,8 +142,24 @@ class RouterNode:
         shard_id = shard.shard_id
         if not self.is_alive or shard_id in self.connecting or (shard_id in self.streams and not replace):
             return
+        if self._fleet is not None and not self._fleet.may_connect(self, shard):
+            return
         stream = self.connecting[shard_id] = ShardStream(self._env, self, shard)
         self._env.timeline.after(self._env.scenario.latency_seconds, shard.accept, stream)
+
+    def accepts(self, stream: ShardStream, incarnation_id: str) -> bool:
+        """Whether the process at the other end of a new stream is the one that was meant."""
+        return self._fleet is None or self._fleet.accepts(stream.shard.shard_id, incarnation_id)
+
+    def read_registry(self) -> None:
+        if self._fleet is not None:
+            self._fleet.read(self)
+
+    def give_up(self, shard_id: str) -> None:
+        """End the link to a shard."""
+        for stream in (self.streams.get(shard_id), self.connecting.get(shard_id)):
+            if stream is not None:
+                stream.give_up()
 
     def reconnect_safety(self) -> None:
         self._env.timeline.after(self._env.rng.random() * 0.05, self._connect_safety)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -42,6 +43,8 @@ class SimShard:
         self.engine = Engine(env, shape, self.cache)
         self._kv_number = 0
         self._step_is_due = False
+        self.on_start: Callable[[], None] = lambda: None
+        """Called by every new incarnation, which announces itself."""
 
     # -- process ------------------------------------------------------------------------------------------------------
 
@@ -54,6 +57,7 @@ class SimShard:
         self.engine = Engine(self._env, self.shape, self.cache)
         self._kv_number = 0
         self._step_is_due = False
+        self.on_start()
 
     def crash(self, router_notices_after: float) -> None:
         """The process dies. Whether the routers notice at once depends on whether its kernel is still up."""

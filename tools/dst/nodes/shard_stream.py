@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.core.events import Event, KvChange, KvEventsArrived, LoadReported, ShardDown, ShardLoad, StepArrived
+from router.core.events import (
+    Event,
+    KvChange,
+    KvEventsArrived,
+    LoadReported,
+    ShardDown,
+    ShardLoad,
+    ShardUp,
+    StepArrived,
+)
 from router.core.frames import Step
 from tools.dst.environment import Environment
 from tools.dst.nodes.pipe import Pipe
@@ -36,6 +45,11 @@ class ShardStream:
         self.to_router.cut()
         self._env.timeline.after(router_notices_after, self.node.post, self.lost_at_router)
         self._env.timeline.after(shard_notices_after, self.shard.lose, self)
+
+    def give_up(self) -> None:
+        """The router closes the stream."""
+        self.break_off(0.0, self._env.rng.random() * 0.05)
+        self.lost_at_router()
 
     def lost_at_router(self) -> None:
         if not self.is_open_at_router:
@@ -103,6 +117,10 @@ class ShardStream:
         if not self.is_open_at_router:
             return
         if not self.is_announced:
+            hello = frame[0]
+            if isinstance(hello, ShardUp) and not self.node.accepts(self, hello.shard.incarnation_id):
+                self.give_up()
+                return
             self._announce()
         for event in frame:
             self.node.handle(event)

@@ -1,0 +1,68 @@
+"""A fabric whose processes have no free file descriptors serves over the connections that it has, and is as before when
+there are some again."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+from pathlib import Path
+
+from tests.e2e.fabric import RunningFabric, eventually
+from tests.fakes.no_descriptors import no_free_descriptors
+
+BODY = json.dumps({"model": "smollm2-135m-instruct", "prompt": "hello", "max_tokens": 4})
+
+
+def answers(connection: http.client.HTTPConnection) -> bool:
+    try:
+        connection.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status == 200 and json.loads(response.read())["usage"]["completion_tokens"] == 4
+    except (OSError, http.client.HTTPException):
+        connection.close()
+        return False
+
+
+def answers_anew(address: str) -> bool:
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+        return answers(connection)
+
+
+def test_every_process_survives_a_shortage_of_descriptors(model_dir: Path, tmp_path: Path) -> None:
+    """Edge, router, shard, safety service and supervisor at once: none ends, closes its listeners or busies itself with
+    its log, and a shard that is killed meanwhile is back as soon as that is possible."""
+    fabric = RunningFabric.start(tmp_path, "--engine", "sim", "--shards", "1")
+    address = fabric.http_url.removeprefix("http://")
+    kept = http.client.HTTPConnection(address, timeout=20)
+    try:
+        assert answers(kept)
+        before = {process["name"]: process["pid"] for process in fabric.status()["processes"]}
+        pids = [pid for name, pid in before.items() if name != "redis"] + [fabric.status()["supervisor_pid"]]
+        with no_free_descriptors(*pids):
+            for _ in range(5):
+                assert answers(kept)
+            for port in (address, fabric.router_address):
+                for _ in range(20):
+                    with (
+                        contextlib.suppress(OSError, http.client.HTTPException),
+                        contextlib.closing(http.client.HTTPConnection(port, timeout=0.05)) as new,
+                    ):
+                        new.request("GET", "/health")
+                        new.getresponse()
+            os.kill(before["shard-0"], signal.SIGKILL)
+            eventually("the death of the shard is noticed", lambda: "SIGKILL" in log_text(tmp_path))
+        eventually("new connections are served", lambda: answers_anew(address), 60.0)
+        after = {process["name"]: process["pid"] for process in fabric.status()["processes"]}
+        assert {name for name in before if before[name] != after[name]} == {"shard-0"}
+        assert "Traceback" not in log_text(tmp_path)
+        assert len(log_text(tmp_path)) < 500_000
+    finally:
+        kept.close()
+        fabric.stop()
+
+
+def log_text(data_dir: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in (data_dir / "logs").glob("*.log"))
