@@ -8,12 +8,14 @@ import re
 from typing import Any
 
 from edge_http.recovery.edge_membership import EdgeMembership
+from kvloom.parsers.spec import ParserSpec
 from kvloom.v1.generation_pb2 import TokenLogprobs
 from tests.fakes.edge_peers import die
 from tests.fakes.edge_world import EdgeWorld, chat_body
 from tests.fakes.fake_router_link import FakeRequest
 from tests.fakes.resume_world import CHAT, until
 from tests.fakes.resuming_client import ResumingClient
+from tests.fakes.tiny_tokenizer import model_tokenizer
 
 COMPLETIONS = "/v1/completions"
 TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", "line\n", "end"]
@@ -23,9 +25,14 @@ TEXT = ["Hel", "lo", "", " \N{SLIGHTLY SMILING FACE}", "! ", 'a "quoted" ', "", 
 class Script:
     """The updates that a router sends for a request: deterministic, as those of real answers are."""
 
-    def __init__(self, n: int = 1, *, logprobs: bool = False) -> None:
+    def __init__(self, n: int = 1, *, logprobs: bool = False, text: str = "") -> None:
+        """`text`: what the model writes, in its tokenizer's tokens; "": TEXT, in tokens that do not matter."""
+        self.deltas, self.token_ids = TEXT, list(range(70, 70 + len(TEXT)))
+        if text:
+            self.token_ids = model_tokenizer().encode_now(text)
+            self.deltas = [model_tokenizer().decode([token_id]) for token_id in self.token_ids]
         steps = [("start", index, 0) for index in range(n)]
-        for i in range(len(TEXT)):
+        for i in range(len(self.deltas)):
             steps += [("token", index, i) for index in range(n)]
         steps += [("finish", index, 0) for index in reversed(range(n))]
         self.steps = steps
@@ -40,7 +47,9 @@ class Script:
                 request.start(index, num_cached_tokens=2)
             elif what == "token":
                 logprobs = [TokenLogprobs(logprob=-0.5 - i, top_token_ids=[65, 66], top_logprobs=[-0.5, -1.5])]
-                request.tokens(TEXT[i], index, token_ids=[70 + i], logprobs=logprobs if self.logprobs else ())
+                request.tokens(
+                    self.deltas[i], index, token_ids=[self.token_ids[i]], logprobs=logprobs if self.logprobs else ()
+                )
             else:
                 request.finish(index=index)
 
@@ -52,7 +61,8 @@ class Script:
         for _, index, _ in self.steps:
             if index not in ended:
                 delivered = [i for what, of, i in done if what == "token" and of == index]
-                wanted[index] = ([70 + i for i in delivered], sum(len(TEXT[i]) for i in delivered))
+                num_chars = sum(len(self.deltas[i]) for i in delivered)
+                wanted[index] = ([self.token_ids[i] for i in delivered], num_chars)
         partial_choices = {
             choice.index: (list(choice.token_ids), choice.num_chars) for choice in request.request.partial_choices
         }
@@ -78,6 +88,23 @@ def kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
         "completion": (COMPLETIONS, {**plain, **usage}, Script()),
         "completion with all": (COMPLETIONS, {**plain, "n": 2, "logprobs": 2, **usage}, Script(2, logprobs=True)),
     }
+
+
+CALLS = """<think>Two cities.</think>Let me look.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo", "days": [1, 2]}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {}}
+</tool_call>"""
+PARSED = ParserSpec(tools="hermes", reasoning="qwen3")
+
+
+def parsed_kinds() -> dict[str, tuple[str, dict[str, Any], Script]]:
+    """Answers that are taken apart, for edges whose model writes them as PARSED says."""
+    usage = {"stream_options": {"include_usage": True}}
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    return {"chat with tools": (CHAT, chat_body(stream=True, tools=tools, n=2, **usage), Script(2, text=CALLS))}
 
 
 def same_but_names(events: list[bytes]) -> list[bytes]:

@@ -19,11 +19,13 @@ from tests.fakes.redis_server import redis_server
 from tests.fakes.resume_world import until
 from tests.fakes.scripted_answer import (
     COMPLETIONS,
+    PARSED,
     begin_live,
     client,
     end_at,
     kill,
     kinds,
+    parsed_kinds,
     same_but_names,
     undisturbed,
 )
@@ -31,17 +33,18 @@ from tests.fakes.scripted_answer import (
 Pair = list[tuple[EdgeWorld, EdgeMembership]]
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", [*kinds(), *parsed_kinds()])
 async def test_killed_anywhere(redis_url: str, kind: str) -> None:
     """After any of the router's updates: the whole answer is what it would have been, and the router is asked for the
     missing rest only, and only for choices that have not ended."""
-    path, body, script = kinds()[kind]
-    async with edges(redis_url) as ((first, _), _):
+    path, body, script = {**kinds(), **parsed_kinds()}[kind]
+    output = PARSED if kind in parsed_kinds() else None
+    async with edges(redis_url, output=output) as ((first, _), _):
         expected = await undisturbed(first, path, body, script)
-    steps = range(1, len(script.steps), 1 if len(script.steps) < 15 else 3)
+    steps = range(1, len(script.steps), 1 if len(script.steps) < 15 else max(3, len(script.steps) // 8))
 
     async def one(end: int) -> None:
-        async with edges(redis_url) as ((first, peers), (second, _)):
+        async with edges(redis_url, output=output) as ((first, peers), (second, _)):
             streamed, request, reading = await begin_live(first, path, body, script, end)
             await kill(first, peers, reading)
             streamed.url = second.url + path
